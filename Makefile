@@ -1,0 +1,40 @@
+# Two commands do everything on a machine with Python 3.11, pip and make: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test lint bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo   start 4 local ranks and draw how tensors lie on them"
+	@echo "make test   ruff, mypy --strict, import-linter, then pytest on real gloo ranks"
+	@echo "make lint   the first three of those"
+	@echo "make bench  measure against torch.distributed._shard, DTensor and plain tensors"
+	@echo "make clean  remove the virtual environment and every cache"
+
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cli,dev]'
+	@touch $@
+
+demo: $(READY)
+	@$(BIN)/python examples/layouts.py
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+
+test: lint
+	@$(BIN)/python -m pytest
+
+bench: $(READY)
+	@$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,69 @@
+"""Tensors that live in pieces on many processes: any boxes, on any ranks."""
+
+from shardwise import errors, ops, viz
+from shardwise.dispatch import custom_sharded_op_impl, custom_sharding_spec_op
+from shardwise.errors import ShardwiseError
+from shardwise.layout import Layout
+from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.placement import mesh_placements
+from shardwise.process_group import load_with_process_group, validation
+from shardwise.sharded_tensor import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorBase,
+    empty,
+    full,
+    init_from_local_shards,
+    ones,
+    pre_load_state_dict_hook,
+    rand,
+    randn,
+    state_dict_hook,
+    zeros,
+)
+from shardwise.sharding_spec import (
+    ChunkShardingSpec,
+    DevicePlacementSpec,
+    EnumerableShardingSpec,
+    GridShardingSpec,
+    PlacementSpec,
+    ShardingSpec,
+    infer_sharding_spec,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ChunkShardingSpec",
+    "DevicePlacementSpec",
+    "EnumerableShardingSpec",
+    "GridShardingSpec",
+    "Layout",
+    "PlacementSpec",
+    "Shard",
+    "ShardMetadata",
+    "ShardedTensor",
+    "ShardedTensorBase",
+    "ShardedTensorMetadata",
+    "ShardingSpec",
+    "ShardwiseError",
+    "TensorProperties",
+    "custom_sharded_op_impl",
+    "custom_sharding_spec_op",
+    "empty",
+    "errors",
+    "full",
+    "infer_sharding_spec",
+    "init_from_local_shards",
+    "load_with_process_group",
+    "mesh_placements",
+    "ones",
+    "ops",
+    "pre_load_state_dict_hook",
+    "rand",
+    "randn",
+    "state_dict_hook",
+    "validation",
+    "viz",
+    "zeros",
+]

@@ -1,0 +1,176 @@
+"""Which function handles which op: a user's override, then one for the spec's class, then the built-in one.
+
+A handler is called as ``handler(types, args, kwargs, process_group)``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import (
+    NoDistributedTensorError,
+    ProcessGroupError,
+    SignatureError,
+    UnsupportedOpError,
+)
+
+Op = Callable[..., Any]
+Handler = Callable[..., Any]
+Table = dict[Op, Handler]
+
+
+class Distributed:
+    """Marks tensor classes whose data lies on the ranks of a process group."""
+
+    _process_group: Any
+
+
+class Registry:
+    """Three tables of handlers, asked in order."""
+
+    def __init__(self) -> None:
+        self.overrides: Table = {}
+        self.by_spec: dict[type, Table] = {}
+        self.built_in: Table = {}
+
+    def find(self, op: Op, spec: object) -> Handler | None:
+        """The handler for this op on a tensor with this spec."""
+        if self.overrides and op in self.overrides:
+            return self.overrides[op]
+        if self.by_spec:
+            handler = self.find_for_spec(op, spec)
+            if handler is not None:
+                return handler
+        return self.built_in.get(op)
+
+    def find_for_spec(self, op: Op, spec: object) -> Handler | None:
+        """The handler registered for the spec's class or the nearest of its bases."""
+        for kind in type(spec).__mro__:
+            handler = self.by_spec.get(kind, {}).get(op)
+            if handler is not None:
+                return handler
+        return None
+
+
+registry = Registry()
+
+
+def register_op(op: Op, func: Handler, op_table: Table) -> None:
+    """Put a handler into a table, when it can be called as handlers are called."""
+    signature = inspect.signature(func)
+    if len(signature.parameters) != 4:
+        raise SignatureError(
+            "Custom sharded op function expects signature: (types, args, kwargs, process_group), "
+            f"but received signature: {signature}"
+        )
+    op_table[op] = func
+
+
+def decorator_func(wrapped_func: Handler, op: Op, op_table: Table) -> Handler:
+    """Register a handler that is called only with valid arguments."""
+
+    @functools.wraps(wrapped_func)
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        basic_validation(op, args, kwargs)
+        return wrapped_func(types, args, kwargs, process_group)
+
+    register_op(op, handler, op_table)
+    return handler
+
+
+def custom_sharded_op_impl(func: Op) -> Callable[[Handler], Handler]:
+    """Decorator: handle this torch function whenever a ShardedTensor is among its arguments."""
+    return functools.partial(decorator_func, op=func, op_table=registry.overrides)
+
+
+def custom_sharding_spec_op(sharding_spec_class: type, func: Op) -> Callable[[Handler], Handler]:
+    """Decorator: handle this torch function for tensors whose spec is of this class or derived from it."""
+    table = registry.by_spec.setdefault(sharding_spec_class, {})
+    return functools.partial(decorator_func, op=func, op_table=table)
+
+
+def sharded_op_impl(func: Op) -> Callable[[Handler], Handler]:
+    """Decorator: the built-in handling of this torch function, which overrides and spec ops can replace."""
+    return functools.partial(decorator_func, op=func, op_table=registry.built_in)
+
+
+def register_default_op(op: Op, decorator: Callable[[Op], Callable[[Handler], Handler]]) -> None:
+    """Handle an op as any `torch.Tensor` does: for what the wrapper itself knows, such as its size."""
+
+    @decorator(op)
+    def default_op(types: Any, args: Any = (), kwargs: Any = None, pg: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return op(*args, **(kwargs or {}))
+
+
+def has_custom_op(sharding_spec: object, op: Op) -> bool:
+    """Whether a handler is registered for this spec's class."""
+    return registry.find_for_spec(op, sharding_spec) is not None
+
+
+def dispatch_custom_op(sharding_spec: object, op: Op, types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    """Call the handler that is registered for this spec's class."""
+    handler = registry.find_for_spec(op, sharding_spec)
+    if handler is None:
+        raise UnsupportedOpError(f"Custom op: {op} not registered for {type(sharding_spec).__qualname__}")
+    return handler(types, args, kwargs, process_group)
+
+
+def distributed_in(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Iterator[Distributed]:
+    """The distributed tensors among the arguments of a call, also inside lists, tuples and dicts."""
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Distributed):
+            yield leaf
+
+
+def basic_validation(op: Op, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
+    """Raise unless there is a distributed tensor among the arguments, and all such share one process group."""
+    name = op_name(op)
+    if not args and not kwargs:
+        raise NoDistributedTensorError(f" No input for '{name}'!")
+    found = list(distributed_in(args, kwargs))
+    if not found:
+        raise NoDistributedTensorError(
+            f"torch function '{name}', with args: {summary(args)} and kwargs: {summary(kwargs)} "
+            "are called without any distributed tensor!"
+        )
+    if any(tensor._process_group is not found[0]._process_group for tensor in found):
+        raise ProcessGroupError(
+            f"All distributed tensors should use the same ProcessGroup if used together in an op, here '{name}'"
+        )
+
+
+def unsupported(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, why: str) -> UnsupportedOpError:
+    """The error for an op that cannot be computed: why, a way out, and the call without its data."""
+    return UnsupportedOpError(
+        f"{why}. Register a rule with @shardwise.custom_sharded_op_impl, or compute on the plain tensors of "
+        f"local_shards(): torch function '{op_name(op)}', with args: {summary(args)} and "
+        f"kwargs: {summary(kwargs)} not supported for ShardedTensor!"
+    )
+
+
+def op_name(op: Op) -> str:
+    """The name a user knows an op by; a property's getter is named after the property."""
+    name = getattr(op, "__name__", None) or repr(op)
+    owner = getattr(op, "__self__", None)
+    return getattr(owner, "__name__", name) if name in ("__get__", "__set__", "__delete__") else name
+
+
+def summary(value: Any) -> str:
+    """Arguments in one line, tensors by shape and dtype only."""
+    if isinstance(value, Distributed):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return f"Tensor({tuple(value.shape)}, {value.dtype})"
+    if isinstance(value, list | tuple):
+        return "(" + ", ".join(map(summary, value)) + ")"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {summary(item)}" for key, item in value.items()) + "}"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,195 @@
+"""Run code that was written for `torch.distributed._shard` on shardwise, unchanged.
+
+`TABLE` says for each module of the old system which of our objects each of its names is. From it `install` makes
+modules that exist only in memory, and the tests compare every name and signature with the installed torch::
+
+    import shardwise.dropin
+    shardwise.dropin.install()
+
+    from torch.distributed._shard import sharded_tensor  # this is shardwise now
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch.distributed
+
+from shardwise import dispatch, metadata, process_group, sharded_tensor, sharding_spec
+from shardwise.errors import DropinError
+from shardwise.sharded_tensor import assembly, remote, shard
+from shardwise.sharding_spec import chunking, enumerable
+
+ROOT = "torch.distributed._shard"
+LOGGER = "shardwise"
+
+
+def _get_or_create_logger() -> logging.Logger:
+    """The library's logger, silent until somebody adds a handler."""
+    logger = logging.getLogger(LOGGER)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    if not logger.handlers:
+        logger.addHandler(logging.NullHandler())
+    return logger
+
+
+_METADATA = {"ShardMetadata": metadata.ShardMetadata}
+_TENSOR_METADATA = {
+    "ShardedTensorMetadata": metadata.ShardedTensorMetadata,
+    "TensorProperties": metadata.TensorProperties,
+}
+_SPECS = {
+    "ShardingSpec": sharding_spec.ShardingSpec,
+    "PlacementSpec": sharding_spec.PlacementSpec,
+    "DevicePlacementSpec": sharding_spec.DevicePlacementSpec,
+    "EnumerableShardingSpec": sharding_spec.EnumerableShardingSpec,
+    "_infer_sharding_spec_from_shards_metadata": sharding_spec.infer_chunk_or_enumerable,
+}
+_CHUNK = {"ChunkShardingSpec": sharding_spec.ChunkShardingSpec}
+_TENSORS = {
+    "ShardedTensor": sharded_tensor.ShardedTensor,
+    "ShardedTensorBase": sharded_tensor.ShardedTensorBase,
+    "Shard": sharded_tensor.Shard,
+    "_CUSTOM_SHARDED_OPS": dispatch.registry.overrides,
+    "_SHARDED_OPS": dispatch.registry.built_in,
+}
+_FACTORIES = {
+    name: getattr(sharded_tensor, name)
+    for name in ("empty", "full", "ones", "rand", "randn", "zeros", "init_from_local_shards")
+}
+
+TABLE: dict[str, dict[str, Any]] = {
+    "": {"load_with_process_group": process_group.load_with_process_group},
+    "api": {
+        "load_with_process_group": process_group.load_with_process_group,
+        "_get_current_process_group": process_group.current_process_group,
+    },
+    "metadata": _METADATA,
+    "_utils": {
+        "narrow_tensor": shard.narrow_tensor,
+        "narrow_tensor_by_index": shard.narrow_tensor_by_index,
+    },
+    "common_op_utils": {
+        "_basic_validation": dispatch.basic_validation,
+        "_register_default_op": dispatch.register_default_op,
+    },
+    "op_registry_utils": {
+        "_register_op": dispatch.register_op,
+        "_decorator_func": dispatch.decorator_func,
+    },
+    "sharding_spec": {**_METADATA, **_SPECS, **_CHUNK},
+    "sharding_spec.api": {
+        **_METADATA,
+        **_SPECS,
+        "custom_sharding_spec_op": dispatch.custom_sharding_spec_op,
+        "_has_custom_op": dispatch.has_custom_op,
+        "_dispatch_custom_op": dispatch.dispatch_custom_op,
+    },
+    "sharding_spec.chunk_sharding_spec": _CHUNK,
+    "sharding_spec._internals": {
+        "validate_non_overlapping_shards_metadata": enumerable.validate_non_overlapping_shards_metadata,
+        "check_tensor": enumerable.check_tensor,
+        "get_split_size": chunking.get_split_size,
+        "get_chunked_dim_size": chunking.get_chunked_dim_size,
+        "get_chunk_sharding_params": chunking.get_chunk_sharding_params,
+    },
+    "sharded_tensor": {
+        **_METADATA,
+        **_TENSOR_METADATA,
+        **_TENSORS,
+        **_FACTORIES,
+        "state_dict_hook": sharded_tensor.state_dict_hook,
+        "pre_load_state_dict_hook": sharded_tensor.pre_load_state_dict_hook,
+        "custom_sharded_op_impl": dispatch.custom_sharded_op_impl,
+        "_sharded_op_impl": dispatch.sharded_op_impl,
+        "_decorator_func": dispatch.decorator_func,
+    },
+    "sharded_tensor.api": {
+        **_TENSOR_METADATA,
+        **_TENSORS,
+        "_create_tensor_from_params": assembly.create_tensor_from_params,
+        "_sharded_tensor_map": remote.ids.tensors,
+    },
+    "sharded_tensor.metadata": {**_METADATA, **_TENSOR_METADATA},
+    "sharded_tensor.shard": {"Shard": sharded_tensor.Shard},
+    "sharded_tensor.utils": {
+        "_parse_and_validate_remote_device": process_group.parse_and_validate_remote_device,
+        "_flatten_tensor_size": assembly.flatten_size,
+        "build_metadata_from_local_shards": assembly.build_metadata_from_local_shards,
+        "build_global_metadata": assembly.build_global_metadata,
+    },
+    "sharded_tensor.logger": {"_get_or_create_logger": _get_or_create_logger},
+}
+
+
+def install() -> None:
+    """From now on, in this process, importing `torch.distributed._shard` gives shardwise.
+
+    Call it before anything imports the old system; doing so again changes nothing.
+    """
+    if is_installed():
+        return
+    loaded = [name for name in sys.modules if name == ROOT or name.startswith(f"{ROOT}.")]
+    if loaded:
+        users = ", ".join(_users()) or "unknown modules"
+        raise DropinError(
+            f"{ROOT} is already imported in this process, by {users}: "
+            "call shardwise.dropin.install() before importing them"
+        )
+    modules = {path: _module(path) for path in TABLE}
+    for path, module in modules.items():
+        sys.modules[module.__name__] = module
+        if path:
+            parent, _, name = path.rpartition(".")
+            setattr(modules[parent], name, module)
+    torch.distributed._shard = modules[""]  # as importing it would
+
+
+def uninstall() -> None:
+    """Undo `install`: the next import of `torch.distributed._shard` gives torch's own."""
+    if is_installed():
+        for path in TABLE:
+            del sys.modules[_full_name(path)]
+        del torch.distributed._shard
+
+
+def is_installed() -> bool:
+    """Whether `torch.distributed._shard` is shardwise in this process."""
+    return isinstance(sys.modules.get(ROOT), _VirtualModule)
+
+
+class _VirtualModule(ModuleType):
+    """A module of the old system that exists only in memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"module {self.__name__!r} has no attribute {name!r}: shardwise stands in for it (shardwise.dropin), "
+            "and has no such name"
+        )
+
+
+def _module(path: str) -> ModuleType:
+    module = _VirtualModule(_full_name(path), f"shardwise in the place of {_full_name(path)}.")
+    vars(module).update(TABLE[path])
+    if any(other.startswith(f"{path}.") or not path for other in TABLE if other != path):
+        module.__path__ = []  # a package, whose modules are all in sys.modules
+    return module
+
+
+def _full_name(path: str) -> str:
+    return f"{ROOT}.{path}" if path else ROOT
+
+
+def _users() -> list[str]:
+    """The loaded modules, besides the old system's own, that hold something of the old system."""
+    users = set()
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(ROOT) and isinstance(module, ModuleType):
+            held = [getattr(value, "__module__", None) or "" for value in vars(module).values()]
+            if any(isinstance(owner, str) and owner.startswith(ROOT) for owner in held):
+                users.add(name)
+    return sorted(users)

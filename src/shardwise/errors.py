@@ -1,0 +1,107 @@
+"""Every exception the library raises by itself.
+
+Each one is a `ShardwiseError` and also the builtin that callers of the old system catch::
+
+    ShardwiseError
+    ├── LayoutError(ValueError)             boxes that do not make up a tensor
+    │   ├── SizeError(TypeError)            a tensor size that is not a sequence of integers
+    │   ├── OverlapError                    two shards hold the same elements
+    │   └── GapError                        some elements are in no shard
+    ├── SpecError(ValueError)               a sharding spec that cannot be, or cannot cut this size
+    │   └── NamedDimError(NotImplementedError)
+    ├── PlacementError(ValueError, RuntimeError)
+    │                                       a placement that names no place
+    ├── PropertyError(ValueError)           a local shard that contradicts its metadata
+    ├── RankMismatchError(ValueError)       ranks that disagree about one tensor
+    ├── ShardCountError(RuntimeError)       more or fewer local shards than the metadata says
+    ├── ProcessGroupError(RuntimeError)     no process group, or the wrong one
+    ├── RpcError(RuntimeError)              the RPC framework is missing
+    ├── UnsupportedOpError(RuntimeError)    an op that has no rule for sharded tensors
+    ├── SignatureError(TypeError)           an op handler with the wrong signature
+    ├── NoDistributedTensorError(TypeError, ValueError)
+    │                                       a handler for sharded tensors called without one
+    └── DropinError(RuntimeError)           the old system cannot be replaced in this process
+"""
+
+from __future__ import annotations
+
+import builtins
+
+
+class ShardwiseError(Exception):
+    """Base of every error raised by shardwise."""
+
+
+class LayoutError(ShardwiseError, ValueError):
+    """The boxes do not make up a tensor."""
+
+
+class SizeError(LayoutError, TypeError):
+    """A tensor size that is not a sequence of non-negative integers."""
+
+
+class OverlapError(LayoutError):
+    """Two shards hold the same elements."""
+
+
+class GapError(LayoutError):
+    """Some elements of the tensor are in no shard."""
+
+
+class SpecError(ShardwiseError, ValueError):
+    """A sharding spec that cannot be, or that cannot cut a tensor of this size."""
+
+
+class NamedDimError(SpecError, NotImplementedError):
+    """A dim given by name."""
+
+
+class PlacementError(ShardwiseError, ValueError, RuntimeError):
+    """A placement that names no place in this job."""
+
+
+class PropertyError(ShardwiseError, ValueError):
+    """A local shard whose tensor contradicts its metadata or its neighbours."""
+
+
+class RankMismatchError(ShardwiseError, ValueError):
+    """The ranks of a group hold different ideas of one tensor."""
+
+
+class ShardCountError(ShardwiseError, RuntimeError):
+    """This rank brought more or fewer shards than the metadata gives it."""
+
+
+class ProcessGroupError(ShardwiseError, RuntimeError):
+    """There is no process group, or it is not the one that is needed."""
+
+
+class RpcError(ShardwiseError, RuntimeError):
+    """The RPC framework is needed and not initialised."""
+
+
+class UnsupportedOpError(ShardwiseError, RuntimeError):
+    """An op that has no rule for sharded tensors."""
+
+
+class SignatureError(ShardwiseError, TypeError):
+    """An op handler that cannot be called as handlers are called."""
+
+
+class NoDistributedTensorError(ShardwiseError, TypeError, ValueError):
+    """A handler for sharded tensors was called without one."""
+
+
+class DropinError(ShardwiseError, RuntimeError):
+    """`torch.distributed._shard` cannot be replaced in this process."""
+
+
+def same_kind(type_name: str, message: str) -> Exception:
+    """Make the exception that another rank raised: ours or a builtin by its name, else a RuntimeError."""
+    kind = globals().get(type_name) or getattr(builtins, type_name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return RuntimeError(f"{type_name}: {message}")
+    try:
+        return kind(message)
+    except TypeError:  # a builtin such as UnicodeDecodeError wants more than a message
+        return RuntimeError(f"{type_name}: {message}")

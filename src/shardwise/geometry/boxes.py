@@ -1,0 +1,119 @@
+"""`Boxes`: n axis-aligned boxes in d dims, held as two int64 arrays."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.errors import LayoutError
+
+IntArray = npt.NDArray[np.int64]
+
+LARGEST = 2**63 - 1
+
+
+def read_only(array: IntArray) -> IntArray:
+    """The same array, which nobody can write to through this reference."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def describe(offsets: Sequence[int] | IntArray, sizes: Sequence[int] | IntArray) -> str:
+    """A box as one reads it in an index expression: ``[0:4, 2:6]``."""
+    return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(offsets, sizes, strict=True)) + "]"
+
+
+@dataclass(frozen=True, eq=False)
+class Boxes:
+    """Boxes ``[offset, offset + size)``, one row each; a box with a zero size holds nothing."""
+
+    offsets: IntArray
+    sizes: IntArray
+
+    @staticmethod
+    def parse(offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]], ndim: int) -> Boxes:
+        """Boxes from rows of integers, or a `LayoutError`: never negative, never beyond int64."""
+        arrays = [_rows(name, rows, ndim) for name, rows in (("offsets", offsets), ("sizes", sizes))]
+        if len(arrays[0]) != len(arrays[1]):
+            raise LayoutError(f"{len(arrays[0])} rows of offsets but {len(arrays[1])} rows of sizes")
+        if (arrays[0] > LARGEST - arrays[1]).any():
+            raise LayoutError("a shard ends beyond the largest 64-bit index")
+        return Boxes(*arrays)
+
+    @staticmethod
+    def whole(size: Sequence[int]) -> Boxes:
+        """The one box that is a whole tensor of this size."""
+        sizes = np.array([size], dtype=np.int64).reshape(1, len(size))
+        return Boxes(np.zeros_like(sizes), sizes)
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims of every box."""
+        return int(self.offsets.shape[1])
+
+    @cached_property
+    def ends(self) -> IntArray:
+        """The first index behind each box, per dim."""
+        return self.offsets + self.sizes
+
+    @cached_property
+    def volumes(self) -> IntArray:
+        """Elements in each box; right where each fits into 63 bits, as inside any real tensor."""
+        volumes: IntArray = np.prod(self.sizes, axis=1, dtype=np.int64)
+        return volumes
+
+    @cached_property
+    def filled(self) -> IntArray:
+        """Which boxes hold at least one element."""
+        return np.flatnonzero((self.sizes > 0).all(axis=1))
+
+    def take(self, rows: IntArray) -> Boxes:
+        """The boxes of these rows."""
+        return Boxes(self.offsets[rows], self.sizes[rows])
+
+    def select(self, dims: Sequence[int]) -> Boxes:
+        """The boxes seen in these dims only."""
+        columns = list(dims)
+        return Boxes(self.offsets[:, columns], self.sizes[:, columns])
+
+    def describe(self, row: int) -> str:
+        """One box as one reads it in an index expression."""
+        return describe(self.offsets[row], self.sizes[row])
+
+
+def _rows(name: str, rows: Sequence[Sequence[int]], ndim: int) -> IntArray:
+    """Rows of Python integers as an array, refusing what numpy would silently round or wrap."""
+    try:
+        # Without a dtype numpy keeps what it was given (floats, strings, huge ints), so it can be told apart.
+        array: npt.NDArray[Any] = np.array(rows)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise LayoutError(f"shard {name} are not equally long rows of integers") from error
+    if array.size == 0:
+        array = np.zeros((len(rows), ndim), dtype=np.int64)
+    if array.dtype == object:
+        array = _exact(name, rows)
+    if array.ndim != 2 or array.shape[1] != ndim:
+        raise LayoutError(f"shard {name} have shape {array.shape}, expected (shards, {ndim})")
+    if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and (array > LARGEST).any()):
+        raise LayoutError(f"shard {name} should be 64-bit integers, found values such as {array.flat[0]!r}")
+    if (array < 0).any():
+        raise LayoutError(f"shard_{name} should be >= 0, found {int(array.min())}")
+    return array.astype(np.int64, copy=False)
+
+
+def _exact(name: str, rows: Sequence[Sequence[int]]) -> npt.NDArray[Any]:
+    """Rows of integer-like objects, such as symbolic or numpy integers, through ``__index__``."""
+    try:
+        return np.array([[operator.index(value) for value in row] for row in rows], dtype=np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise LayoutError(f"shard {name} should be 64-bit integers: {error}") from error

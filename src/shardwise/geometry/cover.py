@@ -1,0 +1,82 @@
+"""Do boxes overlap, and do they leave a gap? If so, where?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+
+from shardwise.geometry.boxes import Boxes, IntArray
+from shardwise.geometry.intersect import iter_intersections
+
+Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
+
+
+def find_overlap(boxes: Boxes) -> tuple[int, int, Region] | None:
+    """Two boxes that share elements, and the elements they share; None when no two do."""
+    for i, j in iter_intersections(boxes, boxes):
+        pairs = np.flatnonzero(i < j)
+        if len(pairs):
+            pair = pairs[np.lexsort((j[pairs], i[pairs]))[0]]
+            first, second = int(i[pair]), int(j[pair])
+            return first, second, common_region(boxes, first, second)
+    return None
+
+
+def common_region(boxes: Boxes, first: int, second: int) -> Region:
+    """The elements that two boxes share."""
+    low = np.maximum(boxes.offsets[first], boxes.offsets[second])
+    high = np.minimum(boxes.ends[first], boxes.ends[second])
+    return _region(low, high)
+
+
+def find_gap(boxes: Boxes, size: Sequence[int]) -> Region | None:
+    """A region of a tensor of this size that no box holds; None when there is none.
+
+    The boxes must lie inside the tensor and must not overlap; then equal volumes mean full cover.
+    """
+    whole = Boxes.whole(size)
+    boxes = boxes.take(boxes.filled)
+    if not len(whole.filled) or int(boxes.volumes.sum()) == int(whole.volumes[0]):
+        return None
+    if not len(boxes):
+        return _region(whole.offsets[0], whole.ends[0])
+    return _grow(_first_uncovered(boxes, whole), boxes, whole)
+
+
+def _first_uncovered(boxes: Boxes, whole: Boxes) -> IntArray:
+    """The first corner, in index order, at which the boxes stop covering the tensor.
+
+    Give each corner of a box the sign of its parity. Summing these signs over all points at or before an index
+    counts the boxes that hold it. The signs of all boxes, minus those of the whole tensor, hence cancel
+    everywhere if and only if the tensor is covered, and the first point that does not cancel is a corner of a gap.
+    """
+    uneven = ((boxes.offsets != 0) | (boxes.ends != whole.ends)).any(axis=0)
+    dims = [int(dim) for dim in np.flatnonzero(uneven)]
+    points, signs = [], []
+    for sign, side in ((1, boxes.select(dims)), (-1, whole.select(dims))):
+        for corner in product((False, True), repeat=len(dims)):
+            points.append(np.where(np.array(corner, dtype=bool), side.ends, side.offsets))
+            signs.append(np.full(len(side), sign * (-1) ** sum(corner), dtype=np.int64))
+    distinct, where = np.unique(np.concatenate(points), axis=0, return_inverse=True)
+    totals = np.zeros(len(distinct), dtype=np.int64)
+    np.add.at(totals, where.reshape(-1), np.concatenate(signs))
+    start = np.zeros(whole.ndim, dtype=np.int64)
+    start[dims] = distinct[np.flatnonzero(totals)[0]]
+    return start
+
+
+def _grow(start: IntArray, boxes: Boxes, whole: Boxes) -> Region:
+    """The largest uncovered region that begins at this corner, grown one dim after the other."""
+    low, high = start, start + 1
+    for dim in range(whole.ndim):
+        others = [other for other in range(whole.ndim) if other != dim]
+        beside = (boxes.offsets[:, others] < high[others]) & (boxes.ends[:, others] > low[others])
+        ahead = boxes.offsets[:, dim][beside.all(axis=1) & (boxes.offsets[:, dim] > low[dim])]
+        high[dim] = min([int(whole.ends[0, dim]), *ahead.tolist()])
+    return _region(low, high)
+
+
+def _region(low: IntArray, high: IntArray) -> Region:
+    return tuple(low.tolist()), tuple((high - low).tolist())

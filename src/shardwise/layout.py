@@ -1,0 +1,222 @@
+"""`Layout`: the frozen truth inside the library. Which boxes of a tensor of one size lie where.
+
+A spec is a rule that makes layouts; the metadata records are a layout as others see it. Tensors with the same
+sharding share one layout object, and every result of an op reuses its input's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.errors import GapError, LayoutError, OverlapError, SizeError
+from shardwise.geometry import Boxes, IntArray, describe, draw, find_gap, find_overlap, read_only
+from shardwise.geometry.boxes import LARGEST
+from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.placement import Placement, PlacementLike
+
+MOST_DRAWN = 24  # shards in the drawing of a gap
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Boxes on ranks for one size. Two layouts are equal when all their boxes and places are, in order."""
+
+    size: torch.Size
+    boxes: Boxes
+    places: tuple[Placement, ...]  # each distinct place once
+    place_of: IntArray  # for each box, the index of its place
+
+    @staticmethod
+    def of(size: torch.Size, boxes: Boxes, placements: Sequence[PlacementLike | Placement | None]) -> Layout:
+        """A layout of boxes that are known to make up the tensor."""
+        numbers: dict[Placement, int] = {}
+        seen: dict[Any, int] = {}  # the same placement object is usually given many times
+        place_of = np.empty(len(placements), dtype=np.int64)
+        for k, placement in enumerate(placements):
+            number = seen.get(id(placement))
+            if number is None:
+                place = Placement.of(placement)
+                number = seen[id(placement)] = numbers.setdefault(place, len(numbers))
+            place_of[k] = number
+        frozen = Boxes(read_only(boxes.offsets), read_only(boxes.sizes))
+        return Layout(size, frozen, tuple(numbers), read_only(place_of))
+
+    @staticmethod
+    def from_metadata(shards: Sequence[ShardMetadata], size: Sequence[int]) -> Layout:
+        """The layout that these records describe, or the error that says why they describe none."""
+        size = parse_size(size)
+        boxes = parse_shards(shards)
+        require_inside(boxes, size, shard_names(shards))
+        require_disjoint(boxes, shard_names(shards))
+        require_cover(boxes, size)
+        return Layout.of(size, boxes, [shard.placement for shard in shards])
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims of the tensor."""
+        return len(self.size)
+
+    @cached_property
+    def ranks(self) -> IntArray:
+        """The global rank of each box; -1 where the placement names none."""
+        ranks = np.array([-1 if place.rank is None else place.rank for place in self.places], dtype=np.int64)
+        return read_only(ranks[self.place_of]) if len(self.places) else read_only(ranks)
+
+    @cached_property
+    def _rows_by_rank(self) -> dict[int, tuple[int, ...]]:
+        rows: dict[int, list[int]] = {}
+        for row, rank in enumerate(self.ranks.tolist()):
+            rows.setdefault(rank, []).append(row)
+        return {rank: tuple(found) for rank, found in rows.items()}
+
+    def rows_on(self, rank: int) -> tuple[int, ...]:
+        """The boxes that this rank holds, in order."""
+        return self._rows_by_rank.get(rank, ())
+
+    def place(self, row: int) -> Placement:
+        """Where this box lies."""
+        return self.places[int(self.place_of[row])]
+
+    def elements_by_rank(self) -> dict[int, int]:
+        """How many elements each rank holds, for the ranks that hold a box."""
+        volumes = self.boxes.volumes
+        return {rank: int(volumes[list(rows)].sum()) for rank, rows in sorted(self._rows_by_rank.items())}
+
+    def moved(self, place: Callable[[Placement], Placement]) -> Layout:
+        """The same boxes, each place replaced by the function's answer."""
+        places = [place(old) for old in self.places]
+        distinct = list(dict.fromkeys(places))
+        numbers = np.array([distinct.index(new) for new in places], dtype=np.int64)
+        return replace(self, places=tuple(distinct), place_of=read_only(numbers[self.place_of]))
+
+    def shard_metadata(self, row: int) -> ShardMetadata:
+        """A new record of one box."""
+        offsets, sizes = self.boxes.offsets[row].tolist(), self.boxes.sizes[row].tolist()
+        return ShardMetadata.trusted(offsets, sizes, self.place(row).remote_device())
+
+    def metadata(self, properties: TensorProperties) -> ShardedTensorMetadata:
+        """New records of the whole tensor."""
+        devices = [place.remote_device() for place in self.places]
+        rows = zip(self.boxes.offsets.tolist(), self.boxes.sizes.tolist(), self.place_of.tolist(), strict=True)
+        shards = [ShardMetadata.trusted(offsets, sizes, devices[place]) for offsets, sizes, place in rows]
+        return ShardedTensorMetadata(shards, self.size, properties)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that differ, for all practical purposes, when the layouts differ."""
+        hasher = hashlib.blake2b(digest_size=16)
+        hasher.update(repr((tuple(self.size), [str(place) for place in self.places])).encode())
+        for array in (self.boxes.offsets, self.boxes.sizes, self.place_of):
+            hasher.update(np.ascontiguousarray(array).tobytes())
+        return hasher.digest()
+
+    def outline(self) -> str:
+        """The first boxes in one line, for errors that compare layouts."""
+        shown = [f"{self.boxes.describe(row)} on {self.place(row)}" for row in range(min(len(self), 4))]
+        more = f" and {len(self) - 4} more" if len(self) > 4 else ""
+        return f"({', '.join(shown)}{more})"
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Layout) and self.digest == other.digest)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        ranks = sorted(rank for rank in self._rows_by_rank if rank >= 0)
+        return f"Layout({tuple(self.size)} in {len(self)} boxes on ranks {ranks})"
+
+
+def parse_size(size: Sequence[int]) -> torch.Size:
+    """A tensor size, or a `SizeError`."""
+    try:
+        dims = [operator.index(dim) for dim in size]
+    except TypeError as error:
+        raise SizeError(f"size has to be a sequence of ints, found: {size!r}") from error
+    if any(dim < 0 for dim in dims):
+        raise SizeError(f"size has to be a sequence of ints >= 0, found: {dims}")
+    if max([1, *dims]) > LARGEST or math.prod(dim or 1 for dim in dims) > LARGEST:
+        raise SizeError(f"a tensor of size {dims} has more elements than a 64-bit index can count")
+    return torch.Size(dims)
+
+
+def parse_shards(shards: Sequence[ShardMetadata]) -> Boxes:
+    """The boxes of these records, all of the same number of dims."""
+    if not isinstance(shards, Sequence) or not all(isinstance(shard, ShardMetadata) for shard in shards):
+        raise LayoutError(f"expected a list of ShardMetadata, found {type(shards).__name__}: {shards!r:.200}")
+    if len(shards) == 0:
+        raise LayoutError("Empty shard list provided: a tensor needs at least one shard")
+    offsets = [shard.shard_offsets for shard in shards]
+    sizes = [shard.shard_sizes for shard in shards]
+    if not all(isinstance(row, list | tuple) for row in (*offsets, *sizes)):
+        raise LayoutError("shard_offsets and shard_sizes should be lists of integers")
+    ndims = {len(row) for row in offsets} | {len(row) for row in sizes}
+    if len(ndims) > 1:
+        raise LayoutError(f"Found inconsistent ranks for shards: {' and '.join(map(str, sorted(ndims)))} dims")
+    return Boxes.parse(offsets, sizes, ndims.pop())
+
+
+def shard_names(shards: Sequence[ShardMetadata]) -> Callable[[int], str]:
+    """How an error speaks of a shard: its number, box and placement."""
+
+    def name(row: int) -> str:
+        shard = shards[row]
+        where = "" if shard.placement is None else f" on {shard.placement}"
+        return f"{row} {describe(shard.shard_offsets, shard.shard_sizes)}{where}"
+
+    return name
+
+
+def require_inside(boxes: Boxes, size: torch.Size, name: Callable[[int], str]) -> None:
+    """Raise unless the boxes have the tensor's number of dims and end inside it."""
+    if boxes.ndim != len(size):
+        raise LayoutError(f"Rank of tensor is {len(size)}, but shards rank is {boxes.ndim}")
+    beyond = np.argwhere(boxes.ends > np.array(size, dtype=np.int64))
+    if len(beyond):
+        row, dim = (int(k) for k in beyond[0])
+        raise LayoutError(
+            f"Shard offset {boxes.offsets[row, dim]} and length {boxes.sizes[row, dim]} "
+            f"exceeds tensor dim: {size[dim]} (dim {dim}) for shard {name(row)}"
+        )
+
+
+def require_disjoint(boxes: Boxes, name: Callable[[int], str]) -> None:
+    """Raise unless no two boxes share an element; the error names the two and draws what they share."""
+    found = find_overlap(boxes)
+    if found is None:
+        return
+    first, second, region = found
+    common = Boxes.parse([region[0]], [region[1]], boxes.ndim)
+    pair = boxes.take(np.array([first, second]))
+    scene = Boxes(np.concatenate([pair.offsets, common.offsets]), np.concatenate([pair.sizes, common.sizes]))
+    picture = "\n".join(draw(scene, [str(first), str(second), "both"], width=48))
+    raise OverlapError(
+        f"Shards {name(first)} and {name(second)} overlap: both hold {describe(*region)}\n{picture}".rstrip()
+    )
+
+
+def require_cover(boxes: Boxes, size: torch.Size) -> None:
+    """Raise unless the boxes, which lie inside the tensor and do not overlap, hold every element of it."""
+    gap = find_gap(boxes, size)
+    if gap is None:
+        return
+    scene = Boxes(np.append(boxes.offsets, [gap[0]], axis=0), np.append(boxes.sizes, [gap[1]], axis=0))
+    labels = [str(row) for row in range(len(boxes))] + ["gap"]
+    picture = "\n".join(draw(scene, labels, width=48)) if len(boxes) <= MOST_DRAWN else ""
+    raise GapError(
+        f"Total volume of shards: {int(boxes.volumes.sum())} does not match tensor volume: {math.prod(size)}, "
+        "in other words all the individual shards do not cover the entire tensor: "
+        f"no shard holds {describe(*gap)}\n{picture}".rstrip()
+    )

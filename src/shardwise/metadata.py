@@ -1,0 +1,115 @@
+"""The public records of a sharded tensor. They are mutable, because other libraries change them.
+
+Nothing inside the library trusts them after parsing: the truth is `shardwise.layout.Layout`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.errors import LayoutError
+from shardwise.placement import RemoteDevice, parse
+
+MEMORY_FORMATS = {
+    "contiguous_format": torch.contiguous_format,
+    "channels_last": torch.channels_last,
+    "channels_last_3d": torch.channels_last_3d,
+    "preserve_format": torch.preserve_format,
+}
+
+
+@dataclass(slots=True, init=False)
+class ShardMetadata:
+    """One shard: where it begins in the tensor, how large it is, and where it is placed."""
+
+    shard_offsets: list[int]
+    shard_sizes: list[int]
+    placement: RemoteDevice | None
+
+    def __init__(
+        self,
+        shard_offsets: Sequence[int],
+        shard_sizes: Sequence[int],
+        placement: str | RemoteDevice | None = None,
+    ) -> None:
+        self.shard_offsets = _indices("shard_offsets", shard_offsets)
+        self.shard_sizes = _indices("shard_sizes", shard_sizes)
+        self.placement = None if placement is None else parse(placement)
+        if len(self.shard_offsets) != len(self.shard_sizes):
+            raise LayoutError(
+                "shard_offsets and shard_sizes should have the same number of elements, "
+                f"found {len(self.shard_offsets)} and {len(self.shard_sizes)}"
+            )
+        if self.shard_offsets and min(self.shard_offsets) < 0:
+            raise LayoutError(f"shard_offsets should be >=0, found {self.shard_offsets}")
+        if self.shard_sizes and min(self.shard_sizes) < 0:
+            raise LayoutError(f"shard_sizes should be >= 0, found {self.shard_sizes}")
+
+    @classmethod
+    def trusted(cls, offsets: list[int], sizes: list[int], placement: RemoteDevice | None) -> ShardMetadata:
+        """A record of values that come from a layout and need no checking."""
+        self = cls.__new__(cls)
+        self.shard_offsets, self.shard_sizes, self.placement = offsets, sizes, placement
+        return self
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.shard_offsets), tuple(self.shard_sizes), self.placement))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        placement = None if self.placement is None else str(self.placement)
+        return type(self), (self.shard_offsets, self.shard_sizes, placement)
+
+
+def _indices(name: str, values: Sequence[int]) -> list[int]:
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError as error:
+        raise LayoutError(f"{name} should be a sequence of integers, found {values!r}") from error
+
+
+@dataclass
+class TensorProperties:
+    """What a shard's tensor is made with, besides its size and device."""
+
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    layout: torch.layout = torch.strided
+    requires_grad: bool = False
+    memory_format: torch.memory_format = torch.contiguous_format
+    pin_memory: bool = False
+
+    @staticmethod
+    def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
+        """The properties of a tensor that is there already."""
+        return TensorProperties(
+            dtype=tensor.dtype,
+            layout=tensor.layout,
+            requires_grad=tensor.requires_grad,
+            memory_format=torch.contiguous_format,
+            pin_memory=tensor.is_pinned(),
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A memory format travels by its name: not every version of torch can pickle the object.
+        name = next(name for name, value in MEMORY_FORMATS.items() if value is self.memory_format)
+        return restore_properties, (self.dtype, self.layout, self.requires_grad, name, self.pin_memory)
+
+
+def restore_properties(
+    dtype: torch.dtype, layout: torch.layout, requires_grad: bool, memory_format: str, pin_memory: bool
+) -> TensorProperties:
+    """What a pickle of tensor properties calls when it is loaded."""
+    return TensorProperties(dtype, layout, requires_grad, MEMORY_FORMATS[memory_format], pin_memory)
+
+
+@dataclass
+class ShardedTensorMetadata:
+    """The whole tensor: every shard on every rank, the size, and what the shards are made with."""
+
+    shards_metadata: list[ShardMetadata] = field(default_factory=list)
+    size: torch.Size = field(default_factory=lambda: torch.Size([]))
+    tensor_properties: TensorProperties = field(default_factory=TensorProperties)

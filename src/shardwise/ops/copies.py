@@ -1,0 +1,72 @@
+"""Copies that keep every shard where it is: clone, detach, copy_ and data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.dispatch import Op, registry, unsupported
+from shardwise.errors import PropertyError
+from shardwise.sharded_tensor import ShardedTensor
+
+
+def _on_each_shard(op: Op) -> None:
+    """The op of the first argument's shards, one by one."""
+
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        tensor, *rest = args
+        if rest or kwargs:
+            return tensor._like([op(local, *rest, **kwargs) for local in tensor._local_tensors()])
+        return tensor._like([op(local) for local in tensor._local_tensors()])
+
+    registry.built_in[op] = handler
+
+
+def _detach(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    tensor = args[0]
+    detached = tensor._like([local.detach() for local in tensor._local_tensors()])
+    detached._wants_grad = False
+    return detached
+
+
+def _detach_in_place(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    tensor = args[0]
+    for local in tensor._local_tensors():
+        local.detach_()
+    tensor._wants_grad = False
+    return tensor
+
+
+def _copy(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    into, source = args[0], args[1]
+    if not isinstance(into, ShardedTensor) or not isinstance(source, ShardedTensor):
+        raise unsupported(torch.Tensor.copy_, args, kwargs, "copy_ needs two sharded tensors")
+    if into._layout != source._layout:
+        raise unsupported(torch.Tensor.copy_, args, kwargs, "copy_ needs two tensors with the same sharding")
+    for local, other in zip(into._local_tensors(), source._local_tensors(), strict=True):
+        local.copy_(other, *args[2:], **kwargs)
+    return into
+
+
+def _set_data(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
+    tensor, data = args
+    if not isinstance(data, ShardedTensor) or data._layout != tensor._layout or data.dtype != tensor.dtype:
+        raise PropertyError(f"the data of {tensor!r} can only be replaced by a tensor like it, found {data!r:.200}")
+    for local, other in zip(tensor._local_tensors(), data._local_tensors(), strict=True):
+        local.data = other
+
+
+for _op in (torch.clone, torch.Tensor.clone):
+    _on_each_shard(_op)
+registry.built_in.update(
+    {
+        torch.detach: _detach,
+        torch.Tensor.detach: _detach,
+        torch.Tensor.data.__get__: _detach,  # type: ignore[attr-defined] # a property to Python, a tensor to mypy
+        torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined] # the same
+        torch.detach_: _detach_in_place,
+        torch.Tensor.detach_: _detach_in_place,
+        torch.Tensor.copy_: _copy,
+    }
+)

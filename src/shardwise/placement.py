@@ -1,0 +1,103 @@
+"""Where a shard lives: ``"rank:1/cuda:0"``, ``"worker0/cpu"`` or ``"cpu"``, parsed once.
+
+Outside, a placement is torch's own `_remote_device`, as the old system's callers expect. Inside it is the frozen
+`Placement`, which nobody can change behind a layout's back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed import remote_device
+
+from shardwise.errors import PlacementError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+RemoteDevice = remote_device._remote_device
+PlacementLike = str | torch.device | RemoteDevice
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A device on a rank. An RPC worker's rank is None until it is known; a bare device has neither."""
+
+    device: torch.device
+    rank: int | None = None
+    worker: str | None = None
+
+    @staticmethod
+    def of(placement: PlacementLike | Placement | None) -> Placement:
+        """The frozen form of anything that names a place."""
+        if isinstance(placement, Placement):
+            return placement
+        if placement is None:
+            raise PlacementError("remote device is None: each shard needs a placement such as 'rank:0/cpu'")
+        remote = parse(placement)
+        return Placement(remote.device(), remote.rank(), remote.worker_name())
+
+    def __str__(self) -> str:
+        if self.worker is not None:
+            return f"{self.worker}/{self.device}"
+        return str(self.device) if self.rank is None else f"rank:{self.rank}/{self.device}"
+
+    def remote_device(self) -> RemoteDevice:
+        """A new `_remote_device` that says the same."""
+        return RemoteDevice(str(self))
+
+    def on(self, device: torch.device) -> Placement:
+        """The same rank, another device."""
+        return replace(self, device=device)
+
+
+def parse(placement: PlacementLike) -> RemoteDevice:
+    """A `_remote_device`; the given one is returned as it is."""
+    if isinstance(placement, RemoteDevice):
+        return placement
+    try:
+        return RemoteDevice(placement)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise PlacementError(str(error)) from error
+
+
+def parse_all(placements: Sequence[PlacementLike]) -> list[RemoteDevice]:
+    """A new list of `_remote_device`; the caller's list stays as it is."""
+    if isinstance(placements, str) or not isinstance(placements, Sequence):
+        raise PlacementError(f"placements should be a sequence such as ['rank:0/cpu'], found {placements!r}")
+    return [parse(placement) for placement in placements]
+
+
+def rank_device(rank: int, device_type: str) -> torch.device:
+    """The device of this type that a rank uses by convention: GPUs are dealt out to ranks in turn."""
+    if device_type in ("cpu", "meta"):
+        return torch.device(device_type)
+    count = torch.get_device_module(device_type).device_count()
+    return torch.device(device_type, rank % count if count else rank)
+
+
+def mesh_placements(mesh: DeviceMesh, axis: int | str) -> list[RemoteDevice]:
+    """The placements along one axis of a mesh, through the calling rank's own place in it."""
+    index = mesh._get_mesh_dim_by_name(axis) if isinstance(axis, str) else axis
+    if not -mesh.ndim <= index < mesh.ndim:
+        raise PlacementError(f"axis {axis!r} does not exist in a mesh of {mesh.ndim} axes")
+    line = mesh.mesh.movedim(index, -1)
+    if mesh.ndim > 1:
+        here = mesh.get_coordinate()
+        if here is None:
+            raise PlacementError(f"this rank is not in the mesh, so no line along axis {axis!r} passes through it")
+        others = [place for k, place in enumerate(here) if k != index % mesh.ndim]
+        line = line[tuple(others)]
+    return [_mesh_place(rank, mesh) for rank in line.tolist()]
+
+
+def mesh_grid(mesh: DeviceMesh) -> tuple[list[RemoteDevice], tuple[int, ...]]:
+    """All placements of a mesh in row-major order, and the shape of the mesh."""
+    return [_mesh_place(rank, mesh) for rank in mesh.mesh.flatten().tolist()], tuple(mesh.mesh.shape)
+
+
+def _mesh_place(rank: int, mesh: DeviceMesh) -> RemoteDevice:
+    return Placement(rank_device(rank, mesh.device_type), rank).remote_device()

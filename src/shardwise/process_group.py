@@ -1,0 +1,255 @@
+"""Process groups: who is in one, where a placement lies in it, and whether its ranks agree.
+
+Ranks fail together. A verb runs its local part through `in_step`: what one rank finds wrong is told to all before
+anyone enters the next collective, and what must be the same everywhere is compared by digest. So either every
+rank goes on or every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d, rpc
+
+from shardwise.errors import (
+    PlacementError,
+    ProcessGroupError,
+    RankMismatchError,
+    RpcError,
+    same_kind,
+)
+from shardwise.layout import Layout
+from shardwise.placement import Placement, RemoteDevice
+
+T = TypeVar("T")
+Fields = Mapping[str, object]  # what must be the same on every rank, by name
+
+# torch 2.13 gave the collective a new name and deprecated the old one, the only one before.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+DIGEST = 16
+HEADER = DIGEST + 1 + 8  # digest, whether this rank failed, length of what it brings
+
+
+@dataclass(frozen=True)
+class _Settings:
+    process_group: ProcessGroup | None = None
+    validate: bool = True
+
+
+_settings: ContextVar[_Settings] = ContextVar("shardwise", default=_Settings())  # noqa: B039 - frozen
+
+
+@contextmanager
+def load_with_process_group(process_group: ProcessGroup) -> Iterator[ProcessGroup]:
+    """Within this context, sharded tensors are unpickled onto this group instead of the default one."""
+    settings = _settings.get()
+    if settings.process_group is not None:
+        raise ProcessGroupError('ProcessGroup already set by previous "load_with_process_group" context manager')
+    token = _settings.set(replace(settings, process_group=process_group))
+    try:
+        yield process_group
+    finally:
+        _settings.reset(token)
+
+
+@contextmanager
+def validation(enabled: bool) -> Iterator[None]:
+    """Within this context, switch the checks between ranks on or off. Must be the same on every rank.
+
+    Off saves a small collective in every factory. Ranks that disagree are then no longer found out.
+    """
+    token = _settings.set(replace(_settings.get(), validate=enabled))
+    try:
+        yield
+    finally:
+        _settings.reset(token)
+
+
+def current_process_group() -> ProcessGroup:
+    """The group of the innermost `load_with_process_group`, else the default group."""
+    return or_default(_settings.get().process_group)
+
+
+def or_default(process_group: ProcessGroup | None) -> ProcessGroup:
+    """The given group, or the default group."""
+    return process_group if process_group is not None else distributed_c10d._get_default_group()
+
+
+def is_member(process_group: ProcessGroup) -> bool:
+    """Whether the calling rank belongs to the group."""
+    return dist.get_rank(process_group) >= 0
+
+
+def group_ranks(process_group: ProcessGroup) -> list[int]:
+    """The global ranks of a group that the calling rank belongs to, in group order."""
+    return dist.get_process_group_ranks(process_group)
+
+
+def collective_device(process_group: ProcessGroup) -> torch.device:
+    """Where a tensor must lie for this group's backend to move it."""
+    for device in process_group._device_types:
+        if device.type == "cpu":
+            return device
+    device = process_group._device_types[0]
+    return torch.device(device.type, torch.get_device_module(device.type).current_device())
+
+
+# Placements in a group ------------------------------------------------------------------------------------------
+
+
+def locate(placement: Placement, process_group: ProcessGroup) -> Placement:
+    """The placement with its rank known, or an error when that rank or worker is not in this group."""
+    if placement.worker is not None:
+        return replace(placement, rank=_worker_rank(placement.worker))
+    if placement.rank is not None and is_member(process_group):
+        ranks = group_ranks(process_group)
+        if placement.rank not in ranks:
+            raise PlacementError(f"Global rank {placement.rank} does not exist in input process group: {ranks}")
+    return placement
+
+
+def locate_all(layout: Layout, process_group: ProcessGroup) -> Layout:
+    """The layout with every rank known and in the group; a bare device is an error, for nobody would hold it."""
+    for place in layout.places:
+        if place.rank is None and place.worker is None:
+            raise PlacementError(
+                f"placement '{place}' names no rank, so no process would hold its shard: write 'rank:N/{place}'"
+            )
+    if all(place.worker is None for place in layout.places):
+        for place in layout.places:
+            locate(place, process_group)
+        return layout
+    return layout.moved(lambda place: locate(place, process_group))
+
+
+def parse_and_validate_remote_device(
+    pg: ProcessGroup, remote_device: RemoteDevice | None
+) -> tuple[int | None, torch.device]:
+    """The global rank, when it has one, and the device of a placement in this group."""
+    place = locate(Placement.of(remote_device), pg)
+    return place.rank, place.device
+
+
+def rpc_workers() -> list[Any] | None:
+    """Every worker of the RPC framework; None while it is not initialised."""
+    framework: Any = rpc  # what we need of it has no declared types
+    if not rpc.is_available() or not framework._is_current_rpc_agent_set():
+        return None
+    return list(framework._get_current_rpc_agent().get_worker_infos())
+
+
+def _worker_rank(name: str) -> int:
+    workers = rpc_workers()
+    if workers is None:
+        raise RpcError(f"RPC framework needs to be initialized for using worker names: {name}")
+    for worker in workers:
+        if worker.name == name:
+            return int(worker.id)
+    raise PlacementError(f"Invalid worker name: {name}")
+
+
+# Agreement ------------------------------------------------------------------------------------------------------
+
+
+def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> T:
+    """Do this rank's part of a verb; return only if it went well on every rank and all agree on the fields.
+
+    Every rank of the group must call it. 25 bytes per rank travel, more only when there is an error to tell.
+    """
+    if not _settings.get().validate or not _talks(process_group):
+        return work()[0]
+    value, fields, error = _attempt(work)
+    _compare(process_group, fields, error, b"")
+    return cast(T, value)
+
+
+def in_step_sharing(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields, Any]]) -> tuple[T, list[Any]]:
+    """The same, and what each rank brings (plain values that JSON knows) is given to all, in group order."""
+    if not _talks(process_group):
+        value, _, brought = work()
+        return value, [brought]
+
+    def encoded() -> tuple[tuple[T, bytes], Fields]:
+        value, fields, brought = work()
+        return (value, json.dumps(brought).encode()), fields
+
+    result, fields, error = _attempt(encoded)
+    brought = b"" if result is None else result[1]
+    lengths = _compare(process_group, fields, error, brought)
+    gathered = _all_gather(process_group, brought, lengths)
+    return cast(tuple[T, bytes], result)[0], [json.loads(entry) for entry in gathered]
+
+
+def _talks(process_group: ProcessGroup) -> bool:
+    """Whether there is anybody to agree with: a fake group has nobody, an outsider is not asked."""
+    return is_member(process_group) and process_group.size() > 1 and dist.get_backend(process_group) != "fake"
+
+
+def _attempt(work: Callable[[], tuple[T, Fields]]) -> tuple[T | None, Fields, Exception | None]:
+    try:
+        value, fields = work()
+    except Exception as error:  # told to every rank, then raised on every rank
+        return None, {}, error
+    return value, fields, None
+
+
+def _compare(process_group: ProcessGroup, fields: Fields, error: Exception | None, brought: bytes) -> list[int]:
+    """Raise the same error on every rank unless nobody failed and all fields agree; else who brings how much."""
+    header = _digest(fields) + bytes([error is not None]) + len(brought).to_bytes(8, "little")
+    headers = _all_gather(process_group, header, [HEADER] * process_group.size())
+    if all(other[: DIGEST + 1] == headers[0][: DIGEST + 1] for other in headers) and not headers[0][DIGEST]:
+        return [int.from_bytes(other[DIGEST + 1 :], "little") for other in headers]
+    failure = None if error is None else [type(error).__name__, str(error)]
+    report = json.dumps([{name: str(value) for name, value in fields.items()}, failure]).encode()
+    sizes = _all_gather(process_group, len(report).to_bytes(8, "little"), [8] * process_group.size())
+    lengths = [int.from_bytes(size, "little") for size in sizes]
+    reports = [json.loads(entry) for entry in _all_gather(process_group, report, lengths)]
+    raise _verdict(reports, group_ranks(process_group)) from error
+
+
+def _verdict(reports: list[Any], ranks: list[int]) -> Exception:
+    """The one error that every rank raises, from what all ranks reported."""
+    failed = [(rank, failure) for rank, (_, failure) in zip(ranks, reports, strict=True) if failure is not None]
+    if failed:
+        rank, (kind, message) = failed[0]
+        others = "" if len(failed) == 1 else f" and {len(failed) - 1} more"
+        return same_kind(kind, f"{message}\n(found on rank {rank}{others}; every rank of the group stops)")
+    first = reports[0][0]
+    for rank, (fields, _) in zip(ranks, reports, strict=True):
+        for name in [*first, *fields]:
+            mine, theirs = first.get(name, "nothing"), fields.get(name, "nothing")
+            if mine != theirs:
+                return RankMismatchError(
+                    f"ShardedTensor {name} property does not match from different ranks! "
+                    f"Found {name}={mine} on rank:{ranks[0]}, and {name}={theirs} on rank:{rank}."
+                )
+    return RankMismatchError(f"ranks {ranks} differ in values that read the same: {first}")
+
+
+def _digest(fields: Fields) -> bytes:
+    hasher = hashlib.blake2b(digest_size=DIGEST)
+    for name, value in fields.items():
+        hasher.update(f"{name}={value};".encode())
+    return hasher.digest()
+
+
+def _all_gather(process_group: ProcessGroup, data: bytes, lengths: list[int]) -> list[bytes]:
+    """What every rank gives, in group order, when the lengths are known."""
+    longest = max(lengths)
+    if longest == 0:
+        return [b""] * len(lengths)
+    device = collective_device(process_group)
+    mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
+    everyone = torch.empty(len(lengths) * longest, dtype=torch.uint8, device=device)
+    _all_gather_single(everyone, mine, group=process_group)
+    gathered = bytes(everyone.cpu().numpy())
+    return [gathered[k * longest : k * longest + length] for k, length in enumerate(lengths)]

@@ -1,0 +1,383 @@
+"""What a sharded tensor is put together from: allocated shards, every rank's own shards, or one tensor each.
+
+Each function gives the arguments of `ShardedTensorBase._wrap`, after checking all that can be checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardwise.errors import LayoutError, PropertyError, RankMismatchError, ShardCountError, SpecError
+from shardwise.layout import Layout, parse_shards, parse_size
+from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.placement import Placement
+from shardwise.process_group import (
+    Fields,
+    in_step,
+    in_step_sharing,
+    locate,
+    locate_all,
+    or_default,
+)
+from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharding_spec import ShardingSpec, infer_chunk_or_enumerable
+from shardwise.sharding_spec.enumerable import check_tensor, validate_non_overlapping_shards_metadata
+
+Parts = tuple[
+    Layout,
+    ShardingSpec,
+    tuple[int, ...],
+    list[torch.Tensor],
+    TensorProperties,
+    ProcessGroup | None,
+    list[Shard] | None,
+]
+Fill = Callable[..., torch.Tensor]
+
+
+def flatten_size(size: Sequence[Any]) -> torch.Size:
+    """A size given as numbers or as one sequence of them."""
+    return parse_size(_unpacked(size))
+
+
+def _unpacked(size: Sequence[Any]) -> Sequence[Any]:
+    return size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+
+
+def create_tensor_from_params(
+    *size: Any, local_device: torch.device, tensor_properties: TensorProperties
+) -> torch.Tensor:
+    """An uninitialised local tensor with these properties."""
+    return torch.empty(
+        *size,
+        dtype=tensor_properties.dtype,
+        layout=tensor_properties.layout,
+        device=local_device,
+        requires_grad=tensor_properties.requires_grad,
+        memory_format=tensor_properties.memory_format,
+        pin_memory=tensor_properties.pin_memory,
+    )
+
+
+def allocate(
+    spec: ShardingSpec,
+    size: Sequence[Any],
+    properties: TensorProperties,
+    process_group: ProcessGroup | None,
+    fill: Callable[[torch.Tensor], object] | None = None,
+) -> Parts:
+    """New shards of this size and spec, filled by calling ``fill`` on each."""
+    group = or_default(process_group)
+
+    def work() -> tuple[Parts, Fields]:
+        _require_spec(spec)
+        _require_supported(properties)
+        whole = flatten_size(size)
+        layout = locate_all(spec.layout(whole), group)
+        rows = layout.rows_on(dist.get_rank())
+        tensors = []
+        for row in rows:
+            sizes = layout.boxes.sizes[row].tolist()
+            tensor = create_tensor_from_params(
+                sizes, local_device=layout.place(row).device, tensor_properties=properties
+            )
+            if fill is not None:
+                with torch.no_grad():
+                    fill(tensor)
+            tensors.append(tensor)
+        parts = (layout, spec, rows, tensors, properties, group, None)
+        return parts, _fields(layout, spec, properties)
+
+    return in_step(group, work)
+
+
+def from_local_tensor(
+    local_tensor: torch.Tensor,
+    spec: ShardingSpec,
+    global_size: Sequence[Any],
+    process_group: ProcessGroup | None,
+) -> Parts:
+    """The one shard that this spec gives to this rank, filled by this tensor."""
+    group = or_default(process_group)
+
+    def work() -> tuple[Parts, Fields]:
+        _require_spec(spec)
+        if not local_tensor.is_contiguous():
+            raise PropertyError("local_tensor is not a contiguous Tensor.")
+        properties = TensorProperties.create_from_tensor(local_tensor)
+        layout = locate_all(spec.layout(flatten_size(global_size)), group)
+        rows = layout.rows_on(dist.get_rank())
+        if len(rows) > 1:
+            raise ShardCountError(
+                f"one local tensor is given, but the spec puts {len(rows)} shards on rank {dist.get_rank()}: "
+                "use init_from_local_shards"
+            )
+        shards = [Shard(local_tensor, layout.shard_metadata(row)) for row in rows]
+        parts = (layout, spec, rows, [shard.tensor for shard in shards], properties, group, None)
+        return parts, _fields(layout, spec, properties)
+
+    return in_step(group, work)
+
+
+def from_global_metadata(
+    local_shards: list[Shard],
+    metadata: ShardedTensorMetadata,
+    spec: ShardingSpec | None,
+    process_group: ProcessGroup | None,
+) -> Parts:
+    """These local shards, which must be what the metadata says of this rank. No communication."""
+    properties = metadata.tensor_properties
+    if len(metadata.shards_metadata) == 0:
+        raise LayoutError("shards_metadata must not be empty!")
+    if process_group is not None:
+        here = dist.get_rank()
+        places = [locate(Placement.of(shard.placement), process_group) for shard in metadata.shards_metadata]
+        mine = [row for row, place in enumerate(places) if place.rank == here]
+        if len(mine) != len(local_shards):
+            raise ShardCountError(
+                f"Number of local shards ({len(local_shards)}) does not match number of local shards metadata "
+                f"in sharded_tensor_metadata ({len(mine)}) on rank ({here})"
+            )
+    else:
+        mine = list(range(len(metadata.shards_metadata)))
+    _require_supported(properties)
+    for shard in local_shards:
+        _require_matching(shard, properties)
+    layout = Layout.from_metadata(metadata.shards_metadata, metadata.size)
+    if process_group is not None:
+        layout = locate_all(layout, process_group)
+    if spec is None:
+        spec = infer_chunk_or_enumerable(metadata.shards_metadata)
+    rows = _rows_of(local_shards, layout, mine)
+    return layout, spec, rows, [], properties, process_group, local_shards
+
+
+def from_local_shards(
+    local_shards: list[Shard], global_size: Sequence[Any], process_group: ProcessGroup | None
+) -> Parts:
+    """Every rank's own shards, whose metadata is exchanged and must make up a tensor."""
+    group = or_default(process_group)
+
+    def work() -> tuple[None, Fields, Any]:
+        size = list(_unpacked(global_size))
+        parse_size([0 if dim is None else dim for dim in size])
+        record = None
+        if local_shards:
+            known = torch.Size([0 if dim is None else dim for dim in size])
+            local = build_metadata_from_local_shards(local_shards, known, dist.get_rank(), group)
+            record = _encode(local)
+        return None, {"verb": "init_from_local_shards", "global_size": size}, record
+
+    _, records = in_step_sharing(group, work)
+    # From here on every rank computes the same from the same, so an error is everyone's error.
+    size = list(_unpacked(global_size))
+    gathered = [None if record is None else _decode(record) for record in records]
+    metadata = _joined(gathered)
+    if None in size:
+        _work_out(metadata, size)
+    else:
+        metadata.size = parse_size(size)
+    layout = locate_all(Layout.from_metadata(metadata.shards_metadata, metadata.size), group)
+    rows = layout.rows_on(dist.get_rank())
+    shards = local_shards
+    if None in size:
+        shards = [
+            Shard(shard.tensor, layout.shard_metadata(row)) for shard, row in zip(local_shards, rows, strict=True)
+        ]
+    spec = infer_chunk_or_enumerable(metadata.shards_metadata)
+    return layout, spec, rows, [], metadata.tensor_properties, group, shards
+
+
+# The old system's two halves of `from_local_shards` ------------------------------------------------------------
+
+
+def build_metadata_from_local_shards(
+    local_shards: list[Shard], global_size: torch.Size, current_rank: int, pg: ProcessGroup
+) -> ShardedTensorMetadata:
+    """The metadata of this rank's shards alone, after checking them against each other."""
+    if not local_shards:
+        raise PropertyError("must have local shards!")
+    if not all(isinstance(shard, Shard) for shard in local_shards):
+        raise PropertyError(f"local_shards must be a list of Shard, found {local_shards!r:.100}")
+    first = TensorProperties.create_from_tensor(local_shards[0].tensor)
+    for shard in local_shards:
+        tensor, metadata = shard.tensor, shard.metadata
+        place = locate(Placement.of(metadata.placement), pg)
+        if tensor.layout != torch.strided:
+            raise PropertyError(
+                f"Only torch.strided layout is currently supported, but found {tensor.layout} on rank:{current_rank}!"
+            )
+        if not tensor.is_contiguous():
+            raise PropertyError("Only torch.contiguous_format memory_format is currently supported!")
+        if place.rank != current_rank:
+            raise PropertyError(
+                "Local shard metadata's rank does not match with the rank in its process group! "
+                f"Found current rank in the process group: {current_rank}, "
+                f"local ShardMetadata placement's rank: {place.rank}"
+            )
+        if tensor.device != place.device:
+            raise PropertyError(
+                "Local shard tensor device does not match with local Shard's placement! "
+                f"Found local shard tensor device: {tensor.device}, placement device: {place.device}"
+            )
+        same = [
+            ("size", metadata.shard_sizes, list(tensor.size())),
+            ("pin_memory", tensor.is_pinned(), first.pin_memory),
+            ("dtype", tensor.dtype, first.dtype),
+            ("requires_grad", tensor.requires_grad, first.requires_grad),
+        ]
+        for name, one, other in same:
+            if one != other:
+                raise PropertyError(
+                    f"Local shards' tensor {name} property need to be the same on rank:{current_rank}! "
+                    f"Found one local shard tensor {name}={one}, the other local shard tensor {name}={other}."
+                )
+    return ShardedTensorMetadata([shard.metadata for shard in local_shards], global_size, first)
+
+
+def build_global_metadata(
+    gathered_metadatas: Sequence[ShardedTensorMetadata | None], recalc_metadata: bool = False
+) -> ShardedTensorMetadata:
+    """One metadata from every rank's own (None where a rank holds nothing), when they make up a tensor."""
+    metadata = _joined(gathered_metadatas)
+    if recalc_metadata:
+        _work_out(metadata, [None] * len(metadata.size))
+    validate_non_overlapping_shards_metadata(metadata.shards_metadata)
+    check_tensor(metadata.shards_metadata, metadata.size)
+    return metadata
+
+
+def _joined(gathered: Sequence[ShardedTensorMetadata | None]) -> ShardedTensorMetadata:
+    """All ranks' shards in one record, when the ranks agree on everything else."""
+    holders = [(rank, metadata) for rank, metadata in enumerate(gathered) if metadata is not None]
+    if not holders:
+        raise RankMismatchError("ShardedTensor have no local shards on all ranks!")
+    first_rank, first = holders[0]
+    for rank, metadata in holders:
+        mine = {"global_size": list(first.size), **vars(first.tensor_properties)}
+        theirs = {"global_size": list(metadata.size), **vars(metadata.tensor_properties)}
+        for name, expected in mine.items():
+            if theirs[name] != expected:
+                raise RankMismatchError(
+                    f"ShardedTensor {name} property does not match from different ranks! "
+                    f"Found {name}={expected} on rank:{first_rank}, and {name}={theirs[name]} on rank:{rank}."
+                )
+    shards = [
+        ShardMetadata(shard.shard_offsets, shard.shard_sizes, shard.placement)
+        for _, metadata in holders
+        for shard in metadata.shards_metadata
+    ]
+    return ShardedTensorMetadata(shards, first.size, first.tensor_properties)
+
+
+def _work_out(metadata: ShardedTensorMetadata, size: list[int | None]) -> None:
+    """Fill in the dims of the size that are None, and with them the offsets, in place.
+
+    The first such dim is the one the shards are laid along: as their offsets say, when those fit together, else
+    one behind the other in the given order. Other unknown dims are as large as every shard is there.
+    """
+    shards = metadata.shards_metadata
+    boxes = parse_shards(shards)
+    if boxes.ndim != len(size):
+        raise LayoutError(f"Rank of tensor is {len(size)}, but shards rank is {boxes.ndim}")
+    along = size.index(None)
+    ends = boxes.ends.max(axis=0).tolist()
+    try:
+        metadata.size = torch.Size([ends[dim] if given is None else given for dim, given in enumerate(size)])
+        Layout.from_metadata(shards, metadata.size)
+    except LayoutError:
+        position = 0
+        for shard in shards:
+            shard.shard_offsets = [position if dim == along else 0 for dim in range(boxes.ndim)]
+            position += shard.shard_sizes[along]
+        extents = parse_shards(shards).ends.max(axis=0).tolist()
+        metadata.size = torch.Size([extents[dim] if given is None else given for dim, given in enumerate(size)])
+
+
+# Checks and encodings --------------------------------------------------------------------------------------------
+
+
+def _require_spec(spec: object) -> None:
+    if not isinstance(spec, ShardingSpec):
+        raise SpecError(f"Expecting ShardingSpec but got: {type(spec)}")
+
+
+def _require_supported(properties: TensorProperties) -> None:
+    if properties.layout != torch.strided:
+        raise PropertyError(f"Only torch.strided layout is currently supported, found {properties.layout}")
+    if properties.memory_format != torch.contiguous_format:
+        raise PropertyError(
+            f"Only torch.contiguous_format memory_format is currently supported, found {properties.memory_format}"
+        )
+
+
+def _require_matching(shard: Shard, properties: TensorProperties) -> None:
+    """Raise unless the tensor of a local shard is what its metadata and the tensor's properties say."""
+    tensor, metadata = shard.tensor, shard.metadata
+    place = Placement.of(metadata.placement)
+    if not tensor.is_contiguous():
+        raise PropertyError("Only torch.contiguous_format memory_format is currently supported")
+    expected = [
+        ("layout", "tensor property", properties.layout, tensor.layout),
+        ("size", "local ShardMetadata", metadata.shard_sizes, list(tensor.size())),
+        ("pin_memory", "tensor property", properties.pin_memory, tensor.is_pinned()),
+        ("device", "local ShardMetadata", place.device, tensor.device),
+        ("dtype", "tensor property", properties.dtype, tensor.dtype),
+        ("requires_grad", "tensor property", properties.requires_grad, tensor.requires_grad),
+    ]
+    for name, source, wanted, found in expected:
+        if wanted != found:
+            raise PropertyError(
+                f"Local shards' tensor {name} property is incompatible with {source} on rank {place.rank}: "
+                f"{source} {name}={wanted}, local shard tensor {name}={found}."
+            )
+
+
+def _rows_of(local_shards: list[Shard], layout: Layout, candidates: list[int]) -> tuple[int, ...]:
+    """The row of the layout that each local shard fills."""
+    free: dict[ShardMetadata, list[int]] = {}
+    for row in candidates:
+        free.setdefault(layout.shard_metadata(row), []).append(row)
+    rows = []
+    for shard in local_shards:
+        if not free.get(shard.metadata):
+            raise SpecError(f"local shard {shard.metadata} is not among this rank's shards in the global metadata")
+        rows.append(free[shard.metadata].pop(0))
+    return tuple(rows)
+
+
+def _fields(layout: Layout, spec: ShardingSpec, properties: TensorProperties) -> Fields:
+    """What every rank must say alike when it makes a tensor."""
+    return {
+        "global_size": list(layout.size),
+        "dtype": properties.dtype,
+        "requires_grad": properties.requires_grad,
+        "pin_memory": properties.pin_memory,
+        "sharding_spec": f"{type(spec).__name__} {layout.outline()} #{layout.digest.hex()[:12]}",
+    }
+
+
+def _encode(metadata: ShardedTensorMetadata) -> dict[str, Any]:
+    properties = metadata.tensor_properties
+    return {
+        "shards": [
+            [shard.shard_offsets, shard.shard_sizes, str(shard.placement)] for shard in metadata.shards_metadata
+        ],
+        "dtype": str(properties.dtype).removeprefix("torch."),
+        "requires_grad": properties.requires_grad,
+        "pin_memory": properties.pin_memory,
+    }
+
+
+def _decode(record: dict[str, Any]) -> ShardedTensorMetadata:
+    properties = TensorProperties(
+        getattr(torch, record["dtype"]),
+        requires_grad=record["requires_grad"],
+        pin_memory=record["pin_memory"],
+    )
+    return ShardedTensorMetadata([ShardMetadata(*shard) for shard in record["shards"]], torch.Size([]), properties)

@@ -1,0 +1,329 @@
+"""`ShardedTensorBase`: the wrapper, what it knows of the whole tensor, and what is here of it.
+
+It is a `torch.Tensor` without storage. What it knows of the whole (size, dtype, layout) are plain attributes; the data,
+and the autograd graph, are in the local shards.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch.distributed import ProcessGroup, rpc
+
+from shardwise.dispatch import Distributed, distributed_in, registry, unsupported
+from shardwise.errors import PropertyError, ShardCountError, UnsupportedOpError
+from shardwise.layout import Layout
+from shardwise.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.sharded_tensor import assembly
+from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharding_spec import ShardingSpec
+from shardwise.viz import layout_html
+
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+class ShardedTensorBase(Distributed, torch.Tensor):
+    """A sharded tensor that need not belong to a process group."""
+
+    _layout: Layout
+    _sharding_spec: ShardingSpec
+    _rows: tuple[int, ...]  # the boxes of the layout that are here
+    _tensors: list[torch.Tensor]  # what fills them, until shards are handed out
+    _shards: list[Shard] | None  # from then on the shards are the truth, for a caller may assign to `shard.tensor`
+    _dtype: torch.dtype
+    _process_group: ProcessGroup | None
+    _pinned = False
+    _wants_grad = False  # what `requires_grad` says on a rank without shards
+    _shardless_grad: ShardedTensorBase | None = None  # what `grad` says there
+    _init_rrefs = False
+    _sharded_tensor_id: int | None = None
+    _remote_shards: dict[int, list[rpc.RRef[Shard]]] | None = None
+    _known_metadata: ShardedTensorMetadata | None = None
+
+    # Making one -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _wrap(
+        cls,
+        layout: Layout,
+        spec: ShardingSpec,
+        rows: tuple[int, ...],
+        tensors: list[torch.Tensor],
+        properties: TensorProperties,
+        process_group: ProcessGroup | None,
+        shards: list[Shard] | None = None,
+    ) -> Any:
+        """The wrapper around local tensors that are known to fill these rows of the layout."""
+        local = tensors or [shard.tensor for shard in shards or ()]
+        device = local[0].device if local else _device_without_shards(layout)
+        self = _make_wrapper(cls, layout.size, dtype=properties.dtype, device=device)
+        self._layout = layout
+        self._sharding_spec = spec
+        self._rows = rows
+        self._tensors = tensors
+        self._shards = shards
+        self._dtype = properties.dtype
+        self._process_group = process_group
+        self._pinned = properties.pin_memory
+        self._wants_grad = properties.requires_grad
+        return self
+
+    def _like(self, tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> Any:
+        """The same layout, filled with these local tensors: the result of an op that keeps shards where they are."""
+        dtype = self._dtype if dtype is None else dtype
+        new = _make_wrapper(type(self), self._layout.size, dtype=dtype, device=self.device)
+        new._layout = self._layout
+        new._sharding_spec = self._sharding_spec
+        new._rows = self._rows
+        new._tensors = tensors
+        new._shards = None
+        new._dtype = dtype
+        new._process_group = self._process_group
+        if not tensors and self._wants_grad and torch.is_grad_enabled():
+            new._wants_grad = dtype.is_floating_point or dtype.is_complex
+        return new
+
+    @classmethod
+    def _init_from_local_shards_and_global_metadata(
+        cls,
+        local_shards: list[Shard],
+        sharded_tensor_metadata: ShardedTensorMetadata,
+        sharding_spec: ShardingSpec | None = None,
+    ) -> Self:
+        """A tensor from this process's shards and metadata that is known everywhere. No communication."""
+        made: Self = cls._wrap(
+            *assembly.from_global_metadata(local_shards, sharded_tensor_metadata, sharding_spec, None)
+        )
+        return made
+
+    # What is here, and what is known of the whole ---------------------------------------------------------------
+
+    def _local_tensors(self) -> list[torch.Tensor]:
+        """The tensors of this rank's shards, in the order of the layout."""
+        return self._tensors if self._shards is None else [shard.tensor for shard in self._shards]
+
+    @property
+    def _local_shards(self) -> list[Shard]:
+        if self._shards is None:
+            records = [self._layout.shard_metadata(row) for row in self._rows]
+            self._shards = [Shard.trusted(*pair) for pair in zip(self._tensors, records, strict=True)]
+            self._tensors = []
+        return self._shards
+
+    @_local_shards.setter
+    def _local_shards(self, shards: list[Shard]) -> None:
+        self._shards, self._tensors = shards, []
+
+    @property
+    def _metadata(self) -> ShardedTensorMetadata:
+        if self._known_metadata is None:
+            properties = TensorProperties(self._dtype, requires_grad=self.requires_grad, pin_memory=self._pinned)
+            self._known_metadata = self._layout.metadata(properties)
+        return self._known_metadata
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """Every shard on every rank, the size and the tensor properties. Built on first use. No communication."""
+        return self._metadata
+
+    def local_shards(self) -> list[Shard]:
+        """This rank's shards; an empty list when it holds none."""
+        return self._local_shards
+
+    def local_tensor(self) -> torch.Tensor:
+        """The tensor of this rank's only shard."""
+        tensors = self._local_tensors()
+        if len(tensors) != 1:
+            raise LocalTensorError(
+                f"Only single local shard is supported. Number of shards: {len(tensors)}; use local_shards()"
+            )
+        return tensors[0]
+
+    def sharding_spec(self) -> ShardingSpec:
+        """The spec that this tensor is sharded by."""
+        return self._sharding_spec
+
+    def is_pinned(self) -> bool:  # type: ignore[override] # the old system takes no device here
+        """Whether the local shards lie in pinned memory."""
+        return self._pinned
+
+    # A torch.Tensor's attributes, without dispatch ----------------------------------------------------------------
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override] # torch declares an attribute
+        """The size of the whole tensor."""
+        return self._layout.size
+
+    def size(self, dim: int | None = None) -> Any:
+        """The size of the whole tensor, or of one dim."""
+        return self._layout.size if dim is None else self._layout.size[dim]
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override] # torch declares an attribute
+        """The dtype of every shard."""
+        return self._dtype
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override] # torch declares an attribute
+        """Number of dims."""
+        return len(self._layout.size)
+
+    def dim(self) -> int:
+        """Number of dims."""
+        return len(self._layout.size)
+
+    def numel(self) -> int:
+        """Number of elements of the whole tensor, on all ranks together."""
+        return self._layout.size.numel()
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override] # torch declares an attribute
+        """The device of this rank's shards; without any, the one this rank would use."""
+        tensors = self._tensors or self._local_tensors()
+        return tensors[0].device if tensors else _device_without_shards(self._layout)
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override] # torch declares an attribute
+        """Whether the shards have a size but no data."""
+        return self.device.type == "meta"
+
+    def __len__(self) -> int:
+        if not self._layout.size:
+            raise TypeError("len() of a 0-d tensor")
+        return self._layout.size[0]
+
+    # Autograd: the graph is in the shards -----------------------------------------------------------------------
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any shard records operations."""
+        tensors = self._local_tensors()
+        return any(tensor.requires_grad for tensor in tensors) if tensors else self._wants_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        for tensor in self._local_tensors():
+            tensor.requires_grad = requires_grad
+        self._wants_grad = requires_grad
+        if self._known_metadata is not None:
+            self._known_metadata.tensor_properties.requires_grad = requires_grad
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Record operations on every shard, from now on."""
+        self.requires_grad = requires_grad
+        return self
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override] # torch declares an attribute
+        """Whether no shard is the result of a recorded operation."""
+        return all(tensor.is_leaf for tensor in self._local_tensors())
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override] # torch declares an attribute
+        """The node that made this rank's first shard."""
+        return next((tensor.grad_fn for tensor in self._local_tensors()), None)
+
+    @property  # type: ignore[override] # torch declares an attribute
+    def grad(self) -> ShardedTensorBase | None:
+        """The shards' gradients as one sharded tensor over the same memory; None before there is any."""
+        tensors = self._local_tensors()
+        grads = [tensor.grad for tensor in tensors]
+        if all(grad is None for grad in grads):
+            return self._shardless_grad
+        for k, (tensor, grad) in enumerate(zip(tensors, grads, strict=True)):
+            if grad is None:  # a shard that nothing depended on
+                grads[k] = tensor.grad = torch.zeros_like(tensor)
+        made: ShardedTensorBase = self._like(grads)  # type: ignore[arg-type] # none is None any more
+        return made
+
+    @grad.setter
+    def grad(self, grad: ShardedTensorBase | None) -> None:
+        if grad is None:
+            for tensor in self._local_tensors():
+                tensor.grad = None
+        elif not isinstance(grad, ShardedTensorBase) or grad._layout != self._layout:
+            raise PropertyError(f"the gradient of {self!r} must be sharded as it is, found {grad!r:.200}")
+        else:
+            for tensor, shard_grad in zip(self._local_tensors(), grad._local_tensors(), strict=True):
+                tensor.grad = shard_grad
+        self._shardless_grad = None if self._rows else grad
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    # Python's protocols -----------------------------------------------------------------------------------------
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # torch says Any
+        ranks = len(self._layout.elements_by_rank())
+        shards = f"{len(self._layout)} shard{'s' * (len(self._layout) != 1)} on {ranks} rank{'s' * (ranks != 1)}"
+        here = ", ".join(self._layout.boxes.describe(row) for row in self._rows[:3]) or "none"
+        more = f" and {len(self._rows) - 3} more" if len(self._rows) > 3 else ""
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        whole = f"{tuple(self.shape)}, {self._dtype}, {shards}"
+        return f"{type(self).__name__}({whole}, here {here}{more} on {self.device}{grad})"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def _repr_html_(self) -> str:
+        return layout_html(self._layout, dtype=self._dtype, here=self._rows)
+
+    def __copy__(self) -> Any:
+        new = self._like(list(self._local_tensors()))
+        new.__dict__.update({name: value for name, value in vars(self).items() if name not in vars(new)})
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        new = self._like([copy.deepcopy(tensor, memo) for tensor in self._local_tensors()])
+        memo[id(self)] = new
+        new._pinned, new._wants_grad = self._pinned, self._wants_grad
+        # The rest is what others hung on the tensor, such as the mark that makes it a parameter.
+        shared = vars(new).keys() | vars(ShardedTensorBase).keys() | {"_known_metadata"}
+        for name, value in vars(self).items():
+            if name not in shared:
+                new.__dict__[name] = copy.deepcopy(value, memo)
+        return new
+
+    # Dispatch ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        tensor = args[0] if args else None
+        if not isinstance(tensor, ShardedTensorBase):
+            tensor = next((t for t in distributed_in(args, kwargs) if isinstance(t, ShardedTensorBase)), None)
+        handler = registry.find(func, None if tensor is None else tensor._sharding_spec)
+        if handler is None or tensor is None:
+            raise unsupported(func, args, kwargs, "there is no rule for this op")
+        return handler(types, args, kwargs or {}, tensor._process_group)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch's is no method
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise UnsupportedOpError(
+            f"{func} reached a {cls.__name__}, which has no storage of its own: it was called below Python, or with "
+            "torch function dispatch disabled. Call it on the tensors of local_shards() instead"
+        )
+
+
+class LocalTensorError(ShardCountError, NotImplementedError):
+    """`local_tensor` on a rank that does not hold exactly one shard."""
+
+
+def _device_without_shards(layout: Layout) -> torch.device:
+    """The device a rank without shards would use: of the kind that the others use."""
+    device = layout.places[0].device if layout.places else torch.device("cpu")
+    if device.type in ("cpu", "meta"):
+        return device
+    module = torch.get_device_module(device.type)
+    return torch.device(device.type, module.current_device()) if module.is_available() else device

@@ -1,0 +1,116 @@
+"""Factories: new sharded tensors, each rank filling its own shards.
+
+Random ones draw from each rank's own generator, exactly as if the rank had called the same function on a plain
+tensor of its shard's size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
+
+import torch
+from torch.distributed import ProcessGroup
+
+from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharded_tensor.tensor import ShardedTensor
+from shardwise.sharding_spec import ShardingSpec
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Options(TypedDict, total=False):
+    """What every factory takes by keyword.
+
+    ``dtype`` is torch's default when not given, ``process_group`` the default group. ``init_rrefs`` also makes RPC
+    references to the shards of other ranks. Only strided, contiguous tensors are supported.
+    """
+
+    dtype: torch.dtype | None
+    layout: torch.layout
+    requires_grad: bool
+    pin_memory: bool
+    memory_format: torch.memory_format
+    process_group: ProcessGroup | None
+    init_rrefs: bool
+
+
+def _shows_options(factory: Callable[P, R]) -> Callable[P, R]:
+    """Show every option, with its default, in the factory's signature."""
+    given = inspect.signature(factory)
+    options = [
+        parameter
+        for parameter in inspect.signature(ShardedTensor.__new__).parameters.values()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    own = [p for p in given.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    factory.__signature__ = given.replace(parameters=[*own, *options])  # type: ignore[attr-defined] # mypy#12472
+    return factory
+
+
+@_shows_options
+def empty(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """A tensor with uninitialised shards. Every rank of the group calls it; only a digest travels."""
+    return ShardedTensor(sharding_spec, *size, **options)
+
+
+@_shows_options
+def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """A tensor of zeros. Every rank of the group calls it; only a digest travels."""
+    return _filled(torch.Tensor.zero_, sharding_spec, size, options)
+
+
+@_shows_options
+def ones(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """A tensor of ones. Every rank of the group calls it; only a digest travels."""
+    return _filled(lambda shard: shard.fill_(1), sharding_spec, size, options)
+
+
+@_shows_options
+def full(
+    sharding_spec: ShardingSpec, size: Sequence[int], fill_value: Any, **options: Unpack[Options]
+) -> ShardedTensor:
+    """A tensor of one value, of torch's default dtype unless told otherwise. Every rank calls it."""
+    return _filled(lambda shard: shard.fill_(fill_value), sharding_spec, (size,), options)
+
+
+@_shows_options
+def rand(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """A tensor drawn uniformly from [0, 1), each rank from its own generator. Every rank calls it."""
+    return _filled(torch.Tensor.uniform_, sharding_spec, size, options)
+
+
+@_shows_options
+def randn(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+    """A tensor drawn from the standard normal distribution, each rank from its own generator. Every rank calls it."""
+    return _filled(torch.Tensor.normal_, sharding_spec, size, options)
+
+
+def _filled(
+    fill: Callable[[torch.Tensor], object], spec: ShardingSpec, size: Sequence[Any], options: Options
+) -> ShardedTensor:
+    tensor = ShardedTensor(spec, *size, **options)
+    with torch.no_grad():
+        for local in tensor._local_tensors():
+            fill(local)
+    return tensor
+
+
+def init_from_local_shards(
+    local_shards: list[Shard],
+    *global_size: Any,
+    process_group: ProcessGroup | None = None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
+    """A tensor from every rank's own shards. Every rank of the group calls it; the shards' metadata travels.
+
+    A ``None`` in the global size means: work it out. A rank may bring an empty list::
+
+        local = Shard.from_tensor_and_offsets(torch.ones(2, 4), shard_offsets=[2 * rank, 0], rank=rank)
+        tensor = init_from_local_shards([local], None, 4)
+    """
+    return ShardedTensor._init_from_local_shards(
+        local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs
+    )

@@ -1,0 +1,18 @@
+"""Rules that say which boxes of a tensor lie on which ranks."""
+
+from shardwise.sharding_spec.chunk import ChunkShardingSpec
+from shardwise.sharding_spec.enumerable import EnumerableShardingSpec
+from shardwise.sharding_spec.grid import GridShardingSpec
+from shardwise.sharding_spec.inference import infer_chunk_or_enumerable, infer_sharding_spec
+from shardwise.sharding_spec.spec import DevicePlacementSpec, PlacementSpec, ShardingSpec
+
+__all__ = [
+    "ChunkShardingSpec",
+    "DevicePlacementSpec",
+    "EnumerableShardingSpec",
+    "GridShardingSpec",
+    "PlacementSpec",
+    "ShardingSpec",
+    "infer_chunk_or_enumerable",
+    "infer_sharding_spec",
+]

@@ -1,0 +1,64 @@
+"""`ChunkShardingSpec`: one dim cut into equal chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from shardwise.errors import SpecError
+from shardwise.geometry import Boxes
+from shardwise.layout import Layout, parse_size
+from shardwise.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.placement import RemoteDevice, mesh_placements, parse_all
+from shardwise.sharding_spec.chunking import even_cut, parse_dim, require_number
+from shardwise.sharding_spec.spec import ShardingSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass
+class ChunkShardingSpec(ShardingSpec):
+    """One dim cut as `torch.chunk` cuts it, one chunk per placement, in the order of the placements.
+
+    A rank may be named several times, or not at all; chunks may be short or empty::
+
+        >>> spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
+        >>> [shard.shard_sizes for shard in spec.build_metadata((5, 3), TensorProperties()).shards_metadata]
+        [[3, 3], [2, 3]]
+    """
+
+    dim: int
+    placements: list[RemoteDevice]
+
+    def __post_init__(self) -> None:
+        require_number("ChunkShardingSpec", self.dim)
+        self.placements = parse_all(self.placements)
+        if not self.placements:
+            raise SpecError("ChunkShardingSpec needs at least one placement")
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh, dim: int, *, axis: int | str = 0) -> ChunkShardingSpec:
+        """Cut ``dim`` over one axis of a device mesh, along the line through this rank."""
+        return cls(dim, mesh_placements(mesh, axis))
+
+    def layout(self, size: Sequence[int]) -> Layout:
+        """The chunks of a tensor of this size."""
+        size = parse_size(size)
+        dim = parse_dim(self.dim, len(size))
+        chunks = len(self.placements)
+        sizes = np.tile(np.array(size, dtype=np.int64), (chunks, 1))
+        offsets = np.zeros_like(sizes)
+        offsets[:, dim], sizes[:, dim] = even_cut(size[dim], chunks)
+        return Layout.of(size, Boxes(offsets, sizes), self.placements)
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """The chunks of a tensor of this size, as new records."""
+        return self.layout(tensor_sizes).metadata(tensor_properties)
+
+    def _plain_arguments(self) -> tuple[Any, ...]:
+        return self.dim, [str(placement) for placement in self.placements]

@@ -1,0 +1,62 @@
+"""How one dim is cut, as `torch.chunk` does: ``ceil(size / chunks)`` each, the last ones short or empty."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from shardwise.errors import NamedDimError, SpecError
+from shardwise.geometry import IntArray
+
+if TYPE_CHECKING:
+    from shardwise.sharding_spec.chunk import ChunkShardingSpec
+
+
+def get_split_size(dim_size: int, chunks: int) -> int:
+    """The size of every chunk but the last ones."""
+    return (dim_size + chunks - 1) // chunks
+
+
+def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
+    """The size of chunk number ``idx``."""
+    return max(min(dim_size, split_size * (idx + 1)) - split_size * idx, 0)
+
+
+def get_chunk_sharding_params(
+    sharding_dim_size: int, world_size: int, spec: ChunkShardingSpec, rank: int
+) -> tuple[int, int]:
+    """Where this rank's chunk begins and how long it is."""
+    ranks = [placement.rank() for placement in spec.placements]
+    if rank not in ranks:
+        raise SpecError(f"rank {rank} holds no chunk: the spec places chunks on ranks {ranks}")
+    offsets, sizes = even_cut(sharding_dim_size, world_size)
+    index = ranks.index(rank)
+    return int(offsets[index]), int(sizes[index])
+
+
+def even_cut(dim_size: int, chunks: int) -> tuple[IntArray, IntArray]:
+    """Offsets and sizes of all chunks; an empty chunk begins where the dim ends, never behind it."""
+    edges = np.minimum(np.arange(chunks + 1, dtype=np.int64) * get_split_size(dim_size, chunks), dim_size)
+    return edges[:-1], np.diff(edges)
+
+
+def sized_cut(sizes: list[int]) -> tuple[IntArray, IntArray]:
+    """Offsets and sizes of pieces whose sizes are given."""
+    array = np.array(sizes, dtype=np.int64)
+    return np.cumsum(array) - array, array
+
+
+def require_number(spec: str, dim: object) -> None:
+    """Raise unless a dim is given by its number."""
+    if isinstance(dim, str):
+        raise NamedDimError(f"{spec} does not support named dimension {dim!r}: give its number")
+    if not isinstance(dim, int):
+        raise SpecError(f"Sharding dim needs to be an integer, found: {dim!r}")
+
+
+def parse_dim(dim: int, ndim: int) -> int:
+    """A dim counted from the front."""
+    if not -ndim <= dim < ndim:
+        raise SpecError(f"Invalid sharding dim: {dim} for a tensor of {ndim} dims")
+    return dim % ndim

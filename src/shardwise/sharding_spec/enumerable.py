@@ -1,0 +1,74 @@
+"""`EnumerableShardingSpec`: any boxes, each named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.layout import (
+    Layout,
+    parse_shards,
+    parse_size,
+    require_cover,
+    require_disjoint,
+    require_inside,
+    shard_names,
+)
+from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.sharding_spec.spec import ShardingSpec
+
+
+@dataclass(repr=False)
+class EnumerableShardingSpec(ShardingSpec):
+    """Every shard given by its offsets, sizes and placement; no two may overlap.
+
+    Any number of shards of any sizes may lie on a rank::
+
+        >>> EnumerableShardingSpec([
+        ...     ShardMetadata([0, 0], [3, 4], "rank:0/cpu"),
+        ...     ShardMetadata([3, 0], [5, 1], "rank:1/cpu"),
+        ...     ShardMetadata([3, 1], [5, 3], "rank:0/cpu"),
+        ... ])
+        EnumerableShardingSpec(3 shards)
+    """
+
+    shards: list[ShardMetadata]
+
+    def __post_init__(self) -> None:
+        require_disjoint(parse_shards(self.shards), shard_names(self.shards))
+        self.shards = list(self.shards)
+
+    def layout(self, size: Sequence[int]) -> Layout:
+        """The shards, when they make up a tensor of exactly this size."""
+        return Layout.from_metadata(self.shards, size)
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """The shards, as new records, when they make up a tensor of exactly this size."""
+        check_tensor(self.shards, tensor_sizes)
+        shards = [
+            ShardMetadata.trusted(list(shard.shard_offsets), list(shard.shard_sizes), shard.placement)
+            for shard in self.shards
+        ]
+        return ShardedTensorMetadata(shards, parse_size(tensor_sizes), tensor_properties)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.shards)} shards)"
+
+    def _plain_arguments(self) -> tuple[Any, ...]:
+        return (self.shards,)
+
+
+def validate_non_overlapping_shards_metadata(shards: list[ShardMetadata]) -> None:
+    """Raise a `ValueError` that names two overlapping shards, if there are such."""
+    if shards:
+        require_disjoint(parse_shards(shards), shard_names(shards))
+
+
+def check_tensor(shards_metadata: list[ShardMetadata], tensor_dims: Sequence[int]) -> None:
+    """Raise a `ValueError` unless these shards, which do not overlap, make up a tensor of this size."""
+    size, boxes = parse_size(tensor_dims), parse_shards(shards_metadata)
+    require_inside(boxes, size, shard_names(shards_metadata))
+    require_cover(boxes, size)

@@ -1,0 +1,86 @@
+"""Which spec would make these shards?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardwise.geometry import Boxes, IntArray
+from shardwise.layout import parse_shards
+from shardwise.metadata import ShardMetadata
+from shardwise.placement import RemoteDevice
+from shardwise.sharding_spec.chunk import ChunkShardingSpec
+from shardwise.sharding_spec.chunking import even_cut
+from shardwise.sharding_spec.enumerable import EnumerableShardingSpec
+from shardwise.sharding_spec.grid import GridShardingSpec, nest
+from shardwise.sharding_spec.spec import ShardingSpec
+
+
+def infer_sharding_spec(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
+    """The narrowest spec that makes these shards: chunk, else grid, else enumerable."""
+    boxes = parse_shards(shards_metadata)
+    placements = [shard.placement for shard in shards_metadata]
+    if all(placement is not None for placement in placements):
+        known = [placement for placement in placements if placement is not None]
+        found = _as_chunk(boxes, known) or _as_grid(boxes, known)
+        if found is not None:
+            return found
+    return EnumerableShardingSpec(list(shards_metadata))
+
+
+def infer_chunk_or_enumerable(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
+    """The same with the two kinds of specs that the old system knows."""
+    found = infer_sharding_spec(shards_metadata)
+    return EnumerableShardingSpec(list(shards_metadata)) if isinstance(found, GridShardingSpec) else found
+
+
+def _as_chunk(boxes: Boxes, placements: list[RemoteDevice]) -> ChunkShardingSpec | None:
+    """A chunk spec, when the boxes differ in one dim only and are cut there as chunks are."""
+    begins = np.flatnonzero((boxes.offsets != 0).any(axis=0))
+    if len(begins) != 1:
+        return None
+    dim = int(begins[0])
+    others = [other for other in range(boxes.ndim) if other != dim]
+    if (boxes.sizes[:, others] != boxes.sizes[0, others]).any():
+        return None
+    order = np.lexsort((-boxes.sizes[:, dim], boxes.offsets[:, dim]))
+    sizes = boxes.sizes[order, dim]
+    total = int(sizes.sum())
+    offsets, chunk_sizes = even_cut(total, len(boxes))
+    # The old system lets empty chunks begin behind the end of the tensor.
+    found = np.where(sizes == 0, np.minimum(boxes.offsets[order, dim], total), boxes.offsets[order, dim])
+    if (sizes != chunk_sizes).any() or (found != offsets).any():
+        return None
+    return ChunkShardingSpec(dim, [placements[int(k)] for k in order])
+
+
+def _as_grid(boxes: Boxes, placements: list[RemoteDevice]) -> GridShardingSpec | None:
+    """A grid spec, when the boxes are the cells between straight cuts through the whole tensor."""
+    if len(boxes.filled) != len(boxes):
+        return None
+    cuts: list[tuple[int, IntArray, IntArray]] = []  # dim, where its cells begin, how long they are
+    for dim in range(boxes.ndim):
+        offsets, first = np.unique(boxes.offsets[:, dim], return_index=True)
+        sizes = boxes.sizes[first, dim]
+        cell = np.searchsorted(offsets, boxes.offsets[:, dim])
+        expected = np.cumsum(sizes) - sizes
+        if (boxes.sizes[:, dim] != sizes[cell]).any() or (offsets != expected).any():
+            return None
+        if len(offsets) > 1:
+            cuts.append((dim, offsets, sizes))
+    shape = tuple(len(offsets) for _, offsets, _ in cuts)
+    if len(cuts) < 2 or int(np.prod(shape)) != len(boxes):
+        return None
+    cells = [np.searchsorted(offsets, boxes.offsets[:, dim]) for dim, offsets, _ in cuts]
+    place = np.ravel_multi_index(tuple(cells), shape)
+    if len(np.unique(place)) != len(boxes):
+        return None
+    order = np.argsort(place)
+    dims = [dim for dim, _, _ in cuts]
+    sizes = [None if _is_even(cut) else cut.tolist() for _, _, cut in cuts]
+    return GridShardingSpec(dims, nest([placements[int(k)] for k in order], shape), sizes=sizes)
+
+
+def _is_even(sizes: IntArray) -> bool:
+    return bool((even_cut(int(sizes.sum()), len(sizes))[1] == sizes).all())

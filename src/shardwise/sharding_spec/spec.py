@@ -1,0 +1,53 @@
+"""The base of every sharding spec, and of placements that are named by a spec of their own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.layout import Layout
+from shardwise.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.placement import RemoteDevice, parse
+
+
+class PlacementSpec(ABC):  # noqa: B024 - an open base, nothing to implement
+    """Base of specs that say where something is placed."""
+
+
+@dataclass
+class DevicePlacementSpec(PlacementSpec):
+    """Something placed on one device of one process."""
+
+    device: RemoteDevice
+
+    def __post_init__(self) -> None:
+        self.device = parse(self.device)
+
+
+class ShardingSpec(ABC):
+    """Base of all sharding specs: a rule that cuts a tensor of some size into boxes on ranks.
+
+    A spec of your own implements `build_metadata`; everything else follows from it.
+    """
+
+    @abstractmethod
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """The shards of a tensor of this size, as new records. Needs no communication."""
+
+    def layout(self, size: Sequence[int]) -> Layout:
+        """The same answer as the frozen layout that the library works with."""
+        metadata = self.build_metadata(torch.Size(size), TensorProperties())
+        return Layout.from_metadata(metadata.shards_metadata, metadata.size)
+
+    def _plain_arguments(self) -> tuple[Any, ...] | None:
+        """Constructor arguments made of plain values only, so that `torch.load` can rebuild the spec safely."""
+        return None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A subclass may hold more than its base's arguments: unless it says otherwise, it travels as any object.
+        arguments = self._plain_arguments() if "_plain_arguments" in vars(type(self)) else None
+        return super().__reduce_ex__(protocol) if arguments is None else (type(self), arguments)

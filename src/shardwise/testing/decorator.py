@@ -1,0 +1,36 @@
+"""`ranks`: a test that runs on real ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+from shardwise.testing.pool import run_on_ranks
+
+P = ParamSpec("P")
+
+
+def ranks(world_size: int, *, timeout: float = 60) -> Callable[[Callable[P, Any]], Callable[P, None]]:
+    """Decorator: call the function on so many gloo ranks, where the default process group is already there.
+
+    What pytest gives the function (parameters, fixtures) is sent to every rank, so it must be picklable::
+
+        @ranks(4)
+        def test_zeros() -> None:
+            spec = ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(4)])
+            assert zeros(spec, 8, 2).local_tensor().shape == (2, 2)
+
+    A rank that raises or hangs fails the test with that rank's own traceback, or with every hung rank's stack.
+    """
+
+    def decorate(function: Callable[P, Any]) -> Callable[P, None]:
+        @functools.wraps(function)
+        def on_ranks(*args: P.args, **kwargs: P.kwargs) -> None:
+            __tracebackhide__ = True  # pytest then shows the rank's own traceback only
+            run_on_ranks(world_size, function, *args, timeout=timeout, **kwargs)
+
+        on_ranks.on_this_rank = function  # type: ignore[attr-defined] # how a rank finds what to run
+        return on_ranks
+
+    return decorate

@@ -1,0 +1,178 @@
+"""A pool of gloo ranks on this machine.
+
+The processes are forked from a server that has torch loaded, meet through a file, and wait for work. A task that fails,
+or that one rank never finishes, costs the pool: the report holds the failing rank's traceback, or every rank's
+stack, and the next task gets new processes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from shardwise.testing.task import Task
+from shardwise.testing.worker import Outcome, serve
+
+PRELOADED = ["torch", "torch.distributed", "shardwise", "shardwise.testing.worker"]
+START_TIMEOUT = 60.0
+GRACE = 6.0  # seconds that the other ranks get to fail too, once one has
+MACHINERY = ("/multiprocessing/", "/shardwise/testing/", "<string>")  # frames that are in every stack
+MOST_POOLS = 3  # kept alive at once, each of another size
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or hung; the message says which, where and what it printed."""
+
+
+class Pool:
+    """Ranks that run tasks together. Use `run_on_ranks` or `shardwise.testing.ranks`, which share pools."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.folder = tempfile.TemporaryDirectory(prefix="shardwise-ranks-")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.connections: list[Connection] = []
+        self.processes: list[ForkServerProcess] = []
+        for rank in range(world_size):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=serve,
+                args=(there, rank, world_size, self.folder.name),
+                name=f"rank {rank}",
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            self.connections.append(here)
+            self.processes.append(process)
+        self._collect(START_TIMEOUT)  # every rank says when it has joined the group
+
+    @property
+    def alive(self) -> bool:
+        """Whether the pool can take a task."""
+        return bool(self.processes) and all(process.is_alive() for process in self.processes)
+
+    def run(self, task: Task, timeout: float) -> list[Any]:
+        """Run a task on every rank; give what each returned, by rank, or raise a `RankFailure`."""
+        __tracebackhide__ = True
+        for connection in self.connections:
+            connection.send(task)
+        return self._collect(timeout)
+
+    def _collect(self, timeout: float) -> list[Any]:
+        __tracebackhide__ = True
+        outcomes: dict[int, Outcome] = {}
+        deadline = time.monotonic() + timeout
+        while len(outcomes) < self.world_size:
+            waiting = {self.connections[r]: r for r in range(self.world_size) if r not in outcomes}
+            ready = wait(list(waiting), max(deadline - time.monotonic(), 0))
+            if not ready:
+                break
+            for connection in ready:
+                rank = waiting[connection]  # type: ignore[index] # only connections are waited for
+                outcomes[rank] = _receive(connection)  # type: ignore[arg-type] # the same
+                if outcomes[rank].failure is not None:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if len(outcomes) == self.world_size and all(outcome.failure is None for outcome in outcomes.values()):
+            return [outcomes[rank].value for rank in range(self.world_size)]
+        report = self._report(outcomes, timeout)
+        self.close()
+        raise RankFailure(report)
+
+    def _report(self, outcomes: dict[int, Outcome], timeout: float) -> str:
+        """What went wrong on which rank; identical failures are told once."""
+        parts: list[str] = []
+        told: dict[str, list[int]] = {}
+        for rank, outcome in sorted(outcomes.items()):
+            if outcome.failure is not None:
+                told.setdefault(outcome.failure, []).append(rank)
+        for failure, failed in told.items():
+            who = " and ".join(f"rank {rank}" for rank in failed)
+            parts.append(f"{who} of {self.world_size} failed:\n{failure}{self._printed(failed[0])}")
+        for rank in range(self.world_size):
+            if rank not in outcomes:
+                why = f"did not finish within {timeout:g} s" if not told else "was still running after that"
+                parts.append(f"rank {rank} of {self.world_size} {why}; it is here:\n{self._stack(rank)}")
+        return "\n" + "\n".join(parts)
+
+    def _printed(self, rank: int) -> str:
+        text = self._file(rank, "output").read_text(errors="replace").strip()
+        return f"\nwhat rank {rank} printed:\n{text[-4000:]}\n" if text else ""
+
+    def _stack(self, rank: int) -> str:
+        """Where a hung rank is, asked of its fault handler."""
+        process, file = self.processes[rank], self._file(rank, "stack")
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+            for _ in range(100):
+                if file.stat().st_size and file.read_text().endswith("\n"):
+                    break
+                time.sleep(0.01)
+        lines = file.read_text(errors="replace").splitlines(keepends=True)
+        own = [line for line in lines if not any(name in line for name in MACHINERY)]
+        return "".join(own) or "(it gave no stack)\n"
+
+    def _file(self, rank: int, kind: str) -> Path:
+        return Path(self.folder.name) / f"{kind}-{rank}"
+
+    def close(self) -> None:
+        """End the ranks."""
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.connections, self.processes = [], []
+        with contextlib.suppress(OSError):
+            self.folder.cleanup()
+
+
+def _receive(connection: Connection) -> Outcome:
+    try:
+        outcome: Outcome = connection.recv()
+    except (EOFError, ConnectionError):
+        return Outcome(None, "the process died without a word\n")
+    return outcome
+
+
+_pools: dict[int, Pool] = {}
+
+
+def run_on_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any
+) -> list[Any]:
+    """Call a module-level function on so many gloo ranks; give what each returned, by rank.
+
+    >>> from shardwise.testing import run_on_ranks
+    >>> import torch.distributed
+    >>> run_on_ranks(2, torch.distributed.get_rank)
+    [0, 1]
+    """
+    __tracebackhide__ = True
+    task = Task.of(function, args, kwargs)
+    pool = _pools.pop(world_size, None)
+    if pool is None or not pool.alive:
+        while len(_pools) >= MOST_POOLS:
+            _pools.pop(next(iter(_pools))).close()
+        pool = Pool(world_size)
+    _pools[world_size] = pool  # last used, last to go
+    return pool.run(task, timeout)
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in _pools.values():
+        pool.close()
+    _pools.clear()

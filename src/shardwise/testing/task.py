@@ -1,0 +1,90 @@
+"""A function to be called on another process, named so that it is found there."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Task:
+    """A module-level function by file and name, what to call it with, and how the caller treats warnings."""
+
+    module: str
+    file: str | None
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    warning_filters: tuple[Any, ...]
+    asserts_tell: bool  # pytest has rewritten the module so that its asserts tell what they compared
+
+    @staticmethod
+    def of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Task:
+        """A task, or an error when other processes could not find the function."""
+        name = function.__qualname__
+        if "<" in name:
+            raise ValueError(f"{name} is made inside another function: ranks can only call module-level functions")
+        module = sys.modules.get(function.__module__)
+        loader = type(getattr(module, "__loader__", None)).__name__
+        file, filters = getattr(module, "__file__", None), tuple(warnings.filters)
+        return Task(function.__module__, file, name, args, kwargs, filters, loader == "AssertionRewritingHook")
+
+    def run(self) -> Any:
+        """Find the function and call it."""
+        found: Any = self._load()
+        for part in self.name.split("."):
+            found = getattr(found, part)
+        function = getattr(found, "on_this_rank", found)
+        with warnings.catch_warnings():
+            warnings.filters[:] = self.warning_filters  # type: ignore[index] # a list, declared a sequence
+            return function(*self.args, **self.kwargs)
+
+    def _load(self) -> ModuleType:
+        """The module by its name; a test module or script, which has no lasting name, by its file."""
+        by_name = self.module != "__main__" and not self.asserts_tell and _origin(self.module) == self.file
+        if self.file is None or by_name:
+            return importlib.import_module(self.module)
+        alias = f"shardwise_task:{self.file}"
+        if alias not in sys.modules:
+            try:
+                _import_file(alias, self.file, telling_asserts=self.asserts_tell)
+            except BaseException:
+                sys.modules.pop(alias, None)
+                raise
+        return sys.modules[alias]
+
+
+def _origin(module: str) -> str | None:
+    """The file that importing this name would execute."""
+    if module in sys.modules:
+        return getattr(sys.modules[module], "__file__", None)
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return None if spec is None else spec.origin
+
+
+def _import_file(alias: str, file: str, *, telling_asserts: bool) -> None:
+    """Execute a file as a module; with asserts that tell what they compared, if asked for."""
+    folder = str(Path(file).parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    source = Path(file).read_bytes()
+    tree = ast.parse(source, filename=file)
+    if telling_asserts:
+        from _pytest.assertion.rewrite import rewrite_asserts
+
+        rewrite_asserts(tree, source, file)
+    module = ModuleType(alias)
+    module.__file__ = file
+    sys.modules[alias] = module  # dataclasses and pickles look their module up while it is executed
+    exec(compile(tree, file, "exec", dont_inherit=True), vars(module))

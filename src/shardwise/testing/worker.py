@@ -1,0 +1,99 @@
+"""What each rank of a pool does: join the group, then run one task after the other."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import random
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from shardwise.testing.task import Task
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=300)  # the pool's own time limits come long before
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank's task returned, or how it failed."""
+
+    value: Any
+    failure: str | None
+
+
+def serve(connection: Connection, rank: int, world_size: int, folder: str) -> None:
+    """Join the group, say so, and run what is sent until the pool goes away."""
+    _prepare(rank, world_size, Path(folder))
+    connection.send(Outcome(None, None))
+    while True:
+        try:
+            task: Task = connection.recv()
+        except (EOFError, ConnectionError):
+            break  # the pool was closed, or its process is gone
+        except Exception:
+            connection.send(Outcome(None, f"the task could not be read:\n{traceback.format_exc()}"))
+            continue
+        outcome = _attempt(task)
+        try:
+            connection.send(outcome)
+        except Exception:
+            connection.send(Outcome(None, f"the result could not be sent:\n{traceback.format_exc()}"))
+    os._exit(0)  # threads of a half-finished collective must not keep the process
+
+
+def _prepare(rank: int, world_size: int, folder: Path) -> None:
+    output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.register(signal.SIGUSR1, file=open(folder / f"stack-{rank}", "w"), all_threads=True)  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started the pool
+    torch.set_num_threads(1)
+    if Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group(
+        "gloo",
+        store=FileStore(str(folder / "store"), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    gc.freeze()  # what is loaded by now stays: collecting after each task then looks at the task's own objects only
+
+
+def _attempt(task: Task) -> Outcome:
+    """Run a task from a clean state: same seed, empty output, only the default group."""
+    os.ftruncate(1, 0)
+    random.seed(0)
+    torch.manual_seed(0)
+    default = dist.group.WORLD
+    try:
+        value = task.run()
+    except BaseException as error:  # a rank reports whatever ends its task, pytest's outcomes included
+        return Outcome(None, _traceback(error))
+    finally:
+        sys.stdout.flush()
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not default:
+                dist.destroy_process_group(group)
+        gc.collect()
+    return Outcome(value, None)
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback from the task on, without the frames of the pool."""
+    frames, pool = error.__traceback__, str(Path(__file__).parent)
+    while frames and frames.tb_next and frames.tb_frame.f_code.co_filename.startswith(pool):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))

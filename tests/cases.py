@@ -1,0 +1,65 @@
+"""Layouts that the tests share: even, uneven, empty, several per rank, a rank without any, out of order, n-D."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from shardwise import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    GridShardingSpec,
+    ShardedTensorBase,
+    ShardingSpec,
+    ShardMetadata,
+)
+
+
+def places(*ranks: int, device: str = "cpu") -> list[str]:
+    """Placements on these ranks."""
+    return [f"rank:{rank}/{device}" for rank in ranks]
+
+
+def chunks(dim: int, *ranks: int) -> ChunkShardingSpec:
+    """One dim in chunks on these ranks."""
+    return ChunkShardingSpec(dim, places(*ranks))
+
+
+def boxes(*rows: tuple[list[int], list[int], int]) -> EnumerableShardingSpec:
+    """Boxes by offsets, sizes and rank."""
+    return EnumerableShardingSpec([ShardMetadata(o, s, f"rank:{r}/cpu") for o, s, r in rows])
+
+
+SIZE = (7, 6)
+
+# For four ranks and a tensor of SIZE.
+SPECS: dict[str, ShardingSpec] = {
+    "chunk dim 0": chunks(0, 0, 1, 2, 3),
+    "chunk dim -1": chunks(-1, 0, 1, 2, 3),
+    "chunk out of order": chunks(0, 2, 0, 3, 1),
+    "chunk repeated": chunks(0, 1, 3, 1, 0, 1),
+    "chunk on two ranks": chunks(1, 3, 1),
+    "more chunks than elements": chunks(0, *[0, 1, 2, 3] * 3),
+    "grid": GridShardingSpec((0, 1), [places(0, 1), places(2, 3)]),
+    "uneven grid": GridShardingSpec((1, 0), [places(0, 1), places(2, 3)], [(1, 5), (7, 0)]),
+    "uneven, several per rank": boxes(
+        ([0, 0], [3, 2], 0), ([0, 2], [3, 4], 2), ([3, 0], [1, 6], 0), ([4, 0], [3, 1], 3), ([4, 1], [3, 5], 0)
+    ),
+    "all on one rank": boxes(([0, 0], [7, 6], 2)),
+    "with empty boxes": boxes(([0, 0], [0, 6], 0), ([0, 0], [7, 6], 1), ([7, 0], [0, 0], 1)),
+}
+
+
+def whole(tensor: ShardedTensorBase) -> torch.Tensor:
+    """The plain tensor that all ranks hold together, put together by each of them from everybody's shards."""
+    mine = [(shard.metadata.shard_offsets, shard.tensor.detach()) for shard in tensor.local_shards()]
+    everyone: list[list[tuple[list[int], torch.Tensor]]] = [[]] * dist.get_world_size(tensor._process_group)
+    dist.all_gather_object(everyone, mine, group=tensor._process_group)
+    result = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+    filled = torch.zeros(tuple(tensor.shape), dtype=torch.int64)
+    for offsets, local in (entry for entries in everyone for entry in entries):
+        index = tuple(slice(o, o + s) for o, s in zip(offsets, local.shape, strict=True))
+        result[index] = local
+        filled[index] += 1
+    assert bool((filled == 1).all()), "every element must be in exactly one shard"
+    return result

@@ -1,0 +1,72 @@
+"""One dim in chunks, as torch.chunk cuts."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cases import chunks, places
+from shardwise import ChunkShardingSpec, TensorProperties
+from shardwise.sharding_spec.chunking import get_chunk_sharding_params, get_chunked_dim_size, get_split_size
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=4), st.integers(1, 15), st.data())
+def test_chunks_are_those_of_torch_chunk(size: list[int], count: int, data: st.DataObject) -> None:
+    """Same sizes, then empty chunks at the end; a negative dim counts from the back."""
+    dim = data.draw(st.integers(-len(size), len(size) - 1))
+    layout = chunks(dim, *range(count)).layout(size)
+    expected = [tuple(piece.shape) for piece in torch.empty(size).chunk(count, dim)]
+    sizes = [tuple(row) for row in layout.boxes.sizes.tolist()]
+    assert sizes[: len(expected)] == expected
+    assert all(row[dim] == 0 for row in sizes[len(expected) :])
+    assert len(sizes) == count
+    assert (layout.boxes.ends <= torch.tensor(size).numpy()).all()
+
+
+def test_the_order_of_placements_is_the_order_of_chunks() -> None:
+    """Repeated and out of order."""
+    layout = chunks(0, 2, 0, 2).layout((6,))
+    assert layout.ranks.tolist() == [2, 0, 2]
+    assert layout.boxes.offsets.tolist() == [[0], [2], [4]]
+
+
+@pytest.mark.parametrize(
+    ("dim", "kind", "message"),
+    [
+        ("batch", NotImplementedError, "not support named dimension"),
+        (1.5, ValueError, "needs to be an integer"),
+        (None, ValueError, "needs to be an integer"),
+    ],
+)
+def test_a_dim_must_be_a_number(dim: object, kind: type[Exception], message: str) -> None:
+    """Named dims are refused by another error than nonsense."""
+    with pytest.raises(kind, match=message):
+        ChunkShardingSpec(dim, places(0))  # type: ignore[arg-type] # wrong on purpose
+
+
+@pytest.mark.parametrize("dim", [2, 5, -3])
+def test_the_dim_must_exist(dim: int) -> None:
+    """Found out when a size is known."""
+    with pytest.raises(ValueError, match="Invalid sharding dim"):
+        chunks(dim, 0, 1).build_metadata(torch.Size([4, 4]), TensorProperties())
+    with pytest.raises(ValueError, match="at least one placement"):
+        chunks(0)
+
+
+def test_specs_are_values() -> None:
+    """Equal when they say the same, also after a pickle."""
+    assert chunks(0, 1, 2) == chunks(0, 1, 2) != chunks(0, 2, 1)
+    assert pickle.loads(pickle.dumps(chunks(0, 1, 2))) == chunks(0, 1, 2)
+
+
+def test_the_arithmetic_of_chunks() -> None:
+    """The old system's three helpers."""
+    assert [get_split_size(10, n) for n in (1, 3, 4, 20)] == [10, 4, 3, 1]
+    assert [get_chunked_dim_size(10, 4, k) for k in range(4)] == [4, 4, 2, 0]
+    assert get_chunk_sharding_params(10, 3, chunks(0, 2, 0, 1), 1) == (8, 2)
+    with pytest.raises(ValueError, match="rank 7 holds no chunk"):
+        get_chunk_sharding_params(10, 3, chunks(0, 2, 0, 1), 7)

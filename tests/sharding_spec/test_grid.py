@@ -1,0 +1,80 @@
+"""Several dims cut at once."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from cases import places
+from shardwise import GridShardingSpec
+
+
+def test_even_cuts_are_chunks_of_chunks() -> None:
+    """Axis 0 of the grid cuts the first named dim, axis 1 the second."""
+    spec = GridShardingSpec((2, 0), [places(0, 1, 2), places(3, 4, 5)])
+    layout = spec.layout((5, 4, 7))
+    expected = [tuple(piece.shape) for half in torch.empty(5, 4, 7).chunk(2, 2) for piece in half.chunk(3, 0)]
+    assert [tuple(row) for row in layout.boxes.sizes.tolist()] == expected
+    assert layout.ranks.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_sizes_may_be_given_for_any_dim() -> None:
+    """Also zero."""
+    spec = GridShardingSpec((0, -1), [places(0, 1), places(1, 0)], [None, (5, 0)])
+    layout = spec.layout((3, 5))
+    assert layout.boxes.sizes.tolist() == [[2, 5], [2, 0], [1, 5], [1, 0]]
+    assert layout.boxes.offsets.tolist() == [[0, 0], [0, 5], [2, 0], [2, 5]]
+
+
+def test_a_grid_of_three_axes() -> None:
+    """Eight places, a box each, that make up the tensor."""
+    grid = [[places(0, 1), places(2, 3)], [places(4, 5), places(6, 7)]]
+    layout = GridShardingSpec((0, 1, 2), grid, [(1, 2), None, (3, 1)]).layout((3, 3, 4))
+    assert int(layout.boxes.volumes.sum()) == 36
+    assert layout.rows_on(7) == (7,)
+    assert layout.boxes.describe(7) == "[1:3, 2:3, 3:4]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((0, 1), [places(0, 1), places(2)]), "form no grid"),
+        (((0, 1), places(0, 1)), "nested 1 deep"),
+        (((), []), "each cut dim once"),
+        (((0, 0), [places(0)]), "each cut dim once"),
+        (((0,), []), "form no grid"),
+        (((0,), places(0, 1), [(1,)]), "needs 2 sizes"),
+        (((0,), places(0, 1), [(1, -1)]), "needs 2 sizes"),
+        (((0,), places(0, 1), [None, None]), "use None"),
+        (((1.5,), places(0)), "needs to be an integer"),
+        (((0,), ["rank:0/cpu/x"]), "Could not parse"),
+    ],
+)
+def test_what_is_no_grid_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+    """Each with its reason."""
+    with pytest.raises(ValueError, match=message):
+        GridShardingSpec(*arguments)
+
+
+def test_what_the_tensor_decides() -> None:
+    """Dims that do not exist, or that turn out to be the same, and sizes that do not add up."""
+    spec = GridShardingSpec((0, -1), [places(0, 1)])
+    with pytest.raises(ValueError, match="name one dim of a 1-dim tensor twice"):
+        spec.layout((4,))
+    with pytest.raises(ValueError, match="Invalid sharding dim"):
+        GridShardingSpec((2,), places(0)).layout((4, 4))
+    with pytest.raises(ValueError, match=r"add up to 3, but the tensor has 4.*do not cover"):
+        GridShardingSpec((0,), places(0, 1), [(1, 2)]).layout((4,))
+    with pytest.raises(NotImplementedError, match="named dimension"):
+        GridShardingSpec(("rows",), places(0))  # type: ignore[arg-type] # wrong on purpose
+
+
+def test_a_grid_is_a_value() -> None:
+    """Hashable, comparable, picklable, with a short repr."""
+    spec = GridShardingSpec((0, 1), [places(0, 1), places(2, 3)], [None, (1, 2)])
+    assert pickle.loads(pickle.dumps(spec)) == spec
+    assert len({spec, pickle.loads(pickle.dumps(spec))}) == 1
+    assert repr(spec) == "GridShardingSpec(dims=(0, 1) over 2x2 placements, sizes=[None, (1, 2)])"

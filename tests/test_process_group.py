@@ -1,0 +1,150 @@
+"""Groups, where placements lie in them, and ranks that agree or fail together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shardwise.errors import RankMismatchError, RpcError, ShardCountError
+from shardwise.placement import parse
+from shardwise.process_group import (
+    current_process_group,
+    in_step,
+    in_step_sharing,
+    load_with_process_group,
+    parse_and_validate_remote_device,
+    validation,
+)
+from shardwise.testing import ranks
+
+
+def world() -> Any:
+    """The default group."""
+    return dist.group.WORLD
+
+
+@ranks(4)
+def test_work_that_goes_well_everywhere_gives_its_value() -> None:
+    """To each rank its own."""
+    assert in_step(world(), lambda: (dist.get_rank(), {"size": (2, 3)})) == dist.get_rank()
+    value, brought = in_step_sharing(
+        world(), lambda: ("mine", {}, {"rank": dist.get_rank(), "x": [None] * dist.get_rank()})
+    )
+    assert value == "mine"
+    assert brought == [{"rank": rank, "x": [None] * rank} for rank in range(4)]
+
+
+@ranks(4)
+def test_one_rank_that_fails_fails_all_with_the_same_error() -> None:
+    """Same type, same text, and the group can be used afterwards."""
+
+    def work() -> tuple[None, dict[str, object]]:
+        if dist.get_rank() == 2:
+            raise ShardCountError("three apples, not four")
+        return None, {}
+
+    with pytest.raises(ShardCountError, match="three apples, not four") as caught:
+        in_step(world(), work)
+    texts: list[str] = [""] * 4
+    dist.all_gather_object(texts, str(caught.value))
+    assert len(set(texts)) == 1
+    assert "found on rank 2" in texts[0]
+    assert in_step(world(), lambda: (1, {})) == 1
+
+
+@ranks(4)
+def test_errors_of_any_kind_travel() -> None:
+    """Builtins keep their type; what is unknown here becomes a RuntimeError that names it."""
+
+    def fail(error: Exception) -> Any:
+        def work() -> Any:
+            raise error
+
+        return work
+
+    with pytest.raises(ZeroDivisionError, match="by zero"):
+        in_step(world(), fail(ZeroDivisionError("by zero")))
+    with pytest.raises(RuntimeError, match="PicklingError: no"):
+        in_step(world(), fail(__import__("pickle").PicklingError("no")))
+    with pytest.raises(RuntimeError, match="UnicodeDecodeError"):
+        in_step(world(), fail(UnicodeDecodeError("utf-8", b"x", 0, 1, "bad")))
+    with pytest.raises(KeyError, match="found on rank 0 and 3 more"):
+        in_step_sharing(world(), fail(KeyError("k")))
+
+
+@ranks(4)
+def test_ranks_that_disagree_are_told_who_and_about_what() -> None:
+    """On every rank the same."""
+    fields = {"dtype": "float32", "global_size": [4, 4 if dist.get_rank() != 3 else 5]}
+    message = (
+        r"ShardedTensor global_size property does not match from different ranks! "
+        r"Found global_size=\[4, 4\] on rank:0, and global_size=\[4, 5\] on rank:3"
+    )
+    with pytest.raises(RankMismatchError, match=message):
+        in_step(world(), lambda: (None, fields))
+    with pytest.raises(ValueError, match=message):
+        in_step_sharing(world(), lambda: (None, fields, "something"))
+
+
+@ranks(4)
+def test_different_verbs_at_the_same_time_are_found_out() -> None:
+    """Instead of reading each other's messages."""
+    here = dist.get_rank()
+    with pytest.raises(RankMismatchError, match="verb property does not match"):
+        [in_step, in_step, in_step_sharing, in_step_sharing][here](
+            world(), lambda: [(None, {"verb": "zeros"}), (None, {"verb": "init"}, list(range(300)))][here // 2]
+        )
+
+
+@ranks(4)
+def test_sub_groups_agree_among_themselves() -> None:
+    """The error names global ranks; outsiders are not asked."""
+    group = dist.new_group([1, 3])
+    if dist.get_rank() in (1, 3):
+        with pytest.raises(RankMismatchError, match="x=1 on rank:1, and x=3 on rank:3"):
+            in_step(group, lambda: (None, {"x": dist.get_rank()}))
+    else:
+        assert in_step(group, lambda: ("alone", {"x": 9})) == "alone"
+
+
+@ranks(2)
+def test_validation_can_be_switched_off() -> None:
+    """Then nothing is compared, and nothing travels."""
+    with validation(False):
+        if dist.get_rank() == 0:  # nobody answers, nobody is asked
+            assert in_step(world(), lambda: (5, {"x": 0})) == 5
+        with validation(True), pytest.raises(RankMismatchError):
+            in_step(world(), lambda: (5, {"x": dist.get_rank()}))
+
+
+@ranks(4)
+def test_placements_are_found_in_the_group() -> None:
+    """Ranks are global; a rank that is not in the group, and a worker without RPC, are errors."""
+    group = dist.new_group([1, 2])
+    assert parse_and_validate_remote_device(world(), parse("rank:3/cpu"))[0] == 3
+    assert parse_and_validate_remote_device(world(), parse("cpu"))[0] is None
+    if dist.get_rank() in (1, 2):
+        with pytest.raises(ValueError, match="Global rank 3 does not exist in input process group"):
+            parse_and_validate_remote_device(group, parse("rank:3/cpu"))
+    else:
+        assert parse_and_validate_remote_device(group, parse("rank:3/cpu"))[0] == 3
+    with pytest.raises(ValueError, match="remote device is None"):
+        parse_and_validate_remote_device(world(), None)
+    with pytest.raises(RpcError, match="RPC framework needs to be initialized for using worker names"):
+        parse_and_validate_remote_device(world(), parse("worker/cpu"))
+
+
+@ranks(2)
+def test_the_current_group_is_the_one_of_the_context() -> None:
+    """One at a time, and gone afterwards, also after an error."""
+    group = dist.new_group([0, 1])
+    assert current_process_group() is world()
+    with load_with_process_group(group):
+        assert current_process_group() is group
+        with pytest.raises(RuntimeError, match="already set"), load_with_process_group(world()):
+            pass
+    with pytest.raises(KeyError), load_with_process_group(group):
+        raise KeyError
+    assert current_process_group() is world()

@@ -1,0 +1,122 @@
+"""The pool of ranks itself: results, failures, deaths, hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.testing import RankFailure, ranks, run_on_ranks
+
+
+def rank_and_size(offset: int = 0) -> tuple[int, int]:
+    """What each rank sees."""
+    return dist.get_rank() + offset, dist.get_world_size()
+
+
+def fails_on(rank: int) -> None:
+    """One rank raises, the others wait for it."""
+    print(f"rank {dist.get_rank()} was here")
+    if dist.get_rank() == rank:
+        left, right = 1, 2
+        assert left == right, "one is not two"
+    dist.barrier()
+
+
+def dies_on(rank: int) -> None:
+    """One rank's process ends."""
+    if dist.get_rank() == rank:
+        os._exit(3)
+
+
+def hangs() -> None:
+    """Nobody ever returns."""
+    while True:
+        time.sleep(1)
+
+
+def makes_groups_and_seeds() -> tuple[float, int]:
+    """A random number and the number of groups that are there before a new one is made."""
+    count = len(dist.distributed_c10d._world.pg_map)
+    dist.new_group([0])
+    return torch.rand(1).item(), count
+
+
+def warns() -> None:
+    """Something to be treated as the caller treats warnings."""
+    warnings.warn("careful", UserWarning, stacklevel=1)
+
+
+def unpicklable() -> object:
+    """A result that cannot travel."""
+    return lambda: None
+
+
+def test_results_come_back_by_rank() -> None:
+    """For any world size, with arguments."""
+    assert run_on_ranks(3, rank_and_size, 10) == [(10, 3), (11, 3), (12, 3)]
+    assert run_on_ranks(1, rank_and_size, offset=5) == [(5, 1)]
+
+
+def test_each_task_starts_clean() -> None:
+    """Same seed, and only the default group."""
+    first, second = run_on_ranks(2, makes_groups_and_seeds), run_on_ranks(2, makes_groups_and_seeds)
+    assert first == second
+    assert first[0][1] == 1
+
+
+def test_a_failing_rank_is_named_with_its_own_traceback() -> None:
+    """What it compared, what it printed, and where the others were; the next task finds new ranks."""
+    with pytest.raises(RankFailure) as caught:
+        run_on_ranks(3, fails_on, 1)
+    report = str(caught.value)
+    assert "rank 1 of 3 failed" in report
+    assert "one is not two" in report
+    assert "assert 1 == 2" in report
+    assert "rank 1 was here" in report
+    assert "rank 2 of 3 was still running after that; it is here:" in report
+    assert "in fails_on" in report
+    assert run_on_ranks(3, rank_and_size) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_a_rank_that_dies_is_noticed() -> None:
+    """At once, not after the time limit."""
+    with pytest.raises(RankFailure, match="rank 0 of 2 failed:\nthe process died without a word"):
+        run_on_ranks(2, dies_on, 0)
+    assert run_on_ranks(2, rank_and_size) == [(0, 2), (1, 2)]
+
+
+def test_a_hang_ends_at_the_time_limit_with_every_stack() -> None:
+    """Whose stacks show where they were."""
+    with pytest.raises(RankFailure) as caught:
+        run_on_ranks(2, hangs, timeout=0.5)
+    report = str(caught.value)
+    for rank in range(2):
+        assert f"rank {rank} of 2 did not finish within 0.5 s" in report
+    assert report.count("in hangs") == 2
+
+
+def test_warnings_are_treated_as_by_the_caller() -> None:
+    """Errors here, hence errors there."""
+    with pytest.raises(RankFailure, match="UserWarning: careful"):
+        run_on_ranks(2, warns)
+
+
+def test_what_cannot_travel_is_said() -> None:
+    """Functions that are not at module level, results that cannot be pickled."""
+    with pytest.raises(ValueError, match="module-level functions"):
+        run_on_ranks(2, lambda: None)
+    with pytest.raises(RankFailure, match="the result could not be sent"):
+        run_on_ranks(2, unpicklable)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@ranks(2)
+def test_the_decorator_passes_what_pytest_gives(number: int) -> None:
+    """Parameters reach every rank."""
+    assert number in (1, 2)
+    assert dist.get_world_size() == 2
