@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.cases import chunks, places
 
-from cases import chunks, places
 from shardwise import (
     ChunkShardingSpec,
     ShardedTensor,
@@ -40,7 +40,7 @@ def forget(op: Any) -> None:
 def test_the_order_of_tables() -> None:
     """User override, then spec class with its bases, then built-in."""
     called: list[str] = []
-    plain, special = ones(chunks(0, 0, 1), 4), ones(MySpecialSpec(0, places(0, 1)), 4)  # type: ignore[arg-type] # parsed
+    plain, special = ones(chunks(0, 0, 1), 4), ones(MySpecialSpec(0, places(0, 1)), 4)
     try:
 
         @custom_sharding_spec_op(MySpec, torch.clone)
@@ -48,7 +48,7 @@ def test_the_order_of_tables() -> None:
             called.append(f"spec {process_group.size()}")
             return "spec"
 
-        assert torch.clone(special) == "spec"  # type: ignore[comparison-overlap] # the handler returns a word
+        assert torch.clone(special) == "spec"
         assert isinstance(torch.clone(plain), ShardedTensor)
         assert has_custom_op(special.sharding_spec(), torch.clone)
         assert not has_custom_op(plain.sharding_spec(), torch.clone)
@@ -58,7 +58,7 @@ def test_the_order_of_tables() -> None:
         def override(types: Any, args: Any, kwargs: Any, process_group: Any) -> str:
             return "override"
 
-        assert torch.clone(special) == torch.clone(plain) == "override"  # type: ignore[comparison-overlap] # the same
+        assert torch.clone(special) == torch.clone(plain) == "override"
         assert called == ["spec 2", "spec 2"]
     finally:
         forget(torch.clone)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.cases import SIZE, SPECS, boxes, chunks
 
-from cases import SIZE, SPECS, boxes, chunks
 from shardwise import Layout, ShardMetadata, TensorProperties
 from shardwise.errors import GapError, LayoutError, OverlapError, SizeError
 from shardwise.layout import parse_size
@@ -44,7 +44,7 @@ def test_a_layout_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="read-only"):
         layout.boxes.offsets[0, 0] = 1
     with pytest.raises(AttributeError):
-        layout.size = torch.Size([1])  # type: ignore[misc] # wrong on purpose
+        layout.size = torch.Size([1])
 
 
 def test_an_overlap_names_both_shards_and_what_they_share() -> None:
@@ -87,7 +87,7 @@ def test_sizes_that_cannot_be(size: object) -> None:
     """As the TypeError of the old system and as a ValueError."""
     for kind in (TypeError, ValueError, SizeError):
         with pytest.raises(kind, match="size"):
-            parse_size(size)  # type: ignore[arg-type] # wrong on purpose
+            parse_size(size)
 
 
 def test_a_scalar_lies_on_one_rank() -> None:

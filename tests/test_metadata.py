@@ -53,7 +53,7 @@ def test_records_survive_pickling() -> None:
 def test_what_cannot_be_a_shard_is_refused(offsets: object, sizes: object, message: str) -> None:
     """With the words that callers match on."""
     with pytest.raises(ValueError, match=message):
-        ShardMetadata(offsets, sizes)  # type: ignore[arg-type] # wrong on purpose
+        ShardMetadata(offsets, sizes)
 
 
 def test_the_default_dtype_is_read_when_it_is_needed() -> None:

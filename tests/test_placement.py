@@ -44,13 +44,13 @@ def test_a_place_that_cannot_be_is_refused(placement: object, message: str) -> N
     """As a ValueError and as the RuntimeError that torch raises for devices."""
     for kind in (ValueError, RuntimeError, PlacementError):
         with pytest.raises(kind, match=message):
-            Placement.of(placement)  # type: ignore[arg-type] # wrong on purpose
+            Placement.of(placement)
 
 
 def test_the_callers_list_stays_as_it_is() -> None:
     """Strings are not replaced in place."""
     given = ["rank:0/cpu", "rank:1/cpu"]
-    ChunkShardingSpec(0, given)  # type: ignore[arg-type] # strings are parsed
+    ChunkShardingSpec(0, given)
     assert given == ["rank:0/cpu", "rank:1/cpu"]
     with pytest.raises(PlacementError):
         parse_all("rank:0/cpu")
@@ -67,7 +67,7 @@ def test_placements_come_from_a_device_mesh() -> None:
     assert [place.rank() for place in mesh_placements(square, "columns")] == [2 * row, 2 * row + 1]
     assert [place.rank() for place in mesh_placements(square, 0)] == [column, column + 2]
     spec = GridShardingSpec.from_mesh(square, (1, 0), sizes=[(1, 3), None])
-    boxes = [(s.shard_offsets, s.shard_sizes) for s in spec.layout((6, 4)).metadata(None).shards_metadata]  # type: ignore[arg-type] # unused here
+    boxes = [(s.shard_offsets, s.shard_sizes) for s in spec.layout((6, 4)).metadata(None).shards_metadata]
     assert boxes == [([0, 0], [3, 1]), ([3, 0], [3, 1]), ([0, 1], [3, 3]), ([3, 1], [3, 3])]
     assert ChunkShardingSpec.from_mesh(square, 0, axis="rows").layout((5,)).ranks.tolist() == [column, column + 2]
     with pytest.raises(PlacementError, match="axis 7"):

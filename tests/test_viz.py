@@ -6,8 +6,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 import torch
+from tests.cases import SIZE, SPECS, boxes, chunks, places
 
-from cases import SIZE, SPECS, boxes, chunks, places
 from shardwise import GridShardingSpec
 from shardwise.viz import layout_html, layout_svg, layout_text
 from shardwise.viz.figures import bytes_text

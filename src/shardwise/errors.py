@@ -14,7 +14,10 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     ├── PropertyError(ValueError)           a local shard that contradicts its metadata
     ├── RankMismatchError(ValueError)       ranks that disagree about one tensor
     ├── ShardCountError(RuntimeError)       more or fewer local shards than the metadata says
+    │   └── LocalTensorError(NotImplementedError)
+    │                                       the one local tensor of a rank that has none or several
     ├── ProcessGroupError(RuntimeError)     no process group, or the wrong one
+    │   └── RankOrderError(ValueError)      RPC numbers the processes in another order
     ├── RpcError(RuntimeError)              the RPC framework is missing
     ├── UnsupportedOpError(RuntimeError)    an op that has no rule for sharded tensors
     ├── SignatureError(TypeError)           an op handler with the wrong signature
@@ -72,8 +75,16 @@ class ShardCountError(ShardwiseError, RuntimeError):
     """This rank brought more or fewer shards than the metadata gives it."""
 
 
+class LocalTensorError(ShardCountError, NotImplementedError):
+    """The one local tensor was asked for on a rank that does not hold exactly one shard."""
+
+
 class ProcessGroupError(ShardwiseError, RuntimeError):
     """There is no process group, or it is not the one that is needed."""
+
+
+class RankOrderError(ProcessGroupError, ValueError):
+    """RPC numbers the processes otherwise than the default process group does."""
 
 
 class RpcError(ShardwiseError, RuntimeError):

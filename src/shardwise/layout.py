@@ -122,11 +122,12 @@ class Layout:
             hasher.update(np.ascontiguousarray(array).tobytes())
         return hasher.digest()
 
+    @cached_property
     def outline(self) -> str:
-        """The first boxes in one line, for errors that compare layouts."""
+        """The first boxes and the digest in one line, for errors that compare layouts."""
         shown = [f"{self.boxes.describe(row)} on {self.place(row)}" for row in range(min(len(self), 4))]
         more = f" and {len(self) - 4} more" if len(self) > 4 else ""
-        return f"({', '.join(shown)}{more})"
+        return f"({', '.join(shown)}{more}) #{self.digest.hex()[:12]}"
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Layout) and self.digest == other.digest)
@@ -154,15 +155,16 @@ def parse_size(size: Sequence[int]) -> torch.Size:
 
 def parse_shards(shards: Sequence[ShardMetadata]) -> Boxes:
     """The boxes of these records, all of the same number of dims."""
-    if not isinstance(shards, Sequence) or not all(isinstance(shard, ShardMetadata) for shard in shards):
+    # Looking at the few types that occur, not at each of what may be many shards.
+    if not isinstance(shards, Sequence) or not all(issubclass(kind, ShardMetadata) for kind in set(map(type, shards))):
         raise LayoutError(f"expected a list of ShardMetadata, found {type(shards).__name__}: {shards!r:.200}")
     if len(shards) == 0:
         raise LayoutError("Empty shard list provided: a tensor needs at least one shard")
     offsets = [shard.shard_offsets for shard in shards]
     sizes = [shard.shard_sizes for shard in shards]
-    if not all(isinstance(row, list | tuple) for row in (*offsets, *sizes)):
+    if not all(issubclass(kind, list | tuple) for kind in set(map(type, offsets)) | set(map(type, sizes))):
         raise LayoutError("shard_offsets and shard_sizes should be lists of integers")
-    ndims = {len(row) for row in offsets} | {len(row) for row in sizes}
+    ndims = set(map(len, offsets)) | set(map(len, sizes))
     if len(ndims) > 1:
         raise LayoutError(f"Found inconsistent ranks for shards: {' and '.join(map(str, sorted(ndims)))} dims")
     return Boxes.parse(offsets, sizes, ndims.pop())

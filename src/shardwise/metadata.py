@@ -23,6 +23,9 @@ MEMORY_FORMATS = {
 }
 
 
+_new = object.__new__
+
+
 @dataclass(slots=True, init=False)
 class ShardMetadata:
     """One shard: where it begins in the tensor, how large it is, and where it is placed."""
@@ -53,8 +56,10 @@ class ShardMetadata:
     @classmethod
     def trusted(cls, offsets: list[int], sizes: list[int], placement: RemoteDevice | None) -> ShardMetadata:
         """A record of values that come from a layout and need no checking."""
-        self = cls.__new__(cls)
-        self.shard_offsets, self.shard_sizes, self.placement = offsets, sizes, placement
+        self = _new(cls)
+        self.shard_offsets = offsets
+        self.shard_sizes = sizes
+        self.placement = placement
         return self
 
     def __hash__(self) -> int:

@@ -7,8 +7,8 @@ import math
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.geometry.strategies import partitions, some_boxes
 
-from geometry.strategies import partitions, some_boxes
 from shardwise.geometry import Boxes, find_gap, find_overlap
 
 Case = tuple[Boxes, tuple[int, ...]]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.geometry.strategies import partitions, some_boxes
 
-from geometry.strategies import partitions, some_boxes
 from shardwise.geometry import Boxes, intersect, intersections
 
 Sets = tuple[Boxes, Boxes]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.cases import SIZE, SPECS, boxes, chunks, whole
 
-from cases import SIZE, SPECS, boxes, chunks, whole
 from shardwise import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -63,7 +63,7 @@ def test_from_local_shards_and_global_metadata(name: str) -> None:
     assert base._process_group is None
     assert base.local_shards() is shards
     assert base.metadata().size == torch.Size(SIZE)
-    assert [s.metadata for s in base.clone().local_shards()] == [s.metadata for s in shards]  # type: ignore[attr-defined] # a ShardedTensorBase
+    assert [s.metadata for s in base.clone().local_shards()] == [s.metadata for s in shards]
 
 
 def test_the_base_class_works_where_there_is_no_distributed_at_all() -> None:
@@ -187,7 +187,7 @@ def wrong_shards(what: str) -> tuple[list[Shard], list[int], str]:
         shard = Shard(torch.ones(2, 2), ShardMetadata([2 * rank, 0], [2, 2])) if odd else good
         return [shard], [8, 2], "remote device is None"
     if what == "not a list of shards":
-        return (["shard"] if odd else [good]), [8, 2], "must be a list of Shard"  # type: ignore[list-item] # wrong on purpose
+        return (["shard"] if odd else [good]), [8, 2], "must be a list of Shard"
     raise KeyError(what)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.cases import SIZE, SPECS, boxes, chunks, places, whole
 
 import shardwise
-from cases import SIZE, SPECS, boxes, chunks, places, whole
 from shardwise import ChunkShardingSpec, ShardedTensor, ShardingSpec, TensorProperties
 from shardwise.metadata import ShardedTensorMetadata
 from shardwise.testing import ranks
@@ -84,7 +84,7 @@ def test_sub_groups_use_global_ranks() -> None:
 @ranks(2)
 def test_meta_tensors_have_sizes_but_no_data() -> None:
     """For models that are sharded before they are materialised."""
-    tensor = shardwise.zeros(ChunkShardingSpec(0, places(0, 1, device="meta")), 2**20, 2**20)  # type: ignore[arg-type] # parsed
+    tensor = shardwise.zeros(ChunkShardingSpec(0, places(0, 1, device="meta")), 2**20, 2**20)
     assert tensor.is_meta
     assert tensor.device == torch.device("meta")
     assert tensor.local_tensor().shape == (2**19, 2**20)
@@ -125,7 +125,7 @@ def test_the_default_dtype_is_torchs() -> None:
         (chunks(0, 0, 5), (4,), {}, "Global rank 5 does not exist in input process group"),
         (chunks(0, 0, 1), (4.5,), {}, "size has to be a sequence of ints"),
         (boxes(([0], [3], 0)), (4,), {}, "does not match tensor volume"),
-        (ChunkShardingSpec(0, ["cpu", "cpu"]), (4,), {}, "names no rank"),  # type: ignore[list-item] # parsed
+        (ChunkShardingSpec(0, ["cpu", "cpu"]), (4,), {}, "names no rank"),
     ],
 )
 @ranks(2)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.cases import SIZE, SPECS, chunks, whole
 
 import shardwise
-from cases import SIZE, SPECS, chunks, whole
 from shardwise import ShardedTensor, load_with_process_group
 from shardwise.sharded_tensor.pickling import state_of
 from shardwise.sharded_tensor.tensor import rebuild_sharded_tensor
@@ -47,7 +47,7 @@ def test_plain_pickle_and_parameters() -> None:
     parameter = torch.nn.Parameter(shardwise.rand(chunks(0, 0, 1), 4))
     again = pickle.loads(pickle.dumps(parameter))
     assert isinstance(again, torch.nn.Parameter)
-    assert torch.equal(whole(again), whole(parameter))  # type: ignore[arg-type] # a ShardedTensor
+    assert torch.equal(whole(again), whole(parameter))
 
 
 @ranks(4)

@@ -1,4 +1,4 @@
-"""References to the shards of other ranks over RPC."""
+"""References to the shards of other ranks over RPC, which a process can start only once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.cases import boxes, chunks
 from torch.distributed import rpc
 
 import shardwise
-from cases import boxes, chunks
 from shardwise import ChunkShardingSpec
 from shardwise.sharded_tensor.remote import ids
 from shardwise.testing import ranks
@@ -38,7 +38,7 @@ def rpc_world(rank: int | None = None) -> Iterator[None]:
         rpc.shutdown()
 
 
-@ranks(4)
+@ranks(4, fresh=True)
 def test_every_rank_can_reach_every_shard() -> None:
     """RPC rank to references, for ranks that hold shards; a rank with two shards gives two."""
     with rpc_world():
@@ -56,20 +56,20 @@ def test_every_rank_can_reach_every_shard() -> None:
         dist.barrier()
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 def test_workers_can_be_named() -> None:
     """A placement by worker name; a name nobody has is an error on every rank."""
     with rpc_world():
-        spec = ChunkShardingSpec(0, ["worker1/cpu", "worker0/cpu"])  # type: ignore[list-item] # parsed
+        spec = ChunkShardingSpec(0, ["worker1/cpu", "worker0/cpu"])
         tensor = shardwise.ones(spec, 5, init_rrefs=True)
         assert tensor.local_tensor().shape == ((2,) if dist.get_rank() == 0 else (3,))
         assert [str(shard.placement) for shard in tensor.metadata().shards_metadata] == ["worker1/cpu", "worker0/cpu"]
         with pytest.raises(ValueError, match="Invalid worker name: nobody"):
-            shardwise.ones(ChunkShardingSpec(0, ["nobody/cpu"]), 5)  # type: ignore[list-item] # parsed
+            shardwise.ones(ChunkShardingSpec(0, ["nobody/cpu"]), 5)
         dist.barrier()
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 def test_ids_are_forgotten_with_their_tensors() -> None:
     """The table holds no tensor alive, and no dead entry."""
     with rpc_world():
@@ -85,7 +85,7 @@ def test_ids_are_forgotten_with_their_tensors() -> None:
             ids.find(10**9)
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 def test_rpc_and_group_must_number_the_ranks_alike() -> None:
     """Else references would point to the wrong rank."""
     with (
@@ -95,7 +95,7 @@ def test_rpc_and_group_must_number_the_ranks_alike() -> None:
         shardwise.ones(chunks(0, 0, 1), 4, init_rrefs=True)
 
 
-@ranks(2)
+@ranks(2, fresh=True)
 def test_what_needs_rpc_says_so() -> None:
     """Without the framework, and for a tensor made without references."""
     with pytest.raises(RuntimeError, match="RPC Framework needs to be initialized"):

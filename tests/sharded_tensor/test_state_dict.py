@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.cases import SPECS, chunks, whole
 
 import shardwise
-from cases import SPECS, chunks, whole
 from shardwise import load_with_process_group
 from shardwise.testing import ranks
 
@@ -39,8 +39,8 @@ def test_state_dict_and_back() -> None:
     target = torch.nn.Sequential(Holder(None, Holder(None)))
     target.load_state_dict(torch.load(file, weights_only=True), strict=False)
     outer: Any = target[0]
-    assert torch.equal(whole(outer.table), whole(module[0].table))  # type: ignore[arg-type] # a ShardedTensor
-    assert torch.equal(whole(outer.child.table), whole(module[0].child.table))  # type: ignore[union-attr, arg-type] # the same
+    assert torch.equal(whole(outer.table), whole(module[0].table))
+    assert torch.equal(whole(outer.child.table), whole(module[0].child.table))
 
 
 @ranks(4)

@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.cases import SIZE, SPECS, boxes, chunks, whole
 
 import shardwise
-from cases import SIZE, SPECS, boxes, chunks, whole
 from shardwise import ShardedTensor
 from shardwise.testing import ranks
 
+PROPERTIES = ["shape", "dtype", "ndim", "layout", "device", "is_cuda", "is_meta", "is_sparse", "itemsize", "nbytes"]
+PROPERTIES += ["requires_grad", "is_leaf", "grad", "grad_fn"]
+METHODS = ["size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "is_floating_point"]
+METHODS += ["is_complex", "is_contiguous", "is_pinned"]
 UNEVEN = SPECS["uneven, several per rank"]  # rank 1 holds nothing
 
 
@@ -21,33 +25,9 @@ UNEVEN = SPECS["uneven, several per rank"]  # rank 1 holds nothing
 def test_it_describes_the_whole_tensor() -> None:
     """Size, dtype and the like are those of the plain tensor, on every rank."""
     tensor, plain = shardwise.ones(UNEVEN, *SIZE, dtype=torch.float64), torch.ones(SIZE, dtype=torch.float64)
-    for name in [
-        "shape",
-        "dtype",
-        "ndim",
-        "layout",
-        "device",
-        "is_cuda",
-        "is_meta",
-        "is_sparse",
-        "itemsize",
-        "nbytes",
-        "requires_grad",
-        "is_leaf",
-    ]:
+    for name in PROPERTIES:
         assert getattr(tensor, name) == getattr(plain, name), name
-    for name in [
-        "size",
-        "dim",
-        "numel",
-        "nelement",
-        "ndimension",
-        "stride",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "is_contiguous",
-    ]:
+    for name in METHODS:
         assert getattr(tensor, name)() == getattr(plain, name)(), name
         assert getattr(torch.Tensor, name)(tensor) == getattr(plain, name)(), name
     assert (tensor.size(0), tensor.size(-1), tensor.size(dim=1), len(tensor)) == (7, 6, 6, 7)
@@ -151,7 +131,7 @@ def test_a_gradient_must_be_sharded_alike() -> None:
     tensor = shardwise.ones(chunks(0, 0, 1), 4, 4, requires_grad=True)
     for wrong in (torch.ones(4, 4), shardwise.ones(chunks(1, 0, 1), 4, 4)):
         with pytest.raises(ValueError, match="must be sharded as it is"):
-            tensor.grad = wrong  # type: ignore[assignment] # wrong on purpose
+            tensor.grad = wrong
 
 
 @ranks(4)
@@ -225,9 +205,9 @@ def test_a_sharded_tensor_can_be_a_parameter() -> None:
     assert "Linear" in repr(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
-        other.weight.local_shards()[0].tensor.fill_(7)  # type: ignore[operator] # a ShardedTensor
+        other.weight.local_shards()[0].tensor.fill_(7)
     model.load_state_dict(other.state_dict())
-    assert torch.equal(whole(model.weight), torch.full((4, 4), 7.0))  # type: ignore[arg-type] # the same
+    assert torch.equal(whole(model.weight), torch.full((4, 4), 7.0))
 
 
 @ranks(4)

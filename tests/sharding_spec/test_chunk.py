@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.cases import chunks, places
 
-from cases import chunks, places
 from shardwise import ChunkShardingSpec, TensorProperties
 from shardwise.sharding_spec.chunking import get_chunk_sharding_params, get_chunked_dim_size, get_split_size
 
@@ -45,7 +45,7 @@ def test_the_order_of_placements_is_the_order_of_chunks() -> None:
 def test_a_dim_must_be_a_number(dim: object, kind: type[Exception], message: str) -> None:
     """Named dims are refused by another error than nonsense."""
     with pytest.raises(kind, match=message):
-        ChunkShardingSpec(dim, places(0))  # type: ignore[arg-type] # wrong on purpose
+        ChunkShardingSpec(dim, places(0))
 
 
 @pytest.mark.parametrize("dim", [2, 5, -3])

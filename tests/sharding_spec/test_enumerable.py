@@ -7,8 +7,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from tests.cases import SIZE, SPECS, boxes
 
-from cases import SIZE, SPECS, boxes
 from shardwise import EnumerableShardingSpec, ShardMetadata, TensorProperties
 from shardwise.sharding_spec.enumerable import check_tensor, validate_non_overlapping_shards_metadata
 
@@ -49,9 +49,9 @@ def test_broken_lists_are_refused(rows: list[tuple[list[int], list[int], int]], 
 def test_what_is_not_a_list_of_records_is_refused() -> None:
     """With an error that says what came."""
     with pytest.raises(ValueError, match="expected a list of ShardMetadata"):
-        EnumerableShardingSpec(3)  # type: ignore[arg-type] # wrong on purpose
+        EnumerableShardingSpec(3)
     with pytest.raises(ValueError, match="expected a list of ShardMetadata"):
-        EnumerableShardingSpec(["a"])  # type: ignore[list-item] # wrong on purpose
+        EnumerableShardingSpec(["a"])
 
 
 def test_the_old_systems_two_checks() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.cases import places
 
-from cases import places
 from shardwise import GridShardingSpec
 
 
@@ -69,7 +69,7 @@ def test_what_the_tensor_decides() -> None:
     with pytest.raises(ValueError, match=r"add up to 3, but the tensor has 4.*do not cover"):
         GridShardingSpec((0,), places(0, 1), [(1, 2)]).layout((4,))
     with pytest.raises(NotImplementedError, match="named dimension"):
-        GridShardingSpec(("rows",), places(0))  # type: ignore[arg-type] # wrong on purpose
+        GridShardingSpec(("rows",), places(0))
 
 
 def test_a_grid_is_a_value() -> None:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
+from tests.cases import SIZE, SPECS, boxes, chunks, places
 
-from cases import SIZE, SPECS, boxes, chunks, places
 from shardwise import (
     ChunkShardingSpec,
     EnumerableShardingSpec,

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -92,28 +93,16 @@ class Boxes:
 
 
 def _rows(name: str, rows: Sequence[Sequence[int]], ndim: int) -> IntArray:
-    """Rows of Python integers as an array, refusing what numpy would silently round or wrap."""
+    """Rows of integers as an array, refusing what numpy would silently round or wrap around."""
     try:
-        # Without a dtype numpy keeps what it was given (floats, strings, huge ints), so it can be told apart.
-        array: npt.NDArray[Any] = np.array(rows)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise LayoutError(f"shard {name} are not equally long rows of integers") from error
-    if array.size == 0:
-        array = np.zeros((len(rows), ndim), dtype=np.int64)
-    if array.dtype == object:
-        array = _exact(name, rows)
-    if array.ndim != 2 or array.shape[1] != ndim:
-        raise LayoutError(f"shard {name} have shape {array.shape}, expected (shards, {ndim})")
-    if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and (array > LARGEST).any()):
-        raise LayoutError(f"shard {name} should be 64-bit integers, found values such as {array.flat[0]!r}")
-    if (array < 0).any():
+        if any(length != ndim for length in set(map(len, rows))):
+            raise LayoutError(f"shard {name} should be rows of {ndim} integers")
+        flat: list[Any] = list(chain.from_iterable(rows))
+        if not set(map(type, flat)) <= {int}:  # other kinds of integers, such as numpy's
+            flat = [operator.index(value) for value in flat]
+        array = np.array(flat, dtype=np.int64).reshape(len(rows), ndim)
+    except (TypeError, OverflowError) as error:
+        raise LayoutError(f"shard {name} should be rows of 64-bit integers: {error}") from error
+    if array.size and int(array.min()) < 0:
         raise LayoutError(f"shard_{name} should be >= 0, found {int(array.min())}")
-    return array.astype(np.int64, copy=False)
-
-
-def _exact(name: str, rows: Sequence[Sequence[int]]) -> npt.NDArray[Any]:
-    """Rows of integer-like objects, such as symbolic or numpy integers, through ``__index__``."""
-    try:
-        return np.array([[operator.index(value) for value in row] for row in rows], dtype=np.int64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise LayoutError(f"shard {name} should be 64-bit integers: {error}") from error
+    return array

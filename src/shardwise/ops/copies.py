@@ -9,15 +9,16 @@ import torch
 from shardwise.dispatch import Op, registry, unsupported
 from shardwise.errors import PropertyError
 from shardwise.sharded_tensor import ShardedTensor
+from shardwise.sharded_tensor.base import call_directly
 
 
 def _on_each_shard(op: Op) -> None:
     """The op of the first argument's shards, one by one."""
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-        tensor, *rest = args
-        if rest or kwargs:
-            return tensor._like([op(local, *rest, **kwargs) for local in tensor._local_tensors()])
+        tensor = args[0]
+        if kwargs or len(args) > 1:
+            return tensor._like([op(local, *args[1:], **kwargs) for local in tensor._local_tensors()])
         return tensor._like([op(local) for local in tensor._local_tensors()])
 
     registry.built_in[op] = handler
@@ -59,6 +60,8 @@ def _set_data(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
 
 for _op in (torch.clone, torch.Tensor.clone):
     _on_each_shard(_op)
+for _name in ("clone", "detach"):
+    call_directly(_name)
 registry.built_in.update(
     {
         torch.detach: _detach,

@@ -1,11 +1,11 @@
 """What a sharded tensor is put together from: allocated shards, every rank's own shards, or one tensor each.
 
-Each function gives the arguments of `ShardedTensorBase._wrap`, after checking all that can be checked.
+Each function gives the parts of the tensor, after checking all that can be checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,20 +24,23 @@ from shardwise.process_group import (
     locate_all,
     or_default,
 )
+from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharding_spec import ShardingSpec, infer_chunk_or_enumerable
 from shardwise.sharding_spec.enumerable import check_tensor, validate_non_overlapping_shards_metadata
 
-Parts = tuple[
-    Layout,
-    ShardingSpec,
-    tuple[int, ...],
-    list[torch.Tensor],
-    TensorProperties,
-    ProcessGroup | None,
-    list[Shard] | None,
-]
-Fill = Callable[..., torch.Tensor]
+
+def _parts(
+    layout: Layout,
+    spec: ShardingSpec,
+    rows: tuple[int, ...],
+    properties: TensorProperties,
+    process_group: ProcessGroup | None,
+    tensors: list[torch.Tensor],
+    shards: list[Shard] | None = None,
+) -> Parts:
+    frame = Frame.of(layout, spec, rows, properties.dtype, process_group)
+    return Parts(frame, tensors, shards, properties.requires_grad, properties.pin_memory)
 
 
 def flatten_size(size: Sequence[Any]) -> torch.Size:
@@ -69,9 +72,8 @@ def allocate(
     size: Sequence[Any],
     properties: TensorProperties,
     process_group: ProcessGroup | None,
-    fill: Callable[[torch.Tensor], object] | None = None,
 ) -> Parts:
-    """New shards of this size and spec, filled by calling ``fill`` on each."""
+    """New, uninitialised shards of this size and spec."""
     group = or_default(process_group)
 
     def work() -> tuple[Parts, Fields]:
@@ -86,12 +88,8 @@ def allocate(
             tensor = create_tensor_from_params(
                 sizes, local_device=layout.place(row).device, tensor_properties=properties
             )
-            if fill is not None:
-                with torch.no_grad():
-                    fill(tensor)
             tensors.append(tensor)
-        parts = (layout, spec, rows, tensors, properties, group, None)
-        return parts, _fields(layout, spec, properties)
+        return _parts(layout, spec, rows, properties, group, tensors), _fields(layout, spec, properties)
 
     return in_step(group, work)
 
@@ -118,7 +116,7 @@ def from_local_tensor(
                 "use init_from_local_shards"
             )
         shards = [Shard(local_tensor, layout.shard_metadata(row)) for row in rows]
-        parts = (layout, spec, rows, [shard.tensor for shard in shards], properties, group, None)
+        parts = _parts(layout, spec, rows, properties, group, [shard.tensor for shard in shards])
         return parts, _fields(layout, spec, properties)
 
     return in_step(group, work)
@@ -154,7 +152,7 @@ def from_global_metadata(
     if spec is None:
         spec = infer_chunk_or_enumerable(metadata.shards_metadata)
     rows = _rows_of(local_shards, layout, mine)
-    return layout, spec, rows, [], properties, process_group, local_shards
+    return _parts(layout, spec, rows, properties, process_group, [], local_shards)
 
 
 def from_local_shards(
@@ -190,7 +188,7 @@ def from_local_shards(
             Shard(shard.tensor, layout.shard_metadata(row)) for shard, row in zip(local_shards, rows, strict=True)
         ]
     spec = infer_chunk_or_enumerable(metadata.shards_metadata)
-    return layout, spec, rows, [], metadata.tensor_properties, group, shards
+    return _parts(layout, spec, rows, metadata.tensor_properties, group, [], shards)
 
 
 # The old system's two halves of `from_local_shards` ------------------------------------------------------------
@@ -358,7 +356,7 @@ def _fields(layout: Layout, spec: ShardingSpec, properties: TensorProperties) ->
         "dtype": properties.dtype,
         "requires_grad": properties.requires_grad,
         "pin_memory": properties.pin_memory,
-        "sharding_spec": f"{type(spec).__name__} {layout.outline()} #{layout.digest.hex()[:12]}",
+        "sharding_spec": f"{type(spec).__name__} {layout.outline}",
     }
 
 

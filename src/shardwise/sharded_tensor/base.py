@@ -7,6 +7,7 @@ and the autograd graph, are in the local shards.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -14,10 +15,11 @@ import torch
 from torch.distributed import ProcessGroup, rpc
 
 from shardwise.dispatch import Distributed, distributed_in, registry, unsupported
-from shardwise.errors import PropertyError, ShardCountError, UnsupportedOpError
+from shardwise.errors import LocalTensorError, PropertyError, UnsupportedOpError
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.sharded_tensor import assembly
+from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharding_spec import ShardingSpec
 from shardwise.viz import layout_html
@@ -28,13 +30,9 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 class ShardedTensorBase(Distributed, torch.Tensor):
     """A sharded tensor that need not belong to a process group."""
 
-    _layout: Layout
-    _sharding_spec: ShardingSpec
-    _rows: tuple[int, ...]  # the boxes of the layout that are here
-    _tensors: list[torch.Tensor]  # what fills them, until shards are handed out
-    _shards: list[Shard] | None  # from then on the shards are the truth, for a caller may assign to `shard.tensor`
-    _dtype: torch.dtype
-    _process_group: ProcessGroup | None
+    _frame: Frame  # what it has in common with others of its sharding, dtype and group
+    _tensors: list[torch.Tensor]  # what fills the rows of the frame, until shards are handed out
+    _shards: list[Shard] | None = None  # then they are the truth, for a caller may assign to `shard.tensor`
     _pinned = False
     _wants_grad = False  # what `requires_grad` says on a rank without shards
     _shardless_grad: ShardedTensorBase | None = None  # what `grad` says there
@@ -46,44 +44,25 @@ class ShardedTensorBase(Distributed, torch.Tensor):
     # Making one -------------------------------------------------------------------------------------------------
 
     @classmethod
-    def _wrap(
-        cls,
-        layout: Layout,
-        spec: ShardingSpec,
-        rows: tuple[int, ...],
-        tensors: list[torch.Tensor],
-        properties: TensorProperties,
-        process_group: ProcessGroup | None,
-        shards: list[Shard] | None = None,
-    ) -> Any:
-        """The wrapper around local tensors that are known to fill these rows of the layout."""
-        local = tensors or [shard.tensor for shard in shards or ()]
-        device = local[0].device if local else _device_without_shards(layout)
-        self = _make_wrapper(cls, layout.size, dtype=properties.dtype, device=device)
-        self._layout = layout
-        self._sharding_spec = spec
-        self._rows = rows
-        self._tensors = tensors
-        self._shards = shards
-        self._dtype = properties.dtype
-        self._process_group = process_group
-        self._pinned = properties.pin_memory
-        self._wants_grad = properties.requires_grad
+    def _wrap(cls, parts: Parts) -> Self:
+        """The wrapper around parts that are known to fit."""
+        frame = parts.frame
+        self = _make_wrapper(cls, frame.size, dtype=frame.dtype, device=frame.device)
+        self._frame = frame
+        self._tensors = parts.tensors
+        self._shards = parts.shards
+        self._pinned = parts.pin_memory
+        self._wants_grad = parts.requires_grad
         return self
 
     def _like(self, tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> Any:
         """The same layout, filled with these local tensors: the result of an op that keeps shards where they are."""
-        dtype = self._dtype if dtype is None else dtype
-        new = _make_wrapper(type(self), self._layout.size, dtype=dtype, device=self.device)
-        new._layout = self._layout
-        new._sharding_spec = self._sharding_spec
-        new._rows = self._rows
+        frame = self._frame if dtype is None else self._frame.with_dtype(dtype)
+        new = _make_wrapper(type(self), frame.size, dtype=frame.dtype, device=frame.device)
+        new._frame = frame
         new._tensors = tensors
-        new._shards = None
-        new._dtype = dtype
-        new._process_group = self._process_group
         if not tensors and self._wants_grad and torch.is_grad_enabled():
-            new._wants_grad = dtype.is_floating_point or dtype.is_complex
+            new._wants_grad = frame.dtype.is_floating_point or frame.dtype.is_complex
         return new
 
     @classmethod
@@ -94,10 +73,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         sharding_spec: ShardingSpec | None = None,
     ) -> Self:
         """A tensor from this process's shards and metadata that is known everywhere. No communication."""
-        made: Self = cls._wrap(
-            *assembly.from_global_metadata(local_shards, sharded_tensor_metadata, sharding_spec, None)
-        )
-        return made
+        return cls._wrap(assembly.from_global_metadata(local_shards, sharded_tensor_metadata, sharding_spec, None))
 
     # What is here, and what is known of the whole ---------------------------------------------------------------
 
@@ -106,9 +82,21 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         return self._tensors if self._shards is None else [shard.tensor for shard in self._shards]
 
     @property
+    def _layout(self) -> Layout:
+        return self._frame.layout
+
+    @property
+    def _sharding_spec(self) -> ShardingSpec:
+        return self._frame.spec
+
+    @property
+    def _process_group(self) -> ProcessGroup | None:
+        return self._frame.process_group
+
+    @property
     def _local_shards(self) -> list[Shard]:
         if self._shards is None:
-            records = [self._layout.shard_metadata(row) for row in self._rows]
+            records = [self._layout.shard_metadata(row) for row in self._frame.rows]
             self._shards = [Shard.trusted(*pair) for pair in zip(self._tensors, records, strict=True)]
             self._tensors = []
         return self._shards
@@ -120,7 +108,8 @@ class ShardedTensorBase(Distributed, torch.Tensor):
     @property
     def _metadata(self) -> ShardedTensorMetadata:
         if self._known_metadata is None:
-            properties = TensorProperties(self._dtype, requires_grad=self.requires_grad, pin_memory=self._pinned)
+            dtype, grad = self._frame.dtype, self.requires_grad
+            properties = TensorProperties(dtype, requires_grad=grad, pin_memory=self._pinned)
             self._known_metadata = self._layout.metadata(properties)
         return self._known_metadata
 
@@ -143,7 +132,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
 
     def sharding_spec(self) -> ShardingSpec:
         """The spec that this tensor is sharded by."""
-        return self._sharding_spec
+        return self._frame.spec
 
     def is_pinned(self) -> bool:  # type: ignore[override] # the old system takes no device here
         """Whether the local shards lie in pinned memory."""
@@ -154,35 +143,34 @@ class ShardedTensorBase(Distributed, torch.Tensor):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override] # torch declares an attribute
         """The size of the whole tensor."""
-        return self._layout.size
+        return self._frame.size
 
     def size(self, dim: int | None = None) -> Any:
         """The size of the whole tensor, or of one dim."""
-        return self._layout.size if dim is None else self._layout.size[dim]
+        return self._frame.size if dim is None else self._frame.size[dim]
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override] # torch declares an attribute
         """The dtype of every shard."""
-        return self._dtype
+        return self._frame.dtype
 
     @property
     def ndim(self) -> int:  # type: ignore[override] # torch declares an attribute
         """Number of dims."""
-        return len(self._layout.size)
+        return len(self._frame.size)
 
     def dim(self) -> int:
         """Number of dims."""
-        return len(self._layout.size)
+        return len(self._frame.size)
 
     def numel(self) -> int:
         """Number of elements of the whole tensor, on all ranks together."""
-        return self._layout.size.numel()
+        return self._frame.size.numel()
 
     @property
     def device(self) -> torch.device:  # type: ignore[override] # torch declares an attribute
         """The device of this rank's shards; without any, the one this rank would use."""
-        tensors = self._tensors or self._local_tensors()
-        return tensors[0].device if tensors else _device_without_shards(self._layout)
+        return self._shards[0].tensor.device if self._shards else self._frame.device
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override] # torch declares an attribute
@@ -190,9 +178,9 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         return self.device.type == "meta"
 
     def __len__(self) -> int:
-        if not self._layout.size:
+        if not self._frame.size:
             raise TypeError("len() of a 0-d tensor")
-        return self._layout.size[0]
+        return self._frame.size[0]
 
     # Autograd: the graph is in the shards -----------------------------------------------------------------------
 
@@ -248,7 +236,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         else:
             for tensor, shard_grad in zip(self._local_tensors(), grad._local_tensors(), strict=True):
                 tensor.grad = shard_grad
-        self._shardless_grad = None if self._rows else grad
+        self._shardless_grad = None if self._frame.rows else grad
 
     @grad.deleter
     def grad(self) -> None:
@@ -260,19 +248,19 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         return id(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # torch says Any
-        ranks = len(self._layout.elements_by_rank())
+        rows, ranks = self._frame.rows, len(self._layout.elements_by_rank())
         shards = f"{len(self._layout)} shard{'s' * (len(self._layout) != 1)} on {ranks} rank{'s' * (ranks != 1)}"
-        here = ", ".join(self._layout.boxes.describe(row) for row in self._rows[:3]) or "none"
-        more = f" and {len(self._rows) - 3} more" if len(self._rows) > 3 else ""
+        here = ", ".join(self._layout.boxes.describe(row) for row in rows[:3]) or "none"
+        more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
         grad = ", requires_grad=True" if self.requires_grad else ""
-        whole = f"{tuple(self.shape)}, {self._dtype}, {shards}"
+        whole = f"{tuple(self.shape)}, {self.dtype}, {shards}"
         return f"{type(self).__name__}({whole}, here {here}{more} on {self.device}{grad})"
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
 
     def _repr_html_(self) -> str:
-        return layout_html(self._layout, dtype=self._dtype, here=self._rows)
+        return layout_html(self._layout, dtype=self.dtype, here=self._frame.rows)
 
     def __copy__(self) -> Any:
         new = self._like(list(self._local_tensors()))
@@ -301,10 +289,13 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         tensor = args[0] if args else None
         if not isinstance(tensor, ShardedTensorBase):
             tensor = next((t for t in distributed_in(args, kwargs) if isinstance(t, ShardedTensorBase)), None)
-        handler = registry.find(func, None if tensor is None else tensor._sharding_spec)
-        if handler is None or tensor is None:
+            if tensor is None:
+                raise unsupported(func, args, kwargs, "no sharded tensor was found among the arguments")
+        frame = tensor._frame
+        handler = registry.find(func, frame.spec)
+        if handler is None:
             raise unsupported(func, args, kwargs, "there is no rule for this op")
-        return handler(types, args, kwargs or {}, tensor._process_group)
+        return handler(types, args, kwargs or {}, frame.process_group)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's is no method
@@ -316,14 +307,18 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         )
 
 
-class LocalTensorError(ShardCountError, NotImplementedError):
-    """`local_tensor` on a rank that does not hold exactly one shard."""
+def call_directly(name: str) -> None:
+    """Let a method of often called ops go straight to its handler, which spares the way through C++ and back.
 
+    Where a torch function mode is active, the call takes the usual way, so that the mode sees it.
+    """
+    method = getattr(torch.Tensor, name)
+    dispatch, mode_is_active = ShardedTensorBase.__torch_function__, torch._C._is_torch_function_mode_enabled
 
-def _device_without_shards(layout: Layout) -> torch.device:
-    """The device a rank without shards would use: of the kind that the others use."""
-    device = layout.places[0].device if layout.places else torch.device("cpu")
-    if device.type in ("cpu", "meta"):
-        return device
-    module = torch.get_device_module(device.type)
-    return torch.device(device.type, module.current_device()) if module.is_available() else device
+    @functools.wraps(method)
+    def direct(self: ShardedTensorBase, *args: Any, **kwargs: Any) -> Any:
+        if mode_is_active():
+            return method(self, *args, **kwargs)
+        return dispatch(method, (type(self),), (self, *args), kwargs)
+
+    setattr(ShardedTensorBase, name, direct)

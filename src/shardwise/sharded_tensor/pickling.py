@@ -18,7 +18,7 @@ from shardwise.layout import Layout, parse_size, require_cover, require_disjoint
 from shardwise.metadata import TensorProperties
 from shardwise.placement import Placement, rank_device
 from shardwise.process_group import current_process_group
-from shardwise.sharded_tensor.assembly import Parts
+from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharding_spec import ShardingSpec
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ def state_of(tensor: ShardedTensor) -> dict[str, Any]:
         "places": [str(place) for place in layout.places],
         "ranks": [place.rank for place in layout.places],
         "place_of": layout.place_of.tolist(),
-        "rows": list(tensor._rows),
+        "rows": list(tensor._frame.rows),
         "tensors": list(tensor._local_tensors()),
-        "dtype": tensor._dtype,
+        "dtype": tensor.dtype,
         "requires_grad": tensor.requires_grad,
         "pin_memory": tensor._pinned,
         "spec": tensor._sharding_spec,
@@ -75,7 +75,9 @@ def restore(state: dict[str, Any]) -> Parts:
             raise PropertyError(f"a pickled ShardedTensor whose shard {row} has size {list(tensor.size())}")
         if tensor.dtype != properties.dtype:
             raise PropertyError(f"a pickled ShardedTensor whose shard {row} has dtype {tensor.dtype}")
-    return _on_loaded_devices(layout, rows, tensors), state["spec"], rows, tensors, properties, group, None
+    layout = _on_loaded_devices(layout, rows, tensors)
+    frame = Frame.of(layout, state["spec"], rows, properties.dtype, group)
+    return Parts(frame, tensors, None, properties.requires_grad, properties.pin_memory)
 
 
 def _layout_as_saved(state: dict[str, Any]) -> Layout:

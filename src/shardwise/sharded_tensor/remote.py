@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from shardwise.errors import ProcessGroupError, RpcError
+from shardwise.errors import RankOrderError, RpcError
 from shardwise.process_group import in_step, rpc_workers
 
 if TYPE_CHECKING:
@@ -44,10 +44,6 @@ class _Ids:
 
 
 ids = _Ids()
-
-
-class RankOrderError(ProcessGroupError, ValueError):
-    """RPC numbers the processes otherwise than the default process group does."""
 
 
 def share(tensor: T) -> T:

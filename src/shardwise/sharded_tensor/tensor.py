@@ -22,8 +22,6 @@ class ShardedTensor(ShardedTensorBase):
     Made uninitialised by its constructor, which is `shardwise.empty`; see there for the arguments.
     """
 
-    _process_group: ProcessGroup
-
     def __new__(
         cls,
         sharding_spec: ShardingSpec,
@@ -44,8 +42,7 @@ class ShardedTensor(ShardedTensorBase):
             memory_format,
             pin_memory,
         )
-        parts = assembly.allocate(sharding_spec, size, properties, process_group)
-        self: ShardedTensor = cls._wrap(*parts)
+        self = cls._wrap(assembly.allocate(sharding_spec, size, properties, process_group))
         return remote.share(self) if init_rrefs else self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -64,8 +61,7 @@ class ShardedTensor(ShardedTensorBase):
         A ``None`` in the global size means: work it out, by laying the shards behind each other in that dim in the
         order of the ranks (unless their offsets already fit).
         """
-        parts = assembly.from_local_shards(local_shards, global_size, process_group)
-        self: ShardedTensor = cls._wrap(*parts)
+        self = cls._wrap(assembly.from_local_shards(local_shards, global_size, process_group))
         return remote.share(self) if init_rrefs else self
 
     @classmethod
@@ -78,8 +74,7 @@ class ShardedTensor(ShardedTensorBase):
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         """A tensor from one local tensor per rank and the spec they follow. Every rank calls it; a digest travels."""
-        parts = assembly.from_local_tensor(local_tensor, sharding_spec, global_size, process_group)
-        self: ShardedTensor = cls._wrap(*parts)
+        self = cls._wrap(assembly.from_local_tensor(local_tensor, sharding_spec, global_size, process_group))
         return remote.share(self) if init_rrefs else self
 
     @classmethod
@@ -93,8 +88,7 @@ class ShardedTensor(ShardedTensorBase):
     ) -> ShardedTensor:
         """A tensor from this rank's shards and metadata that every rank knows. No communication."""
         group = or_default(process_group)
-        parts = assembly.from_global_metadata(local_shards, sharded_tensor_metadata, sharding_spec, group)
-        self: ShardedTensor = cls._wrap(*parts)
+        self = cls._wrap(assembly.from_global_metadata(local_shards, sharded_tensor_metadata, sharding_spec, group))
         return remote.share(self) if init_rrefs else self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -109,7 +103,7 @@ class ShardedTensor(ShardedTensorBase):
 
 def rebuild_sharded_tensor(state: dict[str, Any]) -> ShardedTensor:
     """What a pickle calls when it is loaded."""
-    self: ShardedTensor = ShardedTensor._wrap(*pickling.restore(state))
+    self = ShardedTensor._wrap(pickling.restore(state))
     if state["is_param"]:
         self._is_param = True  # torch.nn.Parameter's own mark
     return remote.share(self) if state["init_rrefs"] else self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from shardwise.errors import SpecError
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout, parse_size
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
-from shardwise.placement import RemoteDevice, mesh_placements, parse_all
+from shardwise.placement import Placement, PlacementLike, RemoteDevice, mesh_placements, parse_all
 from shardwise.sharding_spec.chunking import even_cut, parse_dim, require_number
 from shardwise.sharding_spec.spec import ShardingSpec
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass
+@dataclass(init=False)
 class ChunkShardingSpec(ShardingSpec):
     """One dim cut as `torch.chunk` cuts it, one chunk per placement, in the order of the placements.
 
@@ -35,9 +36,10 @@ class ChunkShardingSpec(ShardingSpec):
     dim: int
     placements: list[RemoteDevice]
 
-    def __post_init__(self) -> None:
-        require_number("ChunkShardingSpec", self.dim)
-        self.placements = parse_all(self.placements)
+    def __init__(self, dim: int, placements: Sequence[PlacementLike]) -> None:
+        require_number("ChunkShardingSpec", dim)
+        self.dim = dim
+        self.placements = parse_all(placements)
         if not self.placements:
             raise SpecError("ChunkShardingSpec needs at least one placement")
 
@@ -48,13 +50,7 @@ class ChunkShardingSpec(ShardingSpec):
 
     def layout(self, size: Sequence[int]) -> Layout:
         """The chunks of a tensor of this size."""
-        size = parse_size(size)
-        dim = parse_dim(self.dim, len(size))
-        chunks = len(self.placements)
-        sizes = np.tile(np.array(size, dtype=np.int64), (chunks, 1))
-        offsets = np.zeros_like(sizes)
-        offsets[:, dim], sizes[:, dim] = even_cut(size[dim], chunks)
-        return Layout.of(size, Boxes(offsets, sizes), self.placements)
+        return _layout(parse_size(size), self.dim, tuple(map(Placement.of, self.placements)))
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """The chunks of a tensor of this size, as new records."""
@@ -62,3 +58,13 @@ class ChunkShardingSpec(ShardingSpec):
 
     def _plain_arguments(self) -> tuple[Any, ...]:
         return self.dim, [str(placement) for placement in self.placements]
+
+
+@lru_cache(maxsize=512)
+def _layout(size: torch.Size, dim: int, places: tuple[Placement, ...]) -> Layout:
+    """Remembered, so that the many tensors of a model that are sharded alike share one layout object."""
+    dim = parse_dim(dim, len(size))
+    sizes = np.tile(np.array(size, dtype=np.int64), (len(places), 1))
+    offsets = np.zeros_like(sizes)
+    offsets[:, dim], sizes[:, dim] = even_cut(size[dim], len(places))
+    return Layout.of(size, Boxes(offsets, sizes), places)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,19 +68,10 @@ class GridShardingSpec(ShardingSpec):
 
     def layout(self, size: Sequence[int]) -> Layout:
         """One box for each place of the grid."""
-        size = parse_size(size)
-        dims = [parse_dim(dim, len(size)) for dim in self.dims]
-        if len(set(dims)) != len(dims):
-            raise SpecError(f"dims {self.dims} name one dim of a {len(size)}-dim tensor twice")
-        sizes = np.tile(np.array(size, dtype=np.int64), (len(self.placements), 1))
-        offsets = np.zeros_like(sizes)
-        cells = np.indices(self.grid).reshape(len(self.grid), -1)
-        for axis, dim in enumerate(dims):
-            cut_offsets, cut_sizes = self._cut(axis, size[dim])
-            offsets[:, dim], sizes[:, dim] = cut_offsets[cells[axis]], cut_sizes[cells[axis]]
-        return Layout.of(size, Boxes(offsets, sizes), self.placements)
+        return _layout(self, parse_size(size))
 
-    def _cut(self, axis: int, dim_size: int) -> tuple[IntArray, IntArray]:
+    def cut(self, axis: int, dim_size: int) -> tuple[IntArray, IntArray]:
+        """How the dim of one axis of the grid is cut when it has this size."""
         given = self.sizes[axis]
         if given is None:
             return even_cut(dim_size, self.grid[axis])
@@ -102,6 +94,21 @@ class GridShardingSpec(ShardingSpec):
     def _plain_arguments(self) -> tuple[Any, ...]:
         nested = nest([str(placement) for placement in self.placements], self.grid)
         return list(self.dims), nested, [None if cut is None else list(cut) for cut in self.sizes]
+
+
+@lru_cache(maxsize=512)
+def _layout(spec: GridShardingSpec, size: torch.Size) -> Layout:
+    """Remembered, so that the many tensors of a model that are sharded alike share one layout object."""
+    dims = [parse_dim(dim, len(size)) for dim in spec.dims]
+    if len(set(dims)) != len(dims):
+        raise SpecError(f"dims {spec.dims} name one dim of a {len(size)}-dim tensor twice")
+    sizes = np.tile(np.array(size, dtype=np.int64), (len(spec.placements), 1))
+    offsets = np.zeros_like(sizes)
+    cells = np.indices(spec.grid).reshape(len(spec.grid), -1)
+    for axis, dim in enumerate(dims):
+        cut_offsets, cut_sizes = spec.cut(axis, size[dim])
+        offsets[:, dim], sizes[:, dim] = cut_offsets[cells[axis]], cut_sizes[cells[axis]]
+    return Layout.of(size, Boxes(offsets, sizes), spec.placements)
 
 
 def _parse_dims(dims: Sequence[int]) -> tuple[int, ...]:

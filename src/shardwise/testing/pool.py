@@ -151,9 +151,11 @@ _pools: dict[int, Pool] = {}
 
 
 def run_on_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60, fresh: bool = False, **kwargs: Any
 ) -> list[Any]:
     """Call a module-level function on so many gloo ranks; give what each returned, by rank.
+
+    With ``fresh``, the ranks are new and end afterwards: for what cannot be undone in a process, such as RPC.
 
     >>> from shardwise.testing import run_on_ranks
     >>> import torch.distributed
@@ -162,13 +164,22 @@ def run_on_ranks(
     """
     __tracebackhide__ = True
     task = Task.of(function, args, kwargs)
+    if fresh:
+        with contextlib.closing(Pool(world_size)) as pool:
+            return pool.run(task, timeout)
+    pool = _shared(world_size)
+    return pool.run(task, timeout)
+
+
+def _shared(world_size: int) -> Pool:
+    """The living pool of this size, or a new one; the longest unused ones make room for it."""
     pool = _pools.pop(world_size, None)
     if pool is None or not pool.alive:
         while len(_pools) >= MOST_POOLS:
             _pools.pop(next(iter(_pools))).close()
         pool = Pool(world_size)
     _pools[world_size] = pool  # last used, last to go
-    return pool.run(task, timeout)
+    return pool
 
 
 @atexit.register

@@ -1,0 +1,27 @@
+"""Print every measurement as a table: `make bench`."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks import boxes, tensors
+from benchmarks.table import show
+from shardwise.testing import run_on_ranks
+
+
+def main() -> int:
+    """Run the measurements one after the other, each on processes that do nothing else."""
+    rows = run_on_ranks(1, tensors.small_ops, timeout=300, fresh=True)[0]
+    show("Small ops on one rank", rows)
+    made = run_on_ranks(1, tensors.creation, timeout=300, fresh=True)[0]
+    made += run_on_ranks(4, tensors.creation, timeout=300, fresh=True)[0]
+    show("Creation", made)
+    built = run_on_ranks(1, boxes.build, timeout=550, fresh=True)[0]
+    show("Layouts of many boxes", built)
+    over = [row.work for row in [*rows, *made, *built] if row.verdict == "OVER"]
+    print(f"\nover budget: {', '.join(over)}" if over else "\nevery budget is held")
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""`Frame`: what tensors of one sharding, dtype and group have in common, and `Parts`: what one is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed import ProcessGroup
+
+from shardwise.layout import Layout
+from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharding_spec import ShardingSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """Everything about a sharded tensor but its data. The result of an op shares its input's frame."""
+
+    layout: Layout
+    spec: ShardingSpec
+    rows: tuple[int, ...]  # the boxes of the layout that are here
+    dtype: torch.dtype
+    device: torch.device  # of the shards that are here, or the one they would be on
+    process_group: ProcessGroup | None
+    size: torch.Size  # the layout's, one step nearer
+
+    @staticmethod
+    def of(
+        layout: Layout,
+        spec: ShardingSpec,
+        rows: tuple[int, ...],
+        dtype: torch.dtype,
+        process_group: ProcessGroup | None,
+    ) -> Frame:
+        """A frame on the device that the layout gives to these rows."""
+        device = layout.place(rows[0]).device if rows else _device_without_shards(layout)
+        return Frame(layout, spec, rows, dtype, device, process_group, layout.size)
+
+    def with_dtype(self, dtype: torch.dtype) -> Frame:
+        """The same frame for another dtype."""
+        return self if dtype == self.dtype else replace(self, dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """What a tensor is made of, after all checks: a frame, and either the local tensors or the caller's shards."""
+
+    frame: Frame
+    tensors: list[torch.Tensor]
+    shards: list[Shard] | None = None
+    requires_grad: bool = False
+    pin_memory: bool = False
+
+
+def _device_without_shards(layout: Layout) -> torch.device:
+    """The device a rank without shards would use: of the kind that the others use."""
+    device = layout.places[0].device if layout.places else torch.device("cpu")
+    if device.type in ("cpu", "meta"):
+        return device
+    module = torch.get_device_module(device.type)
+    return torch.device(device.type, module.current_device()) if module.is_available() else device
