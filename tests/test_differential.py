@@ -1,0 +1,129 @@
+"""Beside the installed `torch.distributed._shard`, where it is right: same answers, same errors."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from tests.cases import places
+
+import shardwise
+from shardwise.sharding_spec import infer_chunk_or_enumerable
+from shardwise.sharding_spec.enumerable import check_tensor, validate_non_overlapping_shards_metadata
+from shardwise.testing import ranks
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch.distributed._shard.sharded_tensor as old
+    from torch.distributed._shard.metadata import ShardMetadata as OldShardMetadata
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec as OldChunkShardingSpec
+    from torch.distributed._shard.sharding_spec import _infer_sharding_spec_from_shards_metadata, _internals
+
+Box = tuple[list[int], list[int]]
+
+
+def both(boxes: list[Box]) -> tuple[list[shardwise.ShardMetadata], list[OldShardMetadata]]:
+    """The same records in both systems."""
+    where = [f"rank:{k % 3}/cpu" for k in range(len(boxes))]
+    ours = [shardwise.ShardMetadata(o, s, w) for (o, s), w in zip(boxes, where, strict=True)]
+    return ours, [OldShardMetadata(o, s, w) for (o, s), w in zip(boxes, where, strict=True)]
+
+
+def outcome(function: Any, *args: Any) -> type[Exception] | None:
+    """How a check ends."""
+    try:
+        function(*args)
+    except Exception as error:
+        return next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    return None
+
+
+def some_boxes(ndim: int) -> st.SearchStrategy[list[Box]]:
+    """Boxes with elements, for the old system is not sure of empty ones."""
+    offsets = st.lists(st.integers(0, 4), min_size=ndim, max_size=ndim)
+    sizes = st.lists(st.integers(1, 4), min_size=ndim, max_size=ndim)
+    return st.lists(st.tuples(offsets, sizes), min_size=1, max_size=6)
+
+
+@given(st.integers(1, 3).flatmap(some_boxes), st.lists(st.integers(1, 8), min_size=1, max_size=3))
+@settings(max_examples=300)
+def test_boxes_are_accepted_and_refused_alike(boxes: list[Box], size: list[int]) -> None:
+    """Overlap, cover, number of dims."""
+    ours, theirs = both(boxes)
+    overlap = outcome(validate_non_overlapping_shards_metadata, ours)
+    assert overlap == outcome(_internals.validate_non_overlapping_shards_metadata, theirs)
+    if overlap is None:
+        assert outcome(check_tensor, ours, size) == outcome(_internals.check_tensor, theirs, size)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(1, 6), st.data())
+def test_chunks_are_the_same(size: list[int], count: int, data: st.DataObject) -> None:
+    """Wherever the old system puts no chunk behind the end of the tensor."""
+    dim = data.draw(st.integers(-len(size), len(size) - 1))
+    where = places(*range(count))
+    theirs = OldChunkShardingSpec(dim, list(where)).build_metadata(torch.Size(size), old.TensorProperties())
+    assume(all(s.shard_offsets[dim] <= size[dim] for s in theirs.shards_metadata))
+    spec = shardwise.ChunkShardingSpec(dim, where)
+    ours = spec.build_metadata(torch.Size(size), shardwise.TensorProperties())
+    assert [str(s) for s in ours.shards_metadata] == [str(s) for s in theirs.shards_metadata]
+    found = _infer_sharding_spec_from_shards_metadata(theirs.shards_metadata)
+    assert type(found).__name__ == type(infer_chunk_or_enumerable(ours.shards_metadata)).__name__
+
+
+@given(st.integers(1, 3).flatmap(some_boxes))
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
+def test_specs_are_inferred_alike(boxes: list[Box]) -> None:
+    """Chunk or enumerable, for boxes that make up a tensor: of others the old system may say chunks."""
+    ours, theirs = both(boxes)
+    ends = [[o + s for o, s in zip(*box, strict=True)] for box in boxes]
+    assume(outcome(validate_non_overlapping_shards_metadata, ours) is None)
+    assume(outcome(check_tensor, ours, [max(column) for column in zip(*ends, strict=True)]) is None)
+    assert type(infer_chunk_or_enumerable(ours)).__name__ == (
+        type(_infer_sharding_spec_from_shards_metadata(theirs)).__name__
+    )
+
+
+@pytest.mark.parametrize("factory", ["empty", "zeros", "ones", "rand", "randn"])
+@pytest.mark.parametrize("dim", [0, 1])
+@ranks(4)
+def test_factories_make_the_same_tensors(factory: str, dim: int) -> None:
+    """Metadata and, from the same seed, the same numbers."""
+    warnings.simplefilter("ignore")
+    where, made = places(3, 1, 0, 2), []
+    for module, spec in (
+        (shardwise, shardwise.ChunkShardingSpec(dim, where)),
+        (old, OldChunkShardingSpec(dim, list(where))),
+    ):
+        torch.manual_seed(dist.get_rank())
+        if factory == "randn" and module is old:  # which the old system draws with another function
+            made.append(old.empty(spec, 8, 8))
+            made[-1].local_tensor().normal_()
+        else:
+            made.append(getattr(module, factory)(spec, 8, 8))
+    ours, theirs = made
+    assert str(ours.metadata().shards_metadata) == str(theirs.metadata().shards_metadata)
+    assert vars(ours.metadata().tensor_properties) == vars(theirs.metadata().tensor_properties)
+    assert factory == "empty" or torch.equal(ours.local_tensor(), theirs.local_tensor())
+    assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
+
+
+@ranks(4)
+def test_local_shards_are_put_together_alike() -> None:
+    """Known and unknown sizes."""
+    warnings.simplefilter("ignore")
+    rank = dist.get_rank()
+    local = torch.full((rank + 1, 2), float(rank))
+    for size in ([10, 2], [None, 2]):
+        first = rank * (rank + 1) // 2
+        ours = shardwise.init_from_local_shards(
+            [shardwise.Shard.from_tensor_and_offsets(local, [first, 0], rank)], *size
+        )
+        theirs = old.init_from_local_shards([old.Shard.from_tensor_and_offsets(local, [first, 0], rank)], *size)
+        assert str(ours.metadata().shards_metadata) == str(theirs.metadata().shards_metadata)
+        assert ours.metadata().size == theirs.metadata().size
+        assert type(ours.sharding_spec()).__name__ == type(theirs.sharding_spec()).__name__

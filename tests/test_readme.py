@@ -1,0 +1,56 @@
+"""The README's code runs as it stands, and the demo prints what it promises."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.testing import ranks
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+
+
+@ranks(4)
+def test_the_first_example_runs() -> None:
+    """On four ranks, asserts included."""
+    exec(compile(BLOCKS[0], "README.md", "exec"), {})
+
+
+@ranks(4)
+def test_the_test_example_passes() -> None:
+    """As the body of a test."""
+    names: dict[str, object] = {}
+    exec(compile(BLOCKS[0] + BLOCKS[1], "README.md", "exec"), names)
+    names["test_every_rank_holds_a_row"].on_this_rank()
+
+
+def test_the_drop_in_example_runs() -> None:
+    """In a process of its own."""
+    subprocess.run([sys.executable, "-c", BLOCKS[2]], check=True)
+
+
+def test_the_picture_in_the_readme_is_what_the_demo_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    """Line for line."""
+    runpy.run_path(str(ROOT / "examples" / "layouts.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    picture = (ROOT / "README.md").read_text().split("```")[1].strip()
+    assert picture in printed
+    assert "rank 1 holds [0:300, 48:128], [700:1000, 96:128] on cpu" in printed
+    assert printed.count("rank 3 holds") == 4
+
+
+@pytest.mark.timeout(120)
+def test_the_demo_runs_under_torchrun() -> None:
+    """The same script, with torchrun's ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [*command, str(ROOT / "examples" / "layouts.py")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("rank 3 holds") == 4
