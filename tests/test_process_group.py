@@ -80,7 +80,7 @@ def test_ranks_that_disagree_are_told_who_and_about_what() -> None:
     fields = {"dtype": "float32", "global_size": [4, 4 if dist.get_rank() != 3 else 5]}
     message = (
         r"ShardedTensor global_size property does not match from different ranks! "
-        r"Found global_size=\[4, 4\] on rank:0, and global_size=\[4, 5\] on rank:3"
+        r"global_size=\[4, 4\] on rank:0 does not match with global_size=\[4, 5\] on rank:3"
     )
     with pytest.raises(RankMismatchError, match=message):
         in_step(world(), lambda: (None, fields))
@@ -103,7 +103,7 @@ def test_sub_groups_agree_among_themselves() -> None:
     """The error names global ranks; outsiders are not asked."""
     group = dist.new_group([1, 3])
     if dist.get_rank() in (1, 3):
-        with pytest.raises(RankMismatchError, match="x=1 on rank:1, and x=3 on rank:3"):
+        with pytest.raises(RankMismatchError, match="x=1 on rank:1 does not match with x=3 on rank:3"):
             in_step(group, lambda: (None, {"x": dist.get_rank()}))
     else:
         assert in_step(group, lambda: ("alone", {"x": 9})) == "alone"

@@ -18,6 +18,7 @@ from shardwise.sharded_tensor import (
     pre_load_state_dict_hook,
     rand,
     randn,
+    shard_tensor,
     state_dict_hook,
     zeros,
 )
@@ -27,9 +28,11 @@ from shardwise.sharding_spec import (
     EnumerableShardingSpec,
     GridShardingSpec,
     PlacementSpec,
+    ReplicatedShardingSpec,
     ShardingSpec,
     infer_sharding_spec,
 )
+from shardwise.transfer import Plan, make_plan, relabel
 
 __version__ = "0.1.0"
 
@@ -40,6 +43,8 @@ __all__ = [
     "GridShardingSpec",
     "Layout",
     "PlacementSpec",
+    "Plan",
+    "ReplicatedShardingSpec",
     "Shard",
     "ShardMetadata",
     "ShardedTensor",
@@ -56,12 +61,15 @@ __all__ = [
     "infer_sharding_spec",
     "init_from_local_shards",
     "load_with_process_group",
+    "make_plan",
     "mesh_placements",
     "ones",
     "ops",
     "pre_load_state_dict_hook",
     "rand",
     "randn",
+    "relabel",
+    "shard_tensor",
     "state_dict_hook",
     "validation",
     "viz",

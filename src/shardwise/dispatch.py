@@ -32,9 +32,10 @@ class Distributed:
 
 
 class Registry:
-    """Three tables of handlers, asked in order."""
+    """Three tables of handlers, asked in order; and verbs of upper layers that lower ones offer as methods."""
 
     def __init__(self) -> None:
+        self.verbs: dict[str, Callable[..., Any]] = {}
         self.overrides: Table = {}
         self.by_spec: dict[type, Table] = {}
         self.built_in: Table = {}

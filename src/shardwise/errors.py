@@ -12,12 +12,14 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     ├── PlacementError(ValueError, RuntimeError)
     │                                       a placement that names no place
     ├── PropertyError(ValueError)           a local shard that contradicts its metadata
+    │   └── MemoryFormatError(RuntimeError) a memory format that sharded tensors do not have
     ├── RankMismatchError(ValueError)       ranks that disagree about one tensor
     ├── ShardCountError(RuntimeError)       more or fewer local shards than the metadata says
     │   └── LocalTensorError(NotImplementedError)
     │                                       the one local tensor of a rank that has none or several
     ├── ProcessGroupError(RuntimeError)     no process group, or the wrong one
     │   └── RankOrderError(ValueError)      RPC numbers the processes in another order
+    ├── TransferError(RuntimeError)         data on its way between ranks was lost
     ├── RpcError(RuntimeError)              the RPC framework is missing
     ├── UnsupportedOpError(RuntimeError)    an op that has no rule for sharded tensors
     ├── SignatureError(TypeError)           an op handler with the wrong signature
@@ -67,6 +69,10 @@ class PropertyError(ShardwiseError, ValueError):
     """A local shard whose tensor contradicts its metadata or its neighbours."""
 
 
+class MemoryFormatError(PropertyError, RuntimeError):
+    """A memory format that sharded tensors do not have."""
+
+
 class RankMismatchError(ShardwiseError, ValueError):
     """The ranks of a group hold different ideas of one tensor."""
 
@@ -85,6 +91,10 @@ class ProcessGroupError(ShardwiseError, RuntimeError):
 
 class RankOrderError(ProcessGroupError, ValueError):
     """RPC numbers the processes otherwise than the default process group does."""
+
+
+class TransferError(ShardwiseError, RuntimeError):
+    """Data on its way between ranks was lost, most likely with one of the ranks."""
 
 
 class RpcError(ShardwiseError, RuntimeError):

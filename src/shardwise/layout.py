@@ -53,12 +53,29 @@ class Layout:
     @staticmethod
     def from_metadata(shards: Sequence[ShardMetadata], size: Sequence[int]) -> Layout:
         """The layout that these records describe, or the error that says why they describe none."""
-        size = parse_size(size)
-        boxes = parse_shards(shards)
-        require_inside(boxes, size, shard_names(shards))
-        require_disjoint(boxes, shard_names(shards))
-        require_cover(boxes, size)
-        return Layout.of(size, boxes, [shard.placement for shard in shards])
+        boxes, places = parse_shards(shards), [shard.placement for shard in shards]
+        return Layout.checked(parse_size(size), boxes, places, shard_names(shards))
+
+    @staticmethod
+    def checked(
+        size: torch.Size,
+        boxes: Boxes,
+        placements: Sequence[PlacementLike | Placement | None],
+        name: Callable[[int], str],
+        *,
+        replicas: bool = False,
+    ) -> Layout:
+        """A layout of boxes that may or may not make up the tensor; with replicas, the same box may lie on many."""
+        if len(boxes) != len(placements):
+            raise LayoutError(f"{len(placements)} placements for {len(boxes)} boxes")
+        require_inside(boxes, size, name)
+        distinct = boxes
+        if replicas:
+            both = np.concatenate([boxes.offsets, boxes.sizes], axis=1)
+            distinct = boxes.take(np.sort(np.unique(both, axis=0, return_index=True)[1]))
+        require_disjoint(distinct, name)
+        require_cover(distinct, size)
+        return Layout.of(size, boxes, placements)
 
     def __len__(self) -> int:
         return len(self.boxes)
@@ -117,7 +134,7 @@ class Layout:
     def digest(self) -> bytes:
         """16 bytes that differ, for all practical purposes, when the layouts differ."""
         hasher = hashlib.blake2b(digest_size=16)
-        hasher.update(repr((tuple(self.size), [str(place) for place in self.places])).encode())
+        hasher.update(repr((tuple(self.size), [(str(place), place.rank) for place in self.places])).encode())
         for array in (self.boxes.offsets, self.boxes.sizes, self.place_of):
             hasher.update(np.ascontiguousarray(array).tobytes())
         return hasher.digest()
@@ -128,6 +145,20 @@ class Layout:
         shown = [f"{self.boxes.describe(row)} on {self.place(row)}" for row in range(min(len(self), 4))]
         more = f" and {len(self) - 4} more" if len(self) > 4 else ""
         return f"({', '.join(shown)}{more}) #{self.digest.hex()[:12]}"
+
+    def order_of(self, other: Layout) -> list[int] | None:
+        """For each box, the row of the same box on the same place in another layout; None if they differ in more
+        than the order of their boxes."""
+        if self.size != other.size or len(self) != len(other):
+            return None
+        rows: dict[tuple[Any, ...], list[int]] = {}
+        for row in range(len(other)):
+            rows.setdefault(other._key(row), []).append(row)
+        found = [rows.get(self._key(row), []) for row in range(len(self))]
+        return [same.pop(0) for same in found] if all(found) else None
+
+    def _key(self, row: int) -> tuple[Any, ...]:
+        return *self.boxes.offsets[row].tolist(), *self.boxes.sizes[row].tolist(), self.place(row)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Layout) and self.digest == other.digest)
@@ -211,9 +242,14 @@ def require_disjoint(boxes: Boxes, name: Callable[[int], str]) -> None:
 
 def require_cover(boxes: Boxes, size: torch.Size) -> None:
     """Raise unless the boxes, which lie inside the tensor and do not overlap, hold every element of it."""
+    if int(boxes.volumes.sum()) == math.prod(size):
+        return
     gap = find_gap(boxes, size)
     if gap is None:
-        return
+        raise GapError(
+            f"Total volume of shards: {int(boxes.volumes.sum())} does not match tensor volume: {math.prod(size)}, "
+            "in other words all the individual shards do not cover the entire tensor, or they overlap"
+        )
     scene = Boxes(np.append(boxes.offsets, [gap[0]], axis=0), np.append(boxes.sizes, [gap[1]], axis=0))
     labels = [str(row) for row in range(len(boxes))] + ["gap"]
     picture = "\n".join(draw(scene, labels, width=48)) if len(boxes) <= MOST_DRAWN else ""

@@ -38,6 +38,8 @@ class Placement:
         if placement is None:
             raise PlacementError("remote device is None: each shard needs a placement such as 'rank:0/cpu'")
         remote = parse(placement)
+        if (remote.rank() or 0) >= 2**31:
+            raise PlacementError(f"no job has a rank {remote.rank()}")
         return Placement(remote.device(), remote.rank(), remote.worker_name())
 
     def __str__(self) -> str:
@@ -81,7 +83,10 @@ def rank_device(rank: int, device_type: str) -> torch.device:
 
 def mesh_placements(mesh: DeviceMesh, axis: int | str) -> list[RemoteDevice]:
     """The placements along one axis of a mesh, through the calling rank's own place in it."""
-    index = mesh._get_mesh_dim_by_name(axis) if isinstance(axis, str) else axis
+    names = mesh.mesh_dim_names or ()
+    if isinstance(axis, str) and axis not in names:
+        raise PlacementError(f"axis {axis!r} does not exist in a mesh with axes {list(names)}")
+    index = names.index(axis) if isinstance(axis, str) else axis
     if not -mesh.ndim <= index < mesh.ndim:
         raise PlacementError(f"axis {axis!r} does not exist in a mesh of {mesh.ndim} axes")
     line = mesh.mesh.movedim(index, -1)

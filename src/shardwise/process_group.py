@@ -94,6 +94,28 @@ def group_ranks(process_group: ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(process_group)
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Some ranks of a group that do something together, which the others need not know of."""
+
+    group: ProcessGroup
+    ranks: list[int]  # global
+
+    def size(self) -> int:
+        """How many they are."""
+        return len(self.ranks)
+
+    @staticmethod
+    def between(one: ProcessGroup, other: ProcessGroup, ranks: list[int]) -> Meeting | None:
+        """Where data goes from one group to another, of which these ranks hold a part; None for all other ranks.
+
+        A rank may be in one group only, and then does not know who else is in the other. But everyone knows these ranks.
+        """
+        if one is other:
+            return Meeting(one, group_ranks(one)) if is_member(one) else None
+        return Meeting(or_default(None), ranks) if dist.get_rank() in ranks else None
+
+
 def collective_device(process_group: ProcessGroup) -> torch.device:
     """Where a tensor must lie for this group's backend to move it."""
     for device in process_group._device_types:
@@ -109,7 +131,7 @@ def collective_device(process_group: ProcessGroup) -> torch.device:
 def locate(placement: Placement, process_group: ProcessGroup) -> Placement:
     """The placement with its rank known, or an error when that rank or worker is not in this group."""
     if placement.worker is not None:
-        return replace(placement, rank=_worker_rank(placement.worker))
+        placement = replace(placement, rank=_worker_rank(placement.worker))
     if placement.rank is not None and is_member(process_group):
         ranks = group_ranks(process_group)
         if placement.rank not in ranks:
@@ -160,7 +182,7 @@ def _worker_rank(name: str) -> int:
 # Agreement ------------------------------------------------------------------------------------------------------
 
 
-def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> T:
+def in_step(process_group: ProcessGroup | Meeting, work: Callable[[], tuple[T, Fields]]) -> T:
     """Do this rank's part of a verb; return only if it went well on every rank and all agree on the fields.
 
     Every rank of the group must call it. 25 bytes per rank travel, more only when there is an error to tell.
@@ -189,8 +211,10 @@ def in_step_sharing(process_group: ProcessGroup, work: Callable[[], tuple[T, Fie
     return cast(tuple[T, bytes], result)[0], [json.loads(entry) for entry in gathered]
 
 
-def _talks(process_group: ProcessGroup) -> bool:
+def _talks(process_group: ProcessGroup | Meeting) -> bool:
     """Whether there is anybody to agree with: a fake group has nobody, an outsider is not asked."""
+    if isinstance(process_group, Meeting):
+        return process_group.size() > 1 and _talks(process_group.group)
     return is_member(process_group) and process_group.size() > 1 and dist.get_backend(process_group) != "fake"
 
 
@@ -202,7 +226,9 @@ def _attempt(work: Callable[[], tuple[T, Fields]]) -> tuple[T | None, Fields, Ex
     return value, fields, None
 
 
-def _compare(process_group: ProcessGroup, fields: Fields, error: Exception | None, brought: bytes) -> list[int]:
+def _compare(
+    process_group: ProcessGroup | Meeting, fields: Fields, error: Exception | None, brought: bytes
+) -> list[int]:
     """Raise the same error on every rank unless nobody failed and all fields agree; else who brings how much."""
     header = _digest(fields) + bytes([error is not None]) + len(brought).to_bytes(8, "little")
     headers = _all_gather(process_group, header, [HEADER] * process_group.size())
@@ -213,7 +239,8 @@ def _compare(process_group: ProcessGroup, fields: Fields, error: Exception | Non
     sizes = _all_gather(process_group, len(report).to_bytes(8, "little"), [8] * process_group.size())
     lengths = [int.from_bytes(size, "little") for size in sizes]
     reports = [json.loads(entry) for entry in _all_gather(process_group, report, lengths)]
-    raise _verdict(reports, group_ranks(process_group)) from error
+    ranks = process_group.ranks if isinstance(process_group, Meeting) else group_ranks(process_group)
+    raise _verdict(reports, ranks) from error
 
 
 def _verdict(reports: list[Any], ranks: list[int]) -> Exception:
@@ -230,7 +257,7 @@ def _verdict(reports: list[Any], ranks: list[int]) -> Exception:
             if mine != theirs:
                 return RankMismatchError(
                     f"ShardedTensor {name} property does not match from different ranks! "
-                    f"Found {name}={mine} on rank:{ranks[0]}, and {name}={theirs} on rank:{rank}."
+                    f"{name}={mine} on rank:{ranks[0]} does not match with {name}={theirs} on rank:{rank}."
                 )
     return RankMismatchError(f"ranks {ranks} differ in values that read the same: {first}")
 
@@ -242,14 +269,31 @@ def _digest(fields: Fields) -> bytes:
     return hasher.digest()
 
 
-def _all_gather(process_group: ProcessGroup, data: bytes, lengths: list[int]) -> list[bytes]:
+def _all_gather(process_group: ProcessGroup | Meeting, data: bytes, lengths: list[int]) -> list[bytes]:
     """What every rank gives, in group order, when the lengths are known."""
     longest = max(lengths)
     if longest == 0:
         return [b""] * len(lengths)
-    device = collective_device(process_group)
+    group = process_group.group if isinstance(process_group, Meeting) else process_group
+    device = collective_device(group)
     mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
     everyone = torch.empty(len(lengths) * longest, dtype=torch.uint8, device=device)
-    _all_gather_single(everyone, mine, group=process_group)
+    if isinstance(process_group, Meeting) and process_group.size() < group.size():
+        _tell_each_other(process_group, mine, everyone)
+    else:
+        _all_gather_single(everyone, mine, group=group)
     gathered = bytes(everyone.cpu().numpy())
     return [gathered[k * longest : k * longest + length] for k, length in enumerate(lengths)]
+
+
+def _tell_each_other(meeting: Meeting, mine: torch.Tensor, everyone: torch.Tensor) -> None:
+    """An all-gather among some ranks of a group, each telling each."""
+    operations = []
+    for rank, slot in zip(meeting.ranks, everyone.chunk(meeting.size()), strict=True):
+        if rank == dist.get_rank():
+            slot.copy_(mine)
+        else:
+            operations.append(dist.P2POp(dist.irecv, slot, rank, meeting.group))
+            operations.append(dist.P2POp(dist.isend, mine, rank, meeting.group))
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()

@@ -130,7 +130,7 @@ def test_a_gradient_must_be_sharded_alike() -> None:
     """Anything else is refused."""
     tensor = shardwise.ones(chunks(0, 0, 1), 4, 4, requires_grad=True)
     for wrong in (torch.ones(4, 4), shardwise.ones(chunks(1, 0, 1), 4, 4)):
-        with pytest.raises(ValueError, match="must be sharded as it is"):
+        with pytest.raises(ValueError, match="expected a tensor that is sharded as"):
             tensor.grad = wrong
 
 
@@ -185,7 +185,7 @@ def test_copy_in_place_between_equal_layouts() -> None:
             one.copy_(other)
     one.data = torch.ones_like(one)
     assert torch.equal(whole(one), torch.ones(4, 4))
-    with pytest.raises(ValueError, match="can only be replaced by a tensor like it"):
+    with pytest.raises(ValueError, match="expected a tensor that is sharded as"):
         one.data = torch.ones(4, 4)
 
 

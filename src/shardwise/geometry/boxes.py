@@ -57,6 +57,13 @@ class Boxes:
     def __len__(self) -> int:
         return len(self.offsets)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Boxes):
+            return NotImplemented
+        return np.array_equal(self.offsets, other.offsets) and np.array_equal(self.sizes, other.sizes)
+
+    __hash__ = None  # type: ignore[assignment] # arrays have none
+
     @property
     def ndim(self) -> int:
         """Number of dims of every box."""

@@ -34,7 +34,8 @@ def common_region(boxes: Boxes, first: int, second: int) -> Region:
 def find_gap(boxes: Boxes, size: Sequence[int]) -> Region | None:
     """A region of a tensor of this size that no box holds; None when there is none.
 
-    The boxes must lie inside the tensor and must not overlap; then equal volumes mean full cover.
+    The boxes must lie inside the tensor and must not overlap; then equal volumes mean full cover. If they do overlap,
+    what is found depends on which comes first: the answer is None when that is an overlap.
     """
     whole = Boxes.whole(size)
     boxes = boxes.take(boxes.filled)
@@ -42,10 +43,11 @@ def find_gap(boxes: Boxes, size: Sequence[int]) -> Region | None:
         return None
     if not len(boxes):
         return _region(whole.offsets[0], whole.ends[0])
-    return _grow(_first_uncovered(boxes, whole), boxes, whole)
+    start = _first_uncovered(boxes, whole)
+    return None if start is None else _grow(start, boxes, whole)
 
 
-def _first_uncovered(boxes: Boxes, whole: Boxes) -> IntArray:
+def _first_uncovered(boxes: Boxes, whole: Boxes) -> IntArray | None:
     """The first corner, in index order, at which the boxes stop covering the tensor.
 
     Give each corner of a box the sign of its parity. Summing these signs over all points at or before an index
@@ -62,8 +64,11 @@ def _first_uncovered(boxes: Boxes, whole: Boxes) -> IntArray:
     distinct, where = np.unique(np.concatenate(points), axis=0, return_inverse=True)
     totals = np.zeros(len(distinct), dtype=np.int64)
     np.add.at(totals, where.reshape(-1), np.concatenate(signs))
+    first = np.flatnonzero(totals)[0]
+    if totals[first] > 0:
+        return None
     start = np.zeros(whole.ndim, dtype=np.int64)
-    start[dims] = distinct[np.flatnonzero(totals)[0]]
+    start[dims] = distinct[first]
     return start
 
 

@@ -25,6 +25,8 @@ from shardwise.geometry.boxes import Boxes, IntArray
 BATCH = 1 << 21  # candidate pairs looked at together
 PAIRS_PER_ENTRY = 16  # a node is small enough when trying all pairs costs at most this per box in it
 
+NEVER = np.iinfo(np.int64).max
+
 Pairs = tuple[IntArray, IntArray]
 Mask = npt.NDArray[np.bool_]
 
@@ -137,6 +139,7 @@ def _tree_pairs(a: Boxes, b: Boxes) -> Iterator[Pairs]:
     low_a, high_a, low_b, high_b, cells = _ranks_of_edges(a, b)
     left, right = _Side(low_a, high_a), _Side(low_b, high_b)
     node_low, node_high = np.zeros((1, len(cells)), dtype=np.int64), cells[None, :]
+    vain = np.zeros(1, dtype=np.int64)  # how many cuts in a row have not paid; some pay only together
     while len(node_low):
         nodes = len(node_low)
         counts = left.counts(nodes), right.counts(nodes)
@@ -145,11 +148,12 @@ def _tree_pairs(a: Boxes, b: Boxes) -> Iterator[Pairs]:
         yield from _leaf_pairs(left, right, small, node_low)
         for side in (left, right):
             side.move(~small)
-        node_low, node_high, pairs = node_low[~small], node_high[~small], pairs[~small]
+        node_low, node_high, pairs, vain = node_low[~small], node_high[~small], pairs[~small], vain[~small]
         cut = _best_cut(left, right, node_low, node_high)
-        stuck = cut.pairs >= pairs
+        vain = np.where(cut.pairs >= pairs, vain + 1, 0)
+        stuck = (vain > 2 * len(cells)) | (cut.pairs == NEVER)
         yield from _leaf_pairs(left, right, stuck, node_low)
-        node_low, node_high = _halve(left, right, cut, ~stuck, node_low, node_high)
+        node_low, node_high, vain = _halve(left, right, cut, ~stuck, node_low, node_high, vain)
 
 
 def _ranks_of_edges(a: Boxes, b: Boxes) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
@@ -169,8 +173,7 @@ def _ranks_of_edges(a: Boxes, b: Boxes) -> tuple[IntArray, IntArray, IntArray, I
 def _best_cut(left: _Side, right: _Side, node_low: IntArray, node_high: IntArray) -> _Cut:
     """For each node the cut, at the mean of the edges inside it, that leaves the fewest pairs to try."""
     nodes, ndim = node_low.shape
-    never = np.iinfo(np.int64).max
-    best = _Cut(*(np.full(nodes, value) for value in (0, 0, never)))
+    best = _Cut(*(np.full(nodes, value) for value in (0, 0, NEVER)))
     for dim in range(ndim):
         begin, end = node_low[:, dim], node_high[:, dim]
         edges, total = np.zeros(nodes), np.zeros(nodes)
@@ -185,7 +188,7 @@ def _best_cut(left: _Side, right: _Side, node_low: IntArray, node_high: IntArray
         for side in (left, right):
             below *= side.counts(nodes, side.low[dim][side.box] < at[side.node])
             above *= side.counts(nodes, side.high[dim][side.box] > at[side.node])
-        pairs = np.where(edges > 0, below + above, never)
+        pairs = np.where(edges > 0, below + above, NEVER)
         better = pairs < best.pairs
         best.dim[better], best.at[better], best.pairs[better] = dim, at[better], pairs[better]
     return best
@@ -211,8 +214,10 @@ def _leaf_pairs(left: _Side, right: _Side, leaf: Mask, node_low: IntArray) -> It
         yield i, j
 
 
-def _halve(left: _Side, right: _Side, cut: _Cut, go: Mask, low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
-    """Cut the nodes that go on in two, give each entry to the halves it reaches into, and the new bounds."""
+def _halve(
+    left: _Side, right: _Side, cut: _Cut, go: Mask, low: IntArray, high: IntArray, vain: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Cut the nodes that go on in two; give each entry to the halves it reaches into. The new nodes are returned."""
     dim, at, low, high = cut.dim[go], cut.at[go], low[go], high[go]
     for side in (left, right):
         side.move(go)
@@ -221,11 +226,11 @@ def _halve(left: _Side, right: _Side, cut: _Cut, go: Mask, low: IntArray, high: 
         up = np.flatnonzero(side.high[where, side.box] > at[side.node])
         side.keep(np.concatenate([down, up]), np.concatenate([2 * side.node[down], 2 * side.node[up] + 1]))
     rows = np.arange(len(dim))
-    low, high = np.repeat(low, 2, axis=0), np.repeat(high, 2, axis=0)
+    low, high, vain = np.repeat(low, 2, axis=0), np.repeat(high, 2, axis=0), np.repeat(vain[go], 2)
     high[2 * rows, dim] = at
     low[2 * rows + 1, dim] = at
     # A node that lacks boxes of one side can have no pair.
     alive = (left.counts(len(low)) > 0) & (right.counts(len(low)) > 0)
     for side in (left, right):
         side.move(alive)
-    return low[alive], high[alive]
+    return low[alive], high[alive], vain[alive]

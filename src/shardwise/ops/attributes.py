@@ -64,14 +64,12 @@ WRAPPER_METHODS = [
     "nelement",
     "ndimension",
     "contiguous",
-    "is_same_size",
 ]
 WRAPPER_FUNCTIONS = (
     torch.is_floating_point,
     torch.is_complex,
     torch.is_signed,
     torch.is_conj,
-    torch.is_same_size,
 )
 
 
@@ -106,5 +104,7 @@ for _name in WRAPPER_PROPERTIES:
     register_default_op(getattr(torch.Tensor, _name).__get__, _built_in)
 for _name in WRAPPER_METHODS:
     register_default_op(getattr(torch.Tensor, _name), _built_in)
+for _same_size in (torch.is_same_size, torch.Tensor.is_same_size):
+    registry.built_in[_same_size] = lambda types, args, kwargs, group: args[0].shape == args[1].shape
 for _function in WRAPPER_FUNCTIONS:
     register_default_op(_function, _built_in)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from shardwise.dispatch import Op, registry, unsupported
-from shardwise.errors import PropertyError
-from shardwise.sharded_tensor import ShardedTensor
+from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.base import call_directly
+from shardwise.sharded_tensor.movement import copy_into
 
 
 def _on_each_shard(op: Op) -> None:
@@ -35,26 +35,22 @@ def _detach_in_place(types: Any, args: Any, kwargs: Any, process_group: Any) -> 
     tensor = args[0]
     for local in tensor._local_tensors():
         local.detach_()
-    tensor._wants_grad = False
+    tensor.requires_grad = False
     return tensor
 
 
 def _copy(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-    into, source = args[0], args[1]
-    if not isinstance(into, ShardedTensor) or not isinstance(source, ShardedTensor):
+    by_name = [kwargs.pop(name) for name in ("src", "other") if name in kwargs]
+    into, source, *rest = [*args, *by_name]
+    if not isinstance(into, ShardedTensorBase) or not isinstance(source, ShardedTensorBase):
         raise unsupported(torch.Tensor.copy_, args, kwargs, "copy_ needs two sharded tensors")
-    if into._layout != source._layout:
-        raise unsupported(torch.Tensor.copy_, args, kwargs, "copy_ needs two tensors with the same sharding")
-    for local, other in zip(into._local_tensors(), source._local_tensors(), strict=True):
-        local.copy_(other, *args[2:], **kwargs)
+    copy_into(into, source, *rest, **kwargs)
     return into
 
 
 def _set_data(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
     tensor, data = args
-    if not isinstance(data, ShardedTensor) or data._layout != tensor._layout or data.dtype != tensor.dtype:
-        raise PropertyError(f"the data of {tensor!r} can only be replaced by a tensor like it, found {data!r:.200}")
-    for local, other in zip(tensor._local_tensors(), data._local_tensors(), strict=True):
+    for local, other in zip(tensor._local_tensors(), tensor._locals_of(data), strict=True):
         local.data = other
 
 

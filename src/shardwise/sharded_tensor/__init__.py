@@ -4,7 +4,7 @@ from shardwise.sharded_tensor.base import ShardedTensorBase
 from shardwise.sharded_tensor.creation import empty, full, init_from_local_shards, ones, rand, randn, zeros
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.state_dict import pre_load_state_dict_hook, state_dict_hook
-from shardwise.sharded_tensor.tensor import ShardedTensor
+from shardwise.sharded_tensor.tensor import ShardedTensor, shard_tensor
 
 __all__ = [
     "Shard",
@@ -17,6 +17,7 @@ __all__ = [
     "pre_load_state_dict_hook",
     "rand",
     "randn",
+    "shard_tensor",
     "state_dict_hook",
     "zeros",
 ]

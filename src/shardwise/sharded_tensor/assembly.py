@@ -5,21 +5,24 @@ Each function gives the parts of the tensor, after checking all that can be chec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardwise.dispatch import summary
 from shardwise.errors import LayoutError, PropertyError, RankMismatchError, ShardCountError, SpecError
 from shardwise.layout import Layout, parse_shards, parse_size
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.placement import Placement
 from shardwise.process_group import (
     Fields,
+    group_ranks,
     in_step,
     in_step_sharing,
+    is_member,
     locate,
     locate_all,
     or_default,
@@ -28,6 +31,8 @@ from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharding_spec import ShardingSpec, infer_chunk_or_enumerable
 from shardwise.sharding_spec.enumerable import check_tensor, validate_non_overlapping_shards_metadata
+
+Fill = Callable[[torch.Tensor], object]
 
 
 def _parts(
@@ -72,12 +77,15 @@ def allocate(
     size: Sequence[Any],
     properties: TensorProperties,
     process_group: ProcessGroup | None,
+    *,
+    fill: Fill | None = None,
+    init_rrefs: bool = False,
 ) -> Parts:
-    """New, uninitialised shards of this size and spec."""
+    """New shards of this size and spec, each filled by calling ``fill`` on it."""
     group = or_default(process_group)
 
     def work() -> tuple[Parts, Fields]:
-        _require_spec(spec)
+        require_spec(spec)
         _require_supported(properties)
         whole = flatten_size(size)
         layout = locate_all(spec.layout(whole), group)
@@ -89,7 +97,15 @@ def allocate(
                 sizes, local_device=layout.place(row).device, tensor_properties=properties
             )
             tensors.append(tensor)
-        return _parts(layout, spec, rows, properties, group, tensors), _fields(layout, spec, properties)
+        if fill is not None:
+            # A rank without shards tries it on nothing, so that all ranks learn alike whether it can be done.
+            device = layout.places[0].device
+            targets = tensors or [torch.empty(0, dtype=properties.dtype, device=device)]
+            with torch.no_grad():
+                for tensor in targets:
+                    fill(tensor)
+        parts = _parts(layout, spec, rows, properties, group, tensors)
+        return parts, {"verb": "factory", "init_rrefs": init_rrefs, **fields_of(layout, spec, properties)}
 
     return in_step(group, work)
 
@@ -99,12 +115,15 @@ def from_local_tensor(
     spec: ShardingSpec,
     global_size: Sequence[Any],
     process_group: ProcessGroup | None,
+    *,
+    init_rrefs: bool = False,
 ) -> Parts:
     """The one shard that this spec gives to this rank, filled by this tensor."""
     group = or_default(process_group)
 
     def work() -> tuple[Parts, Fields]:
-        _require_spec(spec)
+        require_spec(spec)
+        _require_supported(TensorProperties(layout=local_tensor.layout))
         if not local_tensor.is_contiguous():
             raise PropertyError("local_tensor is not a contiguous Tensor.")
         properties = TensorProperties.create_from_tensor(local_tensor)
@@ -117,7 +136,7 @@ def from_local_tensor(
             )
         shards = [Shard(local_tensor, layout.shard_metadata(row)) for row in rows]
         parts = _parts(layout, spec, rows, properties, group, [shard.tensor for shard in shards])
-        return parts, _fields(layout, spec, properties)
+        return parts, {"verb": "from tensor", "init_rrefs": init_rrefs, **fields_of(layout, spec, properties)}
 
     return in_step(group, work)
 
@@ -152,11 +171,18 @@ def from_global_metadata(
     if spec is None:
         spec = infer_chunk_or_enumerable(metadata.shards_metadata)
     rows = _rows_of(local_shards, layout, mine)
+    if list(rows) != sorted(rows):  # shards are kept in the order of the layout, so that tensors can be paired by it
+        order = sorted(range(len(rows)), key=rows.__getitem__)
+        rows, local_shards = tuple(sorted(rows)), [local_shards[k] for k in order]
     return _parts(layout, spec, rows, properties, process_group, [], local_shards)
 
 
 def from_local_shards(
-    local_shards: list[Shard], global_size: Sequence[Any], process_group: ProcessGroup | None
+    local_shards: list[Shard],
+    global_size: Sequence[Any],
+    process_group: ProcessGroup | None,
+    *,
+    init_rrefs: bool = False,
 ) -> Parts:
     """Every rank's own shards, whose metadata is exchanged and must make up a tensor."""
     group = or_default(process_group)
@@ -169,13 +195,14 @@ def from_local_shards(
             known = torch.Size([0 if dim is None else dim for dim in size])
             local = build_metadata_from_local_shards(local_shards, known, dist.get_rank(), group)
             record = _encode(local)
-        return None, {"verb": "init_from_local_shards", "global_size": size}, record
+        fields = {"verb": "init_from_local_shards", "init_rrefs": init_rrefs, "global_size": size}
+        return None, fields, record
 
     _, records = in_step_sharing(group, work)
     # From here on every rank computes the same from the same, so an error is everyone's error.
     size = list(_unpacked(global_size))
     gathered = [None if record is None else _decode(record) for record in records]
-    metadata = _joined(gathered)
+    metadata = _joined(gathered, group_ranks(group) if is_member(group) else [dist.get_rank()])
     if None in size:
         _work_out(metadata, size)
     else:
@@ -201,7 +228,7 @@ def build_metadata_from_local_shards(
     if not local_shards:
         raise PropertyError("must have local shards!")
     if not all(isinstance(shard, Shard) for shard in local_shards):
-        raise PropertyError(f"local_shards must be a list of Shard, found {local_shards!r:.100}")
+        raise PropertyError(f"local_shards must be a list of Shard, found {summary(local_shards)}")
     first = TensorProperties.create_from_tensor(local_shards[0].tensor)
     for shard in local_shards:
         tensor, metadata = shard.tensor, shard.metadata
@@ -242,7 +269,7 @@ def build_global_metadata(
     gathered_metadatas: Sequence[ShardedTensorMetadata | None], recalc_metadata: bool = False
 ) -> ShardedTensorMetadata:
     """One metadata from every rank's own (None where a rank holds nothing), when they make up a tensor."""
-    metadata = _joined(gathered_metadatas)
+    metadata = _joined(gathered_metadatas, list(range(len(gathered_metadatas))))
     if recalc_metadata:
         _work_out(metadata, [None] * len(metadata.size))
     validate_non_overlapping_shards_metadata(metadata.shards_metadata)
@@ -250,9 +277,9 @@ def build_global_metadata(
     return metadata
 
 
-def _joined(gathered: Sequence[ShardedTensorMetadata | None]) -> ShardedTensorMetadata:
+def _joined(gathered: Sequence[ShardedTensorMetadata | None], ranks: list[int]) -> ShardedTensorMetadata:
     """All ranks' shards in one record, when the ranks agree on everything else."""
-    holders = [(rank, metadata) for rank, metadata in enumerate(gathered) if metadata is not None]
+    holders = [(rank, metadata) for rank, metadata in zip(ranks, gathered, strict=True) if metadata is not None]
     if not holders:
         raise RankMismatchError("ShardedTensor have no local shards on all ranks!")
     first_rank, first = holders[0]
@@ -263,7 +290,7 @@ def _joined(gathered: Sequence[ShardedTensorMetadata | None]) -> ShardedTensorMe
             if theirs[name] != expected:
                 raise RankMismatchError(
                     f"ShardedTensor {name} property does not match from different ranks! "
-                    f"Found {name}={expected} on rank:{first_rank}, and {name}={theirs[name]} on rank:{rank}."
+                    f"{name}={expected} on rank:{first_rank} does not match with {name}={theirs[name]} on rank:{rank}."
                 )
     shards = [
         ShardMetadata(shard.shard_offsets, shard.shard_sizes, shard.placement)
@@ -300,7 +327,8 @@ def _work_out(metadata: ShardedTensorMetadata, size: list[int | None]) -> None:
 # Checks and encodings --------------------------------------------------------------------------------------------
 
 
-def _require_spec(spec: object) -> None:
+def require_spec(spec: object) -> None:
+    """Raise unless this is a spec."""
     if not isinstance(spec, ShardingSpec):
         raise SpecError(f"Expecting ShardingSpec but got: {type(spec)}")
 
@@ -318,8 +346,6 @@ def _require_matching(shard: Shard, properties: TensorProperties) -> None:
     """Raise unless the tensor of a local shard is what its metadata and the tensor's properties say."""
     tensor, metadata = shard.tensor, shard.metadata
     place = Placement.of(metadata.placement)
-    if not tensor.is_contiguous():
-        raise PropertyError("Only torch.contiguous_format memory_format is currently supported")
     expected = [
         ("layout", "tensor property", properties.layout, tensor.layout),
         ("size", "local ShardMetadata", metadata.shard_sizes, list(tensor.size())),
@@ -334,6 +360,8 @@ def _require_matching(shard: Shard, properties: TensorProperties) -> None:
                 f"Local shards' tensor {name} property is incompatible with {source} on rank {place.rank}: "
                 f"{source} {name}={wanted}, local shard tensor {name}={found}."
             )
+        if name == "layout" and not tensor.is_contiguous():
+            raise PropertyError("Only torch.contiguous_format memory_format is currently supported")
 
 
 def _rows_of(local_shards: list[Shard], layout: Layout, candidates: list[int]) -> tuple[int, ...]:
@@ -349,7 +377,7 @@ def _rows_of(local_shards: list[Shard], layout: Layout, candidates: list[int]) -
     return tuple(rows)
 
 
-def _fields(layout: Layout, spec: ShardingSpec, properties: TensorProperties) -> Fields:
+def fields_of(layout: Layout, spec: ShardingSpec, properties: TensorProperties) -> Fields:
     """What every rank must say alike when it makes a tensor."""
     return {
         "global_size": list(layout.size),

@@ -9,16 +9,17 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch.distributed import ProcessGroup, rpc
 
-from shardwise.dispatch import Distributed, distributed_in, registry, unsupported
+from shardwise.dispatch import Distributed, distributed_in, registry, summary, unsupported
 from shardwise.errors import LocalTensorError, PropertyError, UnsupportedOpError
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
-from shardwise.sharded_tensor import assembly
+from shardwise.sharded_tensor import assembly, pickling
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharding_spec import ShardingSpec
@@ -36,6 +37,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
     _pinned = False
     _wants_grad = False  # what `requires_grad` says on a rank without shards
     _shardless_grad: ShardedTensorBase | None = None  # what `grad` says there
+    _anchor: torch.Tensor | None = None  # stands in the autograd graph for the tensors that a rank does not have
     _init_rrefs = False
     _sharded_tensor_id: int | None = None
     _remote_shards: dict[int, list[rpc.RRef[Shard]]] | None = None
@@ -63,7 +65,12 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         new._tensors = tensors
         if not tensors and self._wants_grad and torch.is_grad_enabled():
             new._wants_grad = frame.dtype.is_floating_point or frame.dtype.is_complex
+            new._anchor = self._anchor
         return new
+
+    def _become(self, frame: Frame, tensors: list[torch.Tensor]) -> None:
+        """Take on another frame and other local tensors, in place."""
+        self._frame, self._tensors, self._shards, self._known_metadata = frame, tensors, None, None
 
     @classmethod
     def _init_from_local_shards_and_global_metadata(
@@ -79,7 +86,25 @@ class ShardedTensorBase(Distributed, torch.Tensor):
 
     def _local_tensors(self) -> list[torch.Tensor]:
         """The tensors of this rank's shards, in the order of the layout."""
-        return self._tensors if self._shards is None else [shard.tensor for shard in self._shards]
+        if self._shards is None:
+            return self._tensors
+        tensors = [shard.tensor for shard in self._shards]
+        if tensors and (tensors[0].dtype != self._frame.dtype or tensors[0].device != self._frame.device):
+            # Somebody gave a shard another tensor: the tensor is of that kind from now on.
+            self._frame = replace(self._frame, dtype=tensors[0].dtype, device=tensors[0].device)
+            self._known_metadata = None
+        return tensors
+
+    def _locals_of(self, other: object) -> list[torch.Tensor]:
+        """The local tensors of another tensor that is sharded as this one is, box by box in this one's order."""
+        if isinstance(other, ShardedTensorBase):
+            if other._layout == self._layout:
+                return other._local_tensors()
+            order = self._layout.order_of(other._layout)
+            if order is not None:
+                by_row = dict(zip(other._frame.rows, other._local_tensors(), strict=True))
+                return [by_row[order[row]] for row in self._frame.rows]
+        raise PropertyError(f"expected a tensor that is sharded as {self!r} is, found {summary(other)}")
 
     @property
     def _layout(self) -> Layout:
@@ -136,7 +161,8 @@ class ShardedTensorBase(Distributed, torch.Tensor):
 
     def is_pinned(self) -> bool:  # type: ignore[override] # the old system takes no device here
         """Whether the local shards lie in pinned memory."""
-        return self._pinned
+        tensors = self._local_tensors()
+        return tensors[0].is_pinned() if tensors else self._pinned
 
     # A torch.Tensor's attributes, without dispatch ----------------------------------------------------------------
 
@@ -152,6 +178,8 @@ class ShardedTensorBase(Distributed, torch.Tensor):
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override] # torch declares an attribute
         """The dtype of every shard."""
+        if self._shards is not None:
+            self._local_tensors()
         return self._frame.dtype
 
     @property
@@ -170,7 +198,9 @@ class ShardedTensorBase(Distributed, torch.Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override] # torch declares an attribute
         """The device of this rank's shards; without any, the one this rank would use."""
-        return self._shards[0].tensor.device if self._shards else self._frame.device
+        if self._shards is not None:
+            self._local_tensors()
+        return self._frame.device
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override] # torch declares an attribute
@@ -192,7 +222,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
 
     @requires_grad.setter
     def requires_grad(self, requires_grad: bool) -> None:
-        for tensor in self._local_tensors():
+        for tensor in self._local_tensors() or [torch.empty(0, dtype=self.dtype)]:  # which refuses what shards would
             tensor.requires_grad = requires_grad
         self._wants_grad = requires_grad
         if self._known_metadata is not None:
@@ -231,10 +261,8 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         if grad is None:
             for tensor in self._local_tensors():
                 tensor.grad = None
-        elif not isinstance(grad, ShardedTensorBase) or grad._layout != self._layout:
-            raise PropertyError(f"the gradient of {self!r} must be sharded as it is, found {grad!r:.200}")
         else:
-            for tensor, shard_grad in zip(self._local_tensors(), grad._local_tensors(), strict=True):
+            for tensor, shard_grad in zip(self._local_tensors(), self._locals_of(grad), strict=True):
                 tensor.grad = shard_grad
         self._shardless_grad = None if self._frame.rows else grad
 
@@ -272,7 +300,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
             return memo[id(self)]
         new = self._like([copy.deepcopy(tensor, memo) for tensor in self._local_tensors()])
         memo[id(self)] = new
-        new._pinned, new._wants_grad = self._pinned, self._wants_grad
+        new._wants_grad, new._shardless_grad = self._wants_grad, copy.deepcopy(self._shardless_grad, memo)
         # The rest is what others hung on the tensor, such as the mark that makes it a parameter.
         shared = vars(new).keys() | vars(ShardedTensorBase).keys() | {"_known_metadata"}
         for name, value in vars(self).items():
@@ -280,12 +308,18 @@ class ShardedTensorBase(Distributed, torch.Tensor):
                 new.__dict__[name] = copy.deepcopy(value, memo)
         return new
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return registry.verbs["rebuild"], (pickling.state_of(self),)
+
     # Dispatch ---------------------------------------------------------------------------------------------------
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not args and kwargs:  # the first argument by its name
+            name = next(iter(kwargs))
+            args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
         tensor = args[0] if args else None
         if not isinstance(tensor, ShardedTensorBase):
             tensor = next((t for t in distributed_in(args, kwargs) if isinstance(t, ShardedTensorBase)), None)
@@ -313,12 +347,12 @@ def call_directly(name: str) -> None:
     Where a torch function mode is active, the call takes the usual way, so that the mode sees it.
     """
     method = getattr(torch.Tensor, name)
-    dispatch, mode_is_active = ShardedTensorBase.__torch_function__, torch._C._is_torch_function_mode_enabled
+    mode_is_active = torch._C._is_torch_function_mode_enabled
 
     @functools.wraps(method)
     def direct(self: ShardedTensorBase, *args: Any, **kwargs: Any) -> Any:
         if mode_is_active():
             return method(self, *args, **kwargs)
-        return dispatch(method, (type(self),), (self, *args), kwargs)
+        return self.__torch_function__(method, (type(self),), (self, *args), kwargs)
 
     setattr(ShardedTensorBase, name, direct)

@@ -91,11 +91,7 @@ def randn(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -
 def _filled(
     fill: Callable[[torch.Tensor], object], spec: ShardingSpec, size: Sequence[Any], options: Options
 ) -> ShardedTensor:
-    tensor = ShardedTensor(spec, *size, **options)
-    with torch.no_grad():
-        for local in tensor._local_tensors():
-            fill(local)
-    return tensor
+    return ShardedTensor._filled(fill, spec, size, **options)
 
 
 def init_from_local_shards(

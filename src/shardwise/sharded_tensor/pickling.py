@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from shardwise.errors import ProcessGroupError, PropertyError
 from shardwise.geometry import Boxes
-from shardwise.layout import Layout, parse_size, require_cover, require_disjoint, require_inside
-from shardwise.metadata import TensorProperties
+from shardwise.layout import Layout, parse_size
 from shardwise.placement import Placement, rank_device
 from shardwise.process_group import current_process_group
 from shardwise.sharded_tensor.frame import Frame, Parts
-from shardwise.sharding_spec import ShardingSpec
+from shardwise.sharding_spec import ReplicatedShardingSpec, ShardingSpec, placed
 
 if TYPE_CHECKING:
-    from shardwise.sharded_tensor.tensor import ShardedTensor
+    from shardwise.sharded_tensor.base import ShardedTensorBase
 
 VERSION = 1
 
 
-def state_of(tensor: ShardedTensor) -> dict[str, Any]:
+def state_of(tensor: ShardedTensorBase) -> dict[str, Any]:
     """What pickle writes: plain values, and the local tensors."""
     layout = tensor._layout
     return {
@@ -44,7 +44,8 @@ def state_of(tensor: ShardedTensor) -> dict[str, Any]:
         "requires_grad": tensor.requires_grad,
         "pin_memory": tensor._pinned,
         "spec": tensor._sharding_spec,
-        "group": _whereabouts(tensor._process_group),
+        "group": None if tensor._frame.process_group is None else _whereabouts(tensor._frame.process_group),
+        "probe": torch.empty(0, device=tensor.device),  # where `map_location` sends this rank's shards, if it had any
         "init_rrefs": tensor._init_rrefs,
         "is_param": bool(getattr(tensor, "_is_param", False)),
     }
@@ -64,45 +65,54 @@ def restore(state: dict[str, Any]) -> Parts:
     """The parts that were written, checked as if they came from a stranger."""
     if not isinstance(state, dict) or state.get("version") != VERSION:
         raise PropertyError(f"not a pickled ShardedTensor of version {VERSION}: {type(state).__name__}")
-    group = _group_as_saved(state["group"])
-    layout = _layout_as_saved(state)
-    tensors, rows = state["tensors"], tuple(state["rows"])
-    properties = TensorProperties(state["dtype"], requires_grad=state["requires_grad"], pin_memory=state["pin_memory"])
-    if not isinstance(state["spec"], ShardingSpec) or len(rows) != len(tensors):
-        raise PropertyError(f"a pickled ShardedTensor with {len(tensors)} tensors for {len(rows)} shards")
+    try:
+        group = None if state["group"] is None else _group_as_saved(state["group"])
+        return _parts_as_saved(state, group)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise PropertyError(f"a pickled ShardedTensor with broken contents: {error!r}") from error
+
+
+def _parts_as_saved(state: dict[str, Any], group: ProcessGroup | None) -> Parts:
+    layout, spec = _layout_as_saved(state), state["spec"]
+    tensors, rows = list(state["tensors"]), tuple(state["rows"])
+    if not isinstance(spec, ShardingSpec) or spec.layout(layout.size).order_of(layout) is None:
+        raise PropertyError("a pickled ShardedTensor whose spec does not make its layout")
+    here = rows if group is None else layout.rows_on(dist.get_rank())
+    if rows != here or len(rows) != len(tensors):
+        raise PropertyError(f"a pickled ShardedTensor with {len(tensors)} tensors for shards {rows}, expected {here}")
     for row, tensor in zip(rows, tensors, strict=True):
-        if not 0 <= row < len(layout) or list(tensor.size()) != layout.boxes.sizes[row].tolist():
-            raise PropertyError(f"a pickled ShardedTensor whose shard {row} has size {list(tensor.size())}")
-        if tensor.dtype != properties.dtype:
-            raise PropertyError(f"a pickled ShardedTensor whose shard {row} has dtype {tensor.dtype}")
-    layout = _on_loaded_devices(layout, rows, tensors)
-    frame = Frame.of(layout, state["spec"], rows, properties.dtype, group)
-    return Parts(frame, tensors, None, properties.requires_grad, properties.pin_memory)
+        found = (list(tensor.size()), tensor.dtype, tensor.requires_grad)
+        wanted = (layout.boxes.sizes[row].tolist(), state["dtype"], state["requires_grad"])
+        if found != wanted:
+            raise PropertyError(f"a pickled ShardedTensor whose shard {row} is {found}, expected {wanted}")
+    moved = _on_loaded_devices(layout, rows, [*tensors, state["probe"]])
+    frame = Frame.of(moved, spec if moved is layout else placed(spec, moved), rows, state["dtype"], group)
+    return Parts(frame, tensors, None, bool(state["requires_grad"]), bool(state["pin_memory"]))
 
 
 def _layout_as_saved(state: dict[str, Any]) -> Layout:
     size = parse_size(state["size"])
     boxes = Boxes.parse(state["offsets"], state["sizes"], len(size))
-    require_inside(boxes, size, str)
-    require_disjoint(boxes, str)
-    require_cover(boxes, size)
     places = [
         replace(Placement.of(place), rank=rank) for place, rank in zip(state["places"], state["ranks"], strict=True)
     ]
-    return Layout.of(size, boxes, [places[number] for number in state["place_of"]])
+    placements = [places[number] for number in state["place_of"]]
+    return Layout.checked(size, boxes, placements, str, replicas=isinstance(state["spec"], ReplicatedShardingSpec))
 
 
 def _on_loaded_devices(layout: Layout, rows: tuple[int, ...], tensors: list[torch.Tensor]) -> Layout:
     """The layout on the devices that `map_location` moved the shards to; other ranks are taken to do the same."""
-    moved = {layout.place(row).device.type: tensor.device for row, tensor in zip(rows, tensors, strict=True)}
-    if all(layout.place(row).device == tensor.device for row, tensor in zip(rows, tensors, strict=True)):
+    *shards, probe = tensors
+    here = {layout.place(row): shard.device for row, shard in zip(rows, shards, strict=True)}
+    if not here:
+        here = dict.fromkeys(layout.places[:1], probe.device)
+    if all(place.device.type == device.type for place, device in here.items()):
         return layout
 
     def loaded(place: Placement) -> Placement:
-        device = moved.get(place.device.type)
-        if device is None or place.rank is None:
-            return place
-        return place.on(device if place.rank == dist.get_rank() else rank_device(place.rank, device.type))
+        if place in here and rows:
+            return place.on(here[place])
+        return place if place.rank is None else place.on(rank_device(place.rank, probe.device.type))
 
     return layout.moved(loaded)
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup, rpc
 
-from shardwise.errors import RpcError
+from shardwise.dispatch import registry
+from shardwise.errors import MemoryFormatError, RpcError
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, restore_properties
 from shardwise.process_group import or_default
-from shardwise.sharded_tensor import assembly, pickling, remote
+from shardwise.sharded_tensor import assembly, movement, pickling, remote
 from shardwise.sharded_tensor.base import ShardedTensorBase
+from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.shard import Shard
-from shardwise.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardingSpec
+from shardwise.sharding_spec import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    GridShardingSpec,
+    ReplicatedShardingSpec,
+    ShardingSpec,
+)
+from shardwise.transfer import Moving
 
 
 class ShardedTensor(ShardedTensorBase):
@@ -21,6 +31,12 @@ class ShardedTensor(ShardedTensorBase):
 
     Made uninitialised by its constructor, which is `shardwise.empty`; see there for the arguments.
     """
+
+    @property
+    def _process_group(self) -> ProcessGroup:
+        group = self._frame.process_group
+        assert group is not None, "only a ShardedTensorBase has no group"
+        return group
 
     def __new__(
         cls,
@@ -35,15 +51,38 @@ class ShardedTensor(ShardedTensorBase):
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         """Allocate this rank's shards. Every rank of the group calls it; only a digest travels."""
-        properties = TensorProperties(
-            torch.get_default_dtype() if dtype is None else dtype,
-            layout,
-            requires_grad,
-            memory_format,
-            pin_memory,
+        return cls._filled(
+            None,
+            sharding_spec,
+            size,
+            dtype=dtype,
+            layout=layout,
+            requires_grad=requires_grad,
+            pin_memory=pin_memory,
+            memory_format=memory_format,
+            process_group=process_group,
+            init_rrefs=init_rrefs,
         )
-        self = cls._wrap(assembly.allocate(sharding_spec, size, properties, process_group))
-        return remote.share(self) if init_rrefs else self
+
+    @classmethod
+    def _filled(
+        cls,
+        fill: assembly.Fill | None,
+        spec: ShardingSpec,
+        size: Sequence[Any],
+        dtype: torch.dtype | None = None,
+        layout: torch.layout = torch.strided,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        process_group: ProcessGroup | None = None,
+        init_rrefs: bool = False,
+    ) -> ShardedTensor:
+        """A new tensor whose shards are filled by a function."""
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        properties = TensorProperties(dtype, layout, requires_grad, memory_format, pin_memory)
+        parts = assembly.allocate(spec, size, properties, process_group, fill=fill, init_rrefs=init_rrefs)
+        return remote.share(cls._wrap(parts)) if init_rrefs else cls._wrap(parts)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Everything is done in `__new__`."""
@@ -61,7 +100,7 @@ class ShardedTensor(ShardedTensorBase):
         A ``None`` in the global size means: work it out, by laying the shards behind each other in that dim in the
         order of the ranks (unless their offsets already fit).
         """
-        self = cls._wrap(assembly.from_local_shards(local_shards, global_size, process_group))
+        self = cls._wrap(assembly.from_local_shards(local_shards, global_size, process_group, init_rrefs=init_rrefs))
         return remote.share(self) if init_rrefs else self
 
     @classmethod
@@ -74,7 +113,9 @@ class ShardedTensor(ShardedTensorBase):
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         """A tensor from one local tensor per rank and the spec they follow. Every rank calls it; a digest travels."""
-        self = cls._wrap(assembly.from_local_tensor(local_tensor, sharding_spec, global_size, process_group))
+        self = cls._wrap(
+            assembly.from_local_tensor(local_tensor, sharding_spec, global_size, process_group, init_rrefs=init_rrefs)
+        )
         return remote.share(self) if init_rrefs else self
 
     @classmethod
@@ -91,8 +132,96 @@ class ShardedTensor(ShardedTensorBase):
         self = cls._wrap(assembly.from_global_metadata(local_shards, sharded_tensor_metadata, sharding_spec, group))
         return remote.share(self) if init_rrefs else self
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild_sharded_tensor, (pickling.state_of(self),)
+    # Moving data ------------------------------------------------------------------------------------------------
+
+    def gather(  # type: ignore[override] # the old system's, not torch's
+        self,
+        dst: int = 0,
+        out: torch.Tensor | None = None,
+        enforce_dtype: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Put the whole tensor together in ``out`` on the group's rank ``dst``. Every rank of the group calls it.
+
+        ``out`` has the size of the tensor on that rank, and is None on all others. Each rank sends its shards once,
+        straight into ``out`` where they lie contiguously in it. With ``dtype``, values are rounded to that dtype on
+        their way; ``enforce_dtype`` is the old name for ``dtype=out.dtype`` and changes nothing.
+        """
+        movement.gather(self, dst, out, enforce_dtype, dtype)
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, on every rank, as a plain tensor. Every rank of the group calls it. Differentiable."""
+        return movement.full_tensor(self)
+
+    def redistribute(
+        self,
+        sharding_spec: ShardingSpec,
+        *,
+        process_group: ProcessGroup | None = None,
+        max_bytes: int | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """A new tensor with the same values, sharded by another spec; exactly what must move is moved.
+
+        Every rank of the group calls it; with another group, every rank that holds a shard before or after. It is
+        differentiable: the backward moves gradients the other way, and adds up what comes from several replicas.
+
+        ``max_bytes`` bounds the buffers on each rank; the transfer then goes in rounds. ``async_op=True`` begins and
+        gives an object whose ``wait()`` gives the tensor; autograd does not record it.
+        """
+        if async_op:
+            frame, moving = movement.redistributing(self, sharding_spec, process_group, max_bytes)
+            return Pending(frame, moving)
+        frame, tensors, anchor = movement.redistributed(self, sharding_spec, process_group, max_bytes)
+        new = type(self)._wrap(Parts(frame, tensors, None, self.requires_grad and torch.is_grad_enabled()))
+        new._anchor = anchor if not tensors else None
+        return new
+
+    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """Change this tensor in place to another spec, and its gradient with it. Every rank of the group calls it."""
+        movement.reshard(self, resharding_spec)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
+        """The tensor on another device or of another dtype, as `torch.Tensor.to`; itself when nothing changes.
+
+        Each rank moves its own shards, to its current device when no index is given. When the device changes, every
+        rank of the group calls it, and each learns the others' devices. Takes ``process_group`` for the new tensor.
+        """
+        process_group, copy = kwargs.pop("process_group", None), kwargs.pop("copy", False)
+        if args and isinstance(args[0], torch.Tensor):  # as that tensor is
+            args = (args[0].device, args[0].dtype, *args[1:])
+        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        dtype = self.dtype if dtype is None else dtype
+        same_device = device is None or (device.type == self.device.type and device.index in (None, self.device.index))
+        if same_device and dtype == self.dtype and not copy and process_group is None:
+            return self
+
+        def convert(local: torch.Tensor, target: torch.device | None) -> torch.Tensor:
+            return local.to(target or local.device, dtype, non_blocking, copy)
+
+        moves = None if same_device else device
+        frame, tensors = movement.converted(self, moves, dtype, process_group, convert)
+        return type(self)._wrap(Parts(frame, tensors, None, self.requires_grad))
+
+    def cpu(
+        self, memory_format: torch.memory_format = torch.preserve_format, process_group: ProcessGroup | None = None
+    ) -> ShardedTensor:
+        """The tensor in CPU memory; itself when it is there. Every rank of the group calls it."""
+        _require_plain_format(memory_format)
+        return self.to(torch.device("cpu"), process_group=process_group)
+
+    def cuda(
+        self,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+        process_group: ProcessGroup | None = None,
+    ) -> ShardedTensor:
+        """The tensor in CUDA memory, by default each rank's current device. Every rank of the group calls it."""
+        _require_plain_format(memory_format)
+        target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+        return self.to(target, non_blocking=non_blocking, process_group=process_group)
 
     def remote_shards(self) -> dict[int, list[rpc.RRef[Shard]]]:
         """For each other RPC rank that holds shards, references to them."""
@@ -101,13 +230,48 @@ class ShardedTensor(ShardedTensorBase):
         return self._remote_shards or {}
 
 
-def rebuild_sharded_tensor(state: dict[str, Any]) -> ShardedTensor:
-    """What a pickle calls when it is loaded."""
-    self = ShardedTensor._wrap(pickling.restore(state))
+class Pending:
+    """A tensor on its way to another layout."""
+
+    def __init__(self, frame: Frame, moving: Moving | None) -> None:
+        self._frame, self._moving = frame, moving
+
+    def wait(self) -> ShardedTensor:
+        """The tensor, when all of it has arrived."""
+        return ShardedTensor._wrap(Parts(self._frame, [] if self._moving is None else self._moving.wait()))
+
+
+def shard_tensor(
+    tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: ProcessGroup | None = None
+) -> ShardedTensor:
+    """Cut the tensor that the group's rank ``src_rank`` has. Every rank calls it, with a tensor of that size and dtype.
+
+    Only the source's values matter: the others may pass a tensor on the ``meta`` device. Each shard is sent once, to
+    its rank. The shards are leaves, and require grad as the tensor does.
+    """
+    return ShardedTensor._wrap(movement.scattered(tensor, sharding_spec, src_rank, process_group))
+
+
+registry.verbs["shard"] = shard_tensor
+
+
+def _require_plain_format(memory_format: torch.memory_format) -> None:
+    if memory_format not in (torch.preserve_format, torch.contiguous_format):
+        raise MemoryFormatError("Only `torch.contiguous_format` or `torch.preserve_format` is supported!")
+
+
+def rebuild_sharded_tensor(state: dict[str, Any]) -> ShardedTensorBase:
+    """What a pickle calls when it is loaded. With RPC references, every rank of the RPC world must load its own."""
+    parts = pickling.restore(state)
+    if parts.frame.process_group is None:
+        return ShardedTensorBase._wrap(parts)
+    self = ShardedTensor._wrap(parts)
     if state["is_param"]:
         self._is_param = True  # torch.nn.Parameter's own mark
     return remote.share(self) if state["init_rrefs"] else self
 
+
+registry.verbs["rebuild"] = rebuild_sharded_tensor
 
 # With these, `torch.load(..., weights_only=True)` accepts sharded tensors; each checks what it is called with.
 torch.serialization.add_safe_globals(
@@ -118,5 +282,6 @@ torch.serialization.add_safe_globals(
         ChunkShardingSpec,
         EnumerableShardingSpec,
         GridShardingSpec,
+        ReplicatedShardingSpec,
     ]
 )

@@ -3,7 +3,8 @@
 from shardwise.sharding_spec.chunk import ChunkShardingSpec
 from shardwise.sharding_spec.enumerable import EnumerableShardingSpec
 from shardwise.sharding_spec.grid import GridShardingSpec
-from shardwise.sharding_spec.inference import infer_chunk_or_enumerable, infer_sharding_spec
+from shardwise.sharding_spec.inference import infer_chunk_or_enumerable, infer_sharding_spec, placed
+from shardwise.sharding_spec.replicated import ReplicatedShardingSpec
 from shardwise.sharding_spec.spec import DevicePlacementSpec, PlacementSpec, ShardingSpec
 
 __all__ = [
@@ -12,7 +13,9 @@ __all__ = [
     "EnumerableShardingSpec",
     "GridShardingSpec",
     "PlacementSpec",
+    "ReplicatedShardingSpec",
     "ShardingSpec",
     "infer_chunk_or_enumerable",
     "infer_sharding_spec",
+    "placed",
 ]

@@ -30,9 +30,9 @@ def get_chunk_sharding_params(
     ranks = [placement.rank() for placement in spec.placements]
     if rank not in ranks:
         raise SpecError(f"rank {rank} holds no chunk: the spec places chunks on ranks {ranks}")
-    offsets, sizes = even_cut(sharding_dim_size, world_size)
-    index = ranks.index(rank)
-    return int(offsets[index]), int(sizes[index])
+    index, split_size = ranks.index(rank), get_split_size(sharding_dim_size, world_size)
+    begin = min(index * split_size, sharding_dim_size)
+    return begin, get_chunked_dim_size(sharding_dim_size, split_size, index)
 
 
 def even_cut(dim_size: int, chunks: int) -> tuple[IntArray, IntArray]:

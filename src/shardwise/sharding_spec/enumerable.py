@@ -38,21 +38,22 @@ class EnumerableShardingSpec(ShardingSpec):
     shards: list[ShardMetadata]
 
     def __post_init__(self) -> None:
-        require_disjoint(parse_shards(self.shards), shard_names(self.shards))
+        self._disjoint = parse_shards(self.shards)  # the boxes that are known not to overlap
+        require_disjoint(self._disjoint, shard_names(self.shards))
         self.shards = list(self.shards)
 
     def layout(self, size: Sequence[int]) -> Layout:
         """The shards, when they make up a tensor of exactly this size."""
-        return Layout.from_metadata(self.shards, size)
+        size, boxes, name = parse_size(size), parse_shards(self.shards), shard_names(self.shards)
+        require_inside(boxes, size, name)
+        if boxes != self._disjoint:  # a record was changed
+            require_disjoint(boxes, name)
+        require_cover(boxes, size)
+        return Layout.of(size, boxes, [shard.placement for shard in self.shards])
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """The shards, as new records, when they make up a tensor of exactly this size."""
-        check_tensor(self.shards, tensor_sizes)
-        shards = [
-            ShardMetadata.trusted(list(shard.shard_offsets), list(shard.shard_sizes), shard.placement)
-            for shard in self.shards
-        ]
-        return ShardedTensorMetadata(shards, parse_size(tensor_sizes), tensor_properties)
+        return self.layout(tensor_sizes).metadata(tensor_properties)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.shards)} shards)"

@@ -139,6 +139,8 @@ def _parse_grid(placements: Sequence[Any], axes: int) -> tuple[tuple[int, ...], 
 def _parse_sizes(sizes: Sequence[Sequence[int] | None] | None, dims: tuple[int, ...], grid: tuple[int, ...]) -> Sizes:
     if sizes is None:
         return (None,) * len(dims)
+    if not isinstance(sizes, Sequence) or not all(cut is None or isinstance(cut, Sequence) for cut in sizes):
+        raise SpecError(f"sizes should give a sequence of integers, or None, for each dim, found {sizes!r}")
     if len(sizes) != len(dims):
         raise SpecError(f"sizes are given for {len(sizes)} dims, but {len(dims)} are cut; use None to cut evenly")
     for dim, places, cut in zip(dims, grid, sizes, strict=True):

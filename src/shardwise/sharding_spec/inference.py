@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from shardwise.geometry import Boxes, IntArray
-from shardwise.layout import parse_shards
+from shardwise.layout import Layout, parse_shards
 from shardwise.metadata import ShardMetadata
 from shardwise.placement import RemoteDevice
 from shardwise.sharding_spec.chunk import ChunkShardingSpec
 from shardwise.sharding_spec.chunking import even_cut
 from shardwise.sharding_spec.enumerable import EnumerableShardingSpec
 from shardwise.sharding_spec.grid import GridShardingSpec, nest
+from shardwise.sharding_spec.replicated import ReplicatedShardingSpec
 from shardwise.sharding_spec.spec import ShardingSpec
 
 
 def infer_sharding_spec(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
     """The narrowest spec that makes these shards: chunk, else grid, else enumerable."""
-    boxes = parse_shards(shards_metadata)
-    placements = [shard.placement for shard in shards_metadata]
-    if all(placement is not None for placement in placements):
-        known = [placement for placement in placements if placement is not None]
-        found = _as_chunk(boxes, known) or _as_grid(boxes, known)
-        if found is not None:
-            return found
-    return EnumerableShardingSpec(list(shards_metadata))
+    return _infer(shards_metadata, _as_chunk, _as_grid)
 
 
 def infer_chunk_or_enumerable(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
     """The same with the two kinds of specs that the old system knows."""
-    found = infer_sharding_spec(shards_metadata)
-    return EnumerableShardingSpec(list(shards_metadata)) if isinstance(found, GridShardingSpec) else found
+    return _infer(shards_metadata, _as_chunk)
+
+
+def _infer(
+    shards_metadata: Sequence[ShardMetadata], *kinds: Callable[[Boxes, list[RemoteDevice]], ShardingSpec | None]
+) -> ShardingSpec:
+    boxes = parse_shards(shards_metadata)
+    placements = [shard.placement for shard in shards_metadata if shard.placement is not None]
+    for kind in kinds if len(placements) == len(boxes) else ():
+        found = kind(boxes, placements)
+        if found is not None:
+            return found
+    # Its own records: the caller may go on changing the given ones.
+    return EnumerableShardingSpec(
+        [ShardMetadata(shard.shard_offsets, shard.shard_sizes, shard.placement) for shard in shards_metadata]
+    )
 
 
 def _as_chunk(boxes: Boxes, placements: list[RemoteDevice]) -> ChunkShardingSpec | None:
@@ -84,3 +92,15 @@ def _as_grid(boxes: Boxes, placements: list[RemoteDevice]) -> GridShardingSpec |
 
 def _is_even(sizes: IntArray) -> bool:
     return bool((even_cut(int(sizes.sum()), len(sizes))[1] == sizes).all())
+
+
+def placed(spec: ShardingSpec, layout: Layout) -> ShardingSpec:
+    """The spec for the same boxes on the places of this layout, which it has made and which was then moved."""
+    placements = [layout.place(row).remote_device() for row in range(len(layout))]
+    if type(spec) is ChunkShardingSpec:
+        return ChunkShardingSpec(spec.dim, placements)
+    if type(spec) is GridShardingSpec:
+        return GridShardingSpec(spec.dims, nest(placements, spec.grid), spec.sizes)
+    if type(spec) is ReplicatedShardingSpec:
+        return ReplicatedShardingSpec(placements)
+    return EnumerableShardingSpec([layout.shard_metadata(row) for row in range(len(layout))])

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardwise.dispatch import registry
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.placement import RemoteDevice, parse
@@ -34,6 +35,12 @@ class ShardingSpec(ABC):
     A spec of your own implements `build_metadata`; everything else follows from it.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # Who overrides `build_metadata` has said all: a layout that a base class makes faster no longer holds.
+        super().__init_subclass__(**kwargs)
+        if "build_metadata" in vars(cls) and "layout" not in vars(cls):
+            cls.layout = ShardingSpec.layout  # type: ignore[method-assign] # on purpose
+
     @abstractmethod
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """The shards of a tensor of this size, as new records. Needs no communication."""
@@ -42,6 +49,10 @@ class ShardingSpec(ABC):
         """The same answer as the frozen layout that the library works with."""
         metadata = self.build_metadata(torch.Size(size), TensorProperties())
         return Layout.from_metadata(metadata.shards_metadata, metadata.size)
+
+    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> Any:
+        """The tensor that the group's rank ``src_rank`` has, cut by this spec: see `shardwise.shard_tensor`."""
+        return registry.verbs["shard"](tensor, self, src_rank, process_group)
 
     def _plain_arguments(self) -> tuple[Any, ...] | None:
         """Constructor arguments made of plain values only, so that `torch.load` can rebuild the spec safely."""

@@ -66,9 +66,13 @@ class Pool:
     def run(self, task: Task, timeout: float) -> list[Any]:
         """Run a task on every rank; give what each returned, by rank, or raise a `RankFailure`."""
         __tracebackhide__ = True
-        for connection in self.connections:
-            connection.send(task)
-        return self._collect(timeout)
+        try:
+            for connection in self.connections:
+                connection.send(task)
+            return self._collect(timeout)
+        except BaseException:
+            self.close()  # interrupted, its answers would be taken for those of the next task
+            raise
 
     def _collect(self, timeout: float) -> list[Any]:
         __tracebackhide__ = True

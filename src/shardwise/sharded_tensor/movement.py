@@ -1,0 +1,313 @@
+"""The verbs that move data between ranks. Each is a thin caller of one transfer plan.
+
+They are given to `ShardedTensor` as methods, and to specs as `spec.shard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardwise.errors import ProcessGroupError, PropertyError, SpecError
+from shardwise.geometry import Boxes
+from shardwise.layout import Layout
+from shardwise.metadata import TensorProperties
+from shardwise.placement import Placement, rank_device
+from shardwise.process_group import (
+    Fields,
+    Meeting,
+    group_ranks,
+    in_step,
+    in_step_sharing,
+    is_member,
+    locate_all,
+    or_default,
+)
+from shardwise.sharded_tensor.assembly import fields_of, require_spec
+from shardwise.sharded_tensor.frame import Frame, Parts
+from shardwise.sharding_spec import ShardingSpec, placed
+from shardwise.transfer import Moving, Plan, make_plan, move
+
+if TYPE_CHECKING:
+    from shardwise.sharded_tensor.tensor import ShardedTensor
+
+
+class Differentiable(torch.autograd.Function):
+    """A transfer that autograd can take back: its backward is the reverse transfer.
+
+    The backward is a collective, so it must run on every rank. A rank without local tensors takes part through an
+    anchor: a scalar zero, in place of the tensors it does not have, that hangs in the graph as they would.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, group: ProcessGroup, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
+        """The destination's local tensors, then an anchor; the inputs are the source's, then an anchor."""
+        ctx.plan, ctx.group, ctx.dtype, ctx.count = plan, group, dtype, len(tensors)
+        outs = move(plan, tensors[:-1], group, dtype=dtype).wait()
+        return *outs, torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """The gradients on their way back; what went to several replicas is added up."""
+        contiguous = [grad.contiguous() for grad in grads]
+        return None, None, None, *_apply(ctx.plan.reverse(), ctx.group, ctx.dtype, *contiguous)
+
+
+_apply: Callable[..., tuple[torch.Tensor, ...]] = Differentiable.apply  # which torch declares without types
+
+
+def wants_graph(tensor: ShardedTensor) -> bool:
+    """Whether a transfer of this tensor must be recorded. The same on every rank, whatever it holds."""
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+def moved_tensors(
+    tensor: ShardedTensor, plan: Plan, group: ProcessGroup, max_bytes: int | None = None
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """The local tensors of the plan's destination, recorded by autograd if need be, and the anchor if recorded."""
+    tensors = tensor._local_tensors()
+    if not wants_graph(tensor):
+        return move(plan, tensors, group, dtype=tensor.dtype, max_bytes=max_bytes).wait(), None
+    anchor = tensor._anchor if tensor._anchor is not None else torch.zeros((), requires_grad=True)
+    *outs, anchor = _apply(plan, group, tensor.dtype, *tensors, anchor)
+    return outs, anchor
+
+
+# Whole tensors ----------------------------------------------------------------------------------------------------
+
+
+def whole_on(size: torch.Size, places: Sequence[Placement]) -> Layout:
+    """The layout that has all of a tensor on each of these places."""
+    whole = Boxes.whole(size)
+    rows = [0] * len(places)
+    return Layout.of(size, Boxes(whole.offsets[rows], whole.sizes[rows]), list(places))
+
+
+def scattered(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_group: ProcessGroup | None) -> Parts:
+    """This rank's shards of the tensor that one rank has. Every rank of the group calls it, with a tensor alike."""
+    group = or_default(process_group)
+
+    def work() -> tuple[tuple[Layout, int], Fields]:
+        require_spec(spec)
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_contiguous():
+            raise PropertyError(f"input tensor is not a contiguous Tensor: {type(tensor).__name__}")
+        properties = TensorProperties.create_from_tensor(tensor)
+        layout = locate_all(spec.layout(tensor.size()), group)
+        source = _global_rank(src_rank, group, "src_rank")
+        return (layout, source), {"src_rank": src_rank, **fields_of(layout, spec, properties)}
+
+    layout, source = in_step(group, work)
+    rows = layout.rows_on(dist.get_rank())
+    frame = Frame.of(layout, spec, rows, tensor.dtype, group)
+    have = whole_on(layout.size, [Placement(layout.places[0].device, source)])
+    mine = [tensor] if dist.get_rank() == source else []
+    outs = move(make_plan(have, layout), mine, group, dtype=tensor.dtype).wait() if is_member(group) else []
+    for out in outs:
+        out.requires_grad_(tensor.requires_grad)
+    return Parts(frame, outs, None, tensor.requires_grad)
+
+
+def gather(
+    tensor: ShardedTensor,
+    dst: int = 0,
+    out: torch.Tensor | None = None,
+    enforce_dtype: bool = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Put the whole tensor together in ``out`` on one rank. See `ShardedTensor.gather`."""
+    group = tensor._process_group
+
+    def work() -> tuple[int, Fields]:
+        target = _global_rank(dst, group, "dst")
+        if (dist.get_rank() == target) != (out is not None):
+            rule = (
+                "must be specified on destination rank" if out is None else "must NOT be specified on other ranks than"
+            )
+            raise PropertyError(f"gather: argument ``out`` {rule} {dst}")
+        if out is not None and tuple(out.size()) != tuple(tensor.size()):
+            raise PropertyError(f"gather: ``out`` has size {tuple(out.size())}, but should be {tuple(tensor.size())}")
+        return target, {"verb": "gather", "dst": dst, "dtype": dtype, "tensor": tensor._layout.outline}
+
+    target = in_step(group, work)
+    if not is_member(group):
+        return
+    layout = tensor._layout
+    plan = make_plan(layout, whole_on(layout.size, [Placement(layout.places[0].device, target)]))
+    kind = tensor.dtype
+    largest = max((count for (src, to), count in plan.traffic.items() if src != to), default=0) * kind.itemsize
+    outs = [] if out is None else [out if dtype in (None, out.dtype) else torch.empty_like(out, dtype=dtype)]
+    locals_ = [local.detach() for local in tensor._local_tensors()]
+    move(plan, locals_, group, dtype=kind, outs=outs, max_bytes=max(largest, 1)).wait()
+    if out is not None and outs[0] is not out:
+        out.copy_(outs[0])
+
+
+def full_tensor(tensor: ShardedTensor) -> torch.Tensor:
+    """The whole tensor on every rank. See `ShardedTensor.full_tensor`."""
+    group = tensor._process_group
+    if not is_member(group):
+        raise ProcessGroupError("full_tensor: this rank is not in the tensor's process group")
+    in_step(group, lambda: (None, {"verb": "full_tensor", "tensor": tensor._layout.outline}))
+    device = tensor.device
+    here = dist.get_rank()
+    places = [
+        Placement(device if rank == here else rank_device(rank, device.type), rank) for rank in group_ranks(group)
+    ]
+    (whole, *_), _ = moved_tensors(tensor, make_plan(tensor._layout, whole_on(tensor.shape, places)), group)
+    return whole
+
+
+# From one layout to another ---------------------------------------------------------------------------------------
+
+
+def _agreed_target(
+    tensor: ShardedTensor, spec: ShardingSpec, process_group: ProcessGroup | None, verb: str
+) -> tuple[Frame, ProcessGroup | None]:
+    """The frame that the tensor is to have, and the group in which it gets there; None where nothing comes or goes."""
+    group = tensor._process_group if process_group is None else process_group
+
+    def work() -> tuple[Frame, Fields]:
+        require_spec(spec)
+        layout = locate_all(spec.layout(tensor.size()), group)
+        frame = Frame.of(layout, spec, layout.rows_on(dist.get_rank()), tensor.dtype, group)
+        outlines = {"tensor": tensor._layout.outline, "sharding_spec": f"{type(spec).__name__} {layout.outline}"}
+        return frame, {"verb": verb, **outlines, "requires_grad": wants_graph(tensor)}
+
+    if group is tensor._process_group:
+        return in_step(group, work), group if is_member(group) else None
+    frame, _ = work()  # who must agree is known only once the layout is
+    meeting = Meeting.between(tensor._process_group, group, holders(tensor._layout, frame.layout))
+    return (frame, None) if meeting is None else (in_step(meeting, work), meeting.group)
+
+
+def holders(*layouts: Layout) -> list[int]:
+    """The ranks that hold a box of one of these layouts."""
+    return sorted({rank for layout in layouts for rank in layout.ranks.tolist()})
+
+
+def redistributed(
+    tensor: ShardedTensor, spec: ShardingSpec, process_group: ProcessGroup | None, max_bytes: int | None
+) -> tuple[Frame, list[torch.Tensor], torch.Tensor | None]:
+    """The frame and the local tensors of the tensor under another spec."""
+    frame, joint = _agreed_target(tensor, spec, process_group, "redistribute")
+    if joint is None:
+        return frame, [], None
+    if frame.layout == tensor._layout:
+        return frame, [local.view_as(local) for local in tensor._local_tensors()], tensor._anchor
+    return frame, *moved_tensors(tensor, make_plan(tensor._layout, frame.layout), joint, max_bytes)
+
+
+def redistributing(
+    tensor: ShardedTensor, spec: ShardingSpec, process_group: ProcessGroup | None, max_bytes: int | None
+) -> tuple[Frame, Moving | None]:
+    """The same, begun and not waited for; autograd does not record it."""
+    if wants_graph(tensor):
+        raise SpecError("an asynchronous transfer cannot be differentiated: use torch.no_grad() or async_op=False")
+    frame, joint = _agreed_target(tensor, spec, process_group, "redistribute async")
+    if joint is None:
+        return frame, None
+    plan = make_plan(tensor._layout, frame.layout)
+    return frame, move(plan, tensor._local_tensors(), joint, dtype=tensor.dtype, max_bytes=max_bytes)
+
+
+def reshard(tensor: ShardedTensor, spec: ShardingSpec) -> None:
+    """Change the tensor in place to another spec, with its gradient. See `ShardedTensor.reshard`."""
+    group = tensor._process_group
+
+    def work() -> tuple[Frame, Fields, bool]:
+        require_spec(spec)
+        layout = locate_all(spec.layout(tensor.size()), group)
+        if not tensor.is_leaf:
+            raise SpecError(
+                "reshard changes a tensor in place, so it cannot be the result of a recorded op: redistribute it"
+            )
+        frame = Frame.of(layout, spec, layout.rows_on(dist.get_rank()), tensor.dtype, group)
+        outlines = {"tensor": tensor._layout.outline, "sharding_spec": f"{type(spec).__name__} {layout.outline}"}
+        has_grad = any(local.grad is not None for local in tensor._local_tensors())
+        return frame, {"verb": "reshard", **outlines, "requires_grad": tensor.requires_grad}, has_grad
+
+    frame, have_grads = in_step_sharing(group, work)
+    wants_grad = tensor.requires_grad
+    plan = make_plan(tensor._layout, frame.layout)
+    locals_ = tensor._local_tensors()
+    news = move(plan, locals_, group, dtype=tensor.dtype).wait()
+    grads: list[torch.Tensor | None] = [None] * len(news)
+    if any(have_grads):
+        old = [torch.zeros_like(local) if local.grad is None else local.grad for local in locals_]
+        grads = list(move(plan, old, group, dtype=tensor.dtype).wait())
+    for new, grad in zip(news, grads, strict=True):
+        new.requires_grad_(wants_grad)
+        new.grad = grad
+    tensor._become(frame, news)
+
+
+def copy_into(into: Any, source: Any, non_blocking: bool = False) -> None:
+    """Write the values of one tensor into another of the same size and any layout."""
+    if into._layout == source._layout or into._layout.order_of(source._layout) is not None:
+        for local, other in zip(into._local_tensors(), into._locals_of(source), strict=True):
+            local.copy_(other, non_blocking)
+        return
+    ranks = holders(into._layout, source._layout)
+    meeting = Meeting.between(into._process_group, source._process_group, ranks)
+    if meeting is None:
+        return
+
+    def work() -> tuple[Plan, Fields]:
+        if into.shape != source.shape:
+            raise PropertyError(f"copy_ from size {tuple(source.shape)} into size {tuple(into.shape)}")
+        fields = {"verb": "copy_", "into": into._layout.outline, "source": source._layout.outline}
+        return make_plan(source._layout, into._layout), {**fields, "graph": wants_graph(source)}
+
+    plan = in_step(meeting, work)
+    if wants_graph(source):
+        arrived, _ = moved_tensors(source, plan, meeting.group)
+        for local, other in zip(into._local_tensors(), arrived, strict=True):
+            local.copy_(other)
+    else:
+        for local in into._local_tensors():
+            if torch.is_grad_enabled() and local.requires_grad and local.is_leaf:
+                raise PropertyError("copy_ into a leaf that requires grad: use torch.no_grad()")
+        move(plan, source._local_tensors(), meeting.group, dtype=source.dtype, outs=into._local_tensors()).wait()
+
+
+# To other devices and dtypes --------------------------------------------------------------------------------------
+
+
+def converted(
+    tensor: ShardedTensor,
+    device: torch.device | None,
+    dtype: torch.dtype,
+    process_group: ProcessGroup | None,
+    convert: Callable[[torch.Tensor, torch.device | None], torch.Tensor],
+) -> tuple[Frame, list[torch.Tensor]]:
+    """The frame and local tensors on another device or of another dtype; every rank stays with its own boxes."""
+    group = tensor._process_group if process_group is None else process_group
+    layout = tensor._layout
+    target = device
+    if device is not None:
+        kind = device.type
+        if kind not in ("cpu", "meta") and device.index is None:
+            target = torch.device(kind, torch.get_device_module(kind).current_device())
+
+        def work() -> tuple[None, Fields, list[Any]]:
+            return None, {"verb": "to", "device": kind, "dtype": dtype}, [dist.get_rank(), str(target)]
+
+        _, told = in_step_sharing(group, work)
+        devices = {rank: torch.device(name) for rank, name in told}
+        layout = layout.moved(lambda place: place.on(devices.get(place.rank or 0, place.device)))
+    spec = tensor._sharding_spec if layout is tensor._layout else placed(tensor._sharding_spec, layout)
+    frame = Frame.of(layout, spec, tensor._frame.rows, dtype, group)
+    return frame, [convert(local, target) for local in tensor._local_tensors()]
+
+
+def _global_rank(group_rank: Any, group: ProcessGroup, name: str) -> int:
+    if not is_member(group):
+        return -1
+    ranks = group_ranks(group)
+    if group_rank not in range(len(ranks)):
+        raise SpecError(f"{name}={group_rank!r} is not a rank of the group, which has ranks 0 to {len(ranks) - 1}")
+    return ranks[group_rank]

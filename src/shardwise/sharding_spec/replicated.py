@@ -1,0 +1,54 @@
+"""`ReplicatedShardingSpec`: the whole tensor, once on every placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.errors import SpecError
+from shardwise.geometry import Boxes
+from shardwise.layout import Layout, parse_size
+from shardwise.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.placement import Placement, PlacementLike, RemoteDevice, parse_all
+from shardwise.sharding_spec.spec import ShardingSpec
+
+
+@dataclass(init=False)
+class ReplicatedShardingSpec(ShardingSpec):
+    """Every placement holds all of the tensor; each rank at most once.
+
+    The gradient of a replicated tensor is the sum over its replicas.
+    """
+
+    placements: list[RemoteDevice]
+
+    def __init__(self, placements: Sequence[PlacementLike]) -> None:
+        self.placements = parse_all(placements)
+        if not self.placements:
+            raise SpecError("ReplicatedShardingSpec needs at least one placement")
+        names = [(placement.rank(), placement.worker_name()) for placement in self.placements]
+        if len(set(names)) != len(names):
+            raise SpecError("ReplicatedShardingSpec names a rank twice: one replica on a rank is enough")
+
+    def layout(self, size: Sequence[int]) -> Layout:
+        """One box, as large as the tensor, for each placement."""
+        return _layout(parse_size(size), tuple(map(Placement.of, self.placements)))
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """One shard, as large as the tensor, for each placement, as new records."""
+        return self.layout(tensor_sizes).metadata(tensor_properties)
+
+    def _plain_arguments(self) -> tuple[Any, ...]:
+        return ([str(placement) for placement in self.placements],)
+
+
+@lru_cache(maxsize=512)
+def _layout(size: torch.Size, places: tuple[Placement, ...]) -> Layout:
+    whole = Boxes.whole(size)
+    sizes = np.tile(whole.sizes, (len(places), 1))
+    return Layout.of(size, Boxes(np.zeros_like(sizes), sizes), places)

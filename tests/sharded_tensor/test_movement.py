@@ -1,0 +1,378 @@
+"""Scatter, gather, redistribute, reshard, copy: against the plain tensor, on real ranks."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.cases import SIZE, SPECS, boxes, chunks, places, whole
+
+import shardwise
+from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardedTensor, ShardingSpec, make_plan, shard_tensor
+from shardwise.errors import TransferError
+from shardwise.testing import RankFailure, ranks, run_on_ranks
+from shardwise.transfer import execute
+
+ALL: dict[str, ShardingSpec] = {**SPECS, "replicated": ReplicatedShardingSpec(places(0, 2, 3))}
+PLAIN = torch.arange(42.0).reshape(SIZE)
+DTYPES = [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.float64, torch.int64]
+
+
+def holds(tensor: ShardedTensor, plain: torch.Tensor) -> bool:
+    """Whether every local shard is its part of the plain tensor."""
+    for shard in tensor.local_shards():
+        metadata = shard.metadata
+        index = tuple(slice(o, o + s) for o, s in zip(metadata.shard_offsets, metadata.shard_sizes, strict=True))
+        if not torch.equal(shard.tensor.detach().view(torch.uint8), plain[index].contiguous().view(torch.uint8)):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("source", ALL)
+@ranks(4)
+def test_from_every_layout_to_every_layout(source: str) -> None:
+    """Whole, in tiny rounds, and asynchronously."""
+    tensor = shard_tensor(PLAIN, ALL[source])
+    assert holds(tensor, PLAIN)
+    for name, spec in ALL.items():
+        for options in ({}, {"max_bytes": 40}, {"max_bytes": 1}):
+            moved = tensor.redistribute(spec, **options)
+            assert holds(moved, PLAIN), (source, name, options)
+            assert moved.sharding_spec() is spec
+        assert holds(tensor.redistribute(spec, async_op=True).wait(), PLAIN)
+        assert holds(tensor, PLAIN)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@ranks(4)
+def test_every_dtype_travels_as_bytes(dtype: torch.dtype) -> None:
+    """Bit for bit, also what has no arithmetic."""
+    plain = torch.randint(0, 2, SIZE).to(dtype) if dtype == torch.bool else torch.rand(SIZE).mul(9).to(dtype)
+    tensor = shard_tensor(plain, SPECS["uneven, several per rank"])
+    assert holds(tensor.redistribute(chunks(1, 3, 1, 0)), plain)
+    assert torch.equal(tensor.full_tensor().view(torch.uint8), plain.view(torch.uint8))
+
+
+@ranks(4)
+def test_random_layouts() -> None:
+    """Two hundred pairs, the same on every rank; the bytes on the wire are the least possible."""
+    rng = random.Random(1)
+    sent = [0]
+    original = execute._as_bytes
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        sent[0] += tensor.numel()
+        return original(tensor)
+
+    execute._as_bytes = counted
+    try:
+        for _ in range(200):
+            size = tuple(rng.randint(0, 7) for _ in range(rng.randint(1, 3)))
+            plain = torch.arange(float(torch.Size(size).numel())).reshape(size)
+            one, other = random_spec(rng, size), random_spec(rng, size)
+            tensor = shard_tensor(plain, one)
+            sent[0] = 0
+            moved = tensor.redistribute(other)
+            here, plan = dist.get_rank(), make_plan(tensor._layout, moved._layout)
+            assert sent[0] == plan.sent(here) + plan.received(here)
+            assert plan.moved == plan.lower_bound
+            assert holds(moved, plain)
+    finally:
+        execute._as_bytes = original
+
+
+def random_spec(rng: random.Random, size: tuple[int, ...]) -> ShardingSpec:
+    """Any kind of spec that can cut this size, on four ranks."""
+    kind = rng.choice(["chunk", "grid", "boxes", "replicated"])
+    if kind == "chunk":
+        return chunks(rng.randrange(len(size)), *[rng.randrange(4) for _ in range(rng.randint(1, 6))])
+    if kind == "replicated":
+        return ReplicatedShardingSpec(places(*rng.sample(range(4), rng.randint(1, 4))))
+    if kind == "grid" and len(size) > 1:
+        dims = rng.sample(range(len(size)), 2)
+        return GridShardingSpec(dims, [places(*[rng.randrange(4) for _ in range(3)]) for _ in range(2)])
+    pieces = [([0] * len(size), list(size))]
+    for _ in range(rng.randint(0, 5)):
+        low, high = pieces.pop(rng.randrange(len(pieces)))
+        dim = rng.randrange(len(size))
+        at = rng.randint(low[dim], high[dim])
+        below, above = list(high), list(low)
+        below[dim] = above[dim] = at
+        pieces += [(low, below), (above, high)]
+    return boxes(*[(low, [h - a for a, h in zip(low, high, strict=True)], rng.randrange(4)) for low, high in pieces])
+
+
+@pytest.mark.parametrize("name", ALL)
+@ranks(4)
+def test_gather_and_full_tensor(name: str) -> None:
+    """To each rank in turn, into memory that is there; and to all."""
+    tensor = shard_tensor(PLAIN, ALL[name])
+    for dst in range(4):
+        out = torch.full(SIZE, -1.0) if dist.get_rank() == dst else None
+        tensor.gather(dst, out)
+        assert out is None or torch.equal(out, PLAIN)
+    assert torch.equal(tensor.full_tensor(), PLAIN)
+    half = torch.empty(SIZE, dtype=torch.float64) if dist.get_rank() == 0 else None
+    (tensor.clone()).gather(0, half, dtype=torch.float16)
+    assert half is None or torch.equal(half, PLAIN.half().double())
+    strided = torch.empty(6, 7).t() if dist.get_rank() == 1 else None
+    tensor.gather(1, strided)
+    assert strided is None or torch.equal(strided, PLAIN)
+
+
+@ranks(4)
+def test_gather_in_a_sub_group() -> None:
+    """Where the old system fails: ranks of the group are counted within it, placements are global."""
+    group = dist.new_group([1, 3])
+    if dist.get_rank() in (1, 3):
+        tensor = shard_tensor(PLAIN, chunks(1, 3, 1), src_rank=1, process_group=group)
+        out = torch.empty(SIZE) if dist.get_rank() == 3 else None
+        tensor.gather(1, out)
+        assert out is None or torch.equal(out, PLAIN)
+        assert torch.equal(tensor.redistribute(chunks(0, 1, 3)).full_tensor(), PLAIN)
+
+
+@ranks(4)
+def test_between_groups() -> None:
+    """That overlap, contain or avoid each other; outsiders take part only where they hold something."""
+    rank = dist.get_rank()
+    members = [(0, 1), (2, 3), (1, 2), (0, 1, 2), (3,), (0, 1, 2, 3)]
+    groups = {ranks_: dist.new_group(list(ranks_)) for ranks_ in members}
+    for source, target in itertools.permutations(members, 2):
+        tensor = shard_tensor(PLAIN, chunks(0, *source), process_group=groups[source])
+        moved = tensor.redistribute(chunks(1, *reversed(target)), process_group=groups[target])
+        assert len(moved.local_shards()) == (rank in target)
+        assert holds(moved, PLAIN)
+        assert moved._process_group is groups[target]
+        into = shardwise.zeros(chunks(0, *target), *SIZE, process_group=groups[target])
+        into.copy_(tensor)
+        assert holds(into, PLAIN)
+
+
+@ranks(4)
+def test_reshard_in_place() -> None:
+    """The same object, with its gradient; a cycle of ranks, and uneven rows to columns, where the old one dies."""
+    tensor = shard_tensor(PLAIN, chunks(0, 0, 1, 2)).requires_grad_()
+    for shard in tensor.local_shards():
+        shard.tensor.grad = shard.tensor.detach() * 2
+    for spec in (chunks(0, 1, 2, 0), chunks(1, 0, 1, 2, 3), SPECS["uneven, several per rank"], chunks(0, 3)):
+        assert tensor.reshard(spec) is tensor
+        assert tensor.sharding_spec() is spec
+        assert holds(tensor, PLAIN)
+        assert tensor.is_leaf
+        assert tensor.requires_grad
+        assert tensor.metadata().shards_metadata == spec.build_metadata(torch.Size(SIZE), None).shards_metadata
+        if tensor.local_shards():
+            assert tensor.grad is not None
+            assert holds(tensor.grad, PLAIN * 2)
+    result = tensor.clone()
+    if dist.get_rank() == 3:
+        assert not result.is_leaf
+    with pytest.raises(ValueError, match="redistribute it"):
+        result.reshard(chunks(0, 0))
+
+
+@ranks(4)
+def test_every_spec_can_shard() -> None:
+    """From any source rank; only its values matter, and the shards are leaves that want a gradient if it does."""
+    for name, spec in ALL.items():
+        for src_rank in range(4):
+            mine = src_rank == dist.get_rank()
+            given = PLAIN.clone().requires_grad_() if mine else torch.empty(SIZE, requires_grad=True, device="meta")
+            tensor = spec.shard(given, src_rank)
+            assert holds(tensor, PLAIN), name
+            assert all(shard.tensor.is_leaf and shard.tensor.requires_grad for shard in tensor.local_shards())
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("out missing", "must be specified on destination rank 1"),
+        ("out elsewhere", "must NOT be specified on other ranks than 1"),
+        ("out of wrong size", r"has size \(3, 3\), but should be \(7, 6\)"),
+        ("dst outside", "dst=9 is not a rank of the group"),
+        ("dst differs", "dst property does not match from different ranks"),
+        ("spec differs", "does not match with sharding_spec"),
+        ("spec outside", "Global rank 5 does not exist in input process group"),
+        ("no spec", "Expecting ShardingSpec but got"),
+        ("src differs", "does not match with src_rank"),
+        ("src outside", "src_rank=-1 is not a rank of the group"),
+        ("not contiguous", "not a contiguous Tensor"),
+        ("copy of another size", "copy_ from size"),
+        ("other verb", "verb property does not match"),
+    ],
+)
+@ranks(4)
+def test_whoever_is_wrong_all_raise(what: str, message: str) -> None:
+    """The same error on every rank, and the group can be used afterwards."""
+    rank, odd = dist.get_rank(), dist.get_rank() == 2
+    tensor = shard_tensor(PLAIN, chunks(0, 0, 1, 2, 3))
+    out = torch.empty(SIZE) if rank == 1 else None
+    calls: dict[str, Any] = {
+        "out missing": lambda: tensor.gather(1, None),
+        "out elsewhere": lambda: tensor.gather(1, torch.empty(SIZE) if odd else out),
+        "out of wrong size": lambda: tensor.gather(1, torch.empty(3, 3) if rank == 1 else None),
+        "dst outside": lambda: tensor.gather(9 if odd else 1, out),
+        "dst differs": lambda: tensor.gather(rank, torch.empty(SIZE)),
+        "spec differs": lambda: tensor.redistribute(chunks(1 if odd else 0, 3, 2, 1, 0)),
+        "spec outside": lambda: tensor.redistribute(chunks(0, 0, 5)),
+        "no spec": lambda: tensor.reshard("rows" if odd else chunks(0, 0)),
+        "src differs": lambda: shard_tensor(PLAIN, chunks(0, 0, 1), src_rank=int(odd)),
+        "src outside": lambda: shard_tensor(PLAIN, chunks(0, 0, 1), src_rank=-1),
+        "not contiguous": lambda: shard_tensor(PLAIN.t() if odd else PLAIN.t().contiguous(), chunks(0, 0, 1)),
+        "copy of another size": lambda: tensor.copy_(shardwise.zeros(chunks(0, 1, 0), 3, 3)),
+        "other verb": lambda: tensor.full_tensor() if odd else tensor.redistribute(chunks(0, 3)),
+    }
+    with pytest.raises(ValueError, match=message) as caught:
+        calls[what]()
+    texts: list[str] = [""] * 4
+    dist.all_gather_object(texts, f"{type(caught.value)} {caught.value}")
+    assert len(set(texts)) == 1
+    assert torch.equal(tensor.full_tensor(), PLAIN)
+
+
+def dies_on_the_way() -> str:
+    """Rank 2 agrees, then ends before it sends anything."""
+    tensor = shard_tensor(torch.zeros(4000, 1000), chunks(0, 0, 1, 2, 3))
+    if dist.get_rank() == 2:
+        execute.Moving._start = lambda self: os._exit(1)
+    with pytest.raises(TransferError, match=r"rank \d could not (receive from|send to) rank \d .*bytes") as caught:
+        tensor.redistribute(chunks(1, 0, 1, 2, 3))
+    return str(caught.value)
+
+
+def test_a_rank_that_dies_is_an_error_that_says_what_was_under_way() -> None:
+    """On the ranks that are left, without waiting for the time limit."""
+    with pytest.raises(RankFailure) as caught:
+        run_on_ranks(4, dies_on_the_way, fresh=True)
+    assert "rank 2 of 4 failed:\nthe process died without a word" in str(caught.value)
+    assert "rank 0" not in str(caught.value)  # it met the error it expected
+
+
+@pytest.mark.parametrize("target", ALL)
+@pytest.mark.parametrize("source", ["chunk dim 0", "uneven, several per rank", "all on one rank"])
+@ranks(4)
+def test_the_gradient_of_a_transfer_is_the_transfer_back(source: str, target: str) -> None:
+    """With other weights for each replica, which add up; also for ranks that hold nothing before or after."""
+    tensor = shard_tensor(PLAIN.double(), ALL[source]).requires_grad_()
+    moved = tensor.redistribute(ALL[target])
+    assert moved.requires_grad
+    weights = torch.rand(4, *SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    gradient = moved._like([weights[dist.get_rank()][index].clone() for index in indices(moved)])
+    moved.backward(gradient)
+    holders = sorted(set(moved._layout.ranks.tolist())) if target == "replicated" else None
+    if tensor.local_shards():
+        assert tensor.grad is not None
+        if holders is not None:
+            assert holds(tensor.grad, sum_in_order(weights, tensor, moved))
+        else:
+            expected = torch.empty(SIZE, dtype=torch.float64)
+            for metadata in moved.metadata().shards_metadata:
+                index = tuple(
+                    slice(o, o + s) for o, s in zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
+                )
+                expected[index] = weights[metadata.placement.rank()][index]
+            assert holds(tensor.grad, expected)
+
+
+def indices(tensor: ShardedTensor) -> list[tuple[slice, ...]]:
+    """Where this rank's shards lie in the whole tensor."""
+    return [
+        tuple(slice(o, o + s) for o, s in zip(m.shard_offsets, m.shard_sizes, strict=True))
+        for m in (shard.metadata for shard in tensor.local_shards())
+    ]
+
+
+def sum_in_order(weights: torch.Tensor, tensor: ShardedTensor, moved: ShardedTensor) -> torch.Tensor:
+    """The sum over replicas, rounded as the reverse transfer adds: what is here first, then as it arrives."""
+    assert tensor.grad is not None
+    expected: torch.Tensor = weights[sorted(set(moved._layout.ranks.tolist()))].sum(0)
+    for index, shard in zip(indices(tensor.grad), tensor.grad.local_shards(), strict=True):
+        torch.testing.assert_close(shard.tensor, expected[index])
+        expected[index] = shard.tensor
+    return expected
+
+
+def loss_of(local: torch.Tensor, source: ShardingSpec, target: ShardingSpec) -> Any:
+    """A function of this rank's shard alone, as gradcheck wants it: its own share of a global, curved loss."""
+    tensor = ShardedTensor._init_from_local_tensor(local, source, 4, 4)
+    moved = tensor.redistribute(target)
+    back = moved._like([(piece**3).sin() for piece in moved._local_tensors()]).redistribute(source)
+    return back.local_tensor() * torch.arange(1.0, 5.0, dtype=torch.float64)
+
+
+@ranks(2)
+def test_gradcheck_and_double_backward() -> None:
+    """Numerically, all ranks in step: there and back again through another layout."""
+    local = torch.rand(2, 4, dtype=torch.float64, requires_grad=True)
+    source, target = chunks(0, 0, 1), boxes(([0, 0], [4, 1], 1), ([0, 1], [4, 3], 0))
+    assert torch.autograd.gradcheck(lambda x: loss_of(x, source, target), (local,), fast_mode=False)
+    assert torch.autograd.gradgradcheck(lambda x: loss_of(x, source, target), (local,), fast_mode=False)
+
+
+@ranks(4)
+def test_full_tensor_is_differentiable() -> None:
+    """Each rank's loss counts: four equal losses give four times the gradient."""
+    tensor = shard_tensor(PLAIN, SPECS["uneven, several per rank"]).requires_grad_()
+    (tensor.full_tensor() * 3).sum().backward()
+    if tensor.local_shards():
+        assert tensor.grad is not None
+        assert holds(tensor.grad, torch.full(SIZE, 12.0))
+
+
+@ranks(4)
+def test_copy_between_layouts() -> None:
+    """With another dtype, in place, on every pair of layouts."""
+    for one, other in itertools.product(SPECS.values(), SPECS.values()):
+        source, into = shard_tensor(PLAIN, one), shardwise.zeros(other, *SIZE, dtype=torch.float64)
+        pointers = [local.data_ptr() for local in into._local_tensors()]
+        into.copy_(source)
+        assert holds(into, PLAIN.double())
+        assert [local.data_ptr() for local in into._local_tensors()] == pointers
+
+
+@ranks(4)
+def test_to_another_dtype_or_device() -> None:
+    """Shards stay where they are; placements on every rank name the new device; nothing changes, nothing is copied."""
+    tensor = shard_tensor(PLAIN, SPECS["uneven, several per rank"]).requires_grad_()
+    assert tensor.to(torch.float32) is tensor is tensor.cpu() is tensor.to("cpu")
+    double = tensor.to(torch.float64)
+    assert double.dtype is torch.float64
+    assert holds(double, PLAIN.double())
+    assert double._layout is tensor._layout
+    assert double.requires_grad
+    assert tensor.to(double).dtype is torch.float64
+    assert holds(tensor.to(torch.float32, copy=True), PLAIN)
+    meta = tensor.to("meta")
+    assert meta.is_meta
+    assert {str(s.placement.device()) for s in meta.metadata().shards_metadata} == {"meta"}
+    assert meta.sharding_spec().layout(SIZE) == meta._layout
+    assert [s.placement.rank() for s in meta.metadata().shards_metadata] == [
+        s.placement.rank() for s in tensor.metadata().shards_metadata
+    ]
+    with pytest.raises(RuntimeError, match="contiguous_format"):
+        tensor.cpu(memory_format=torch.channels_last)
+
+
+@ranks(4)
+def test_a_transfer_that_cannot_be_recorded_says_so() -> None:
+    """Asynchronous ones."""
+    tensor = shard_tensor(PLAIN, chunks(0, 0, 1, 2, 3)).requires_grad_()
+    with pytest.raises(ValueError, match="cannot be differentiated"):
+        tensor.redistribute(chunks(1, 0, 1), async_op=True)
+    with torch.no_grad():
+        pending = [tensor.redistribute(spec, async_op=True) for spec in ALL.values()]
+        assert all(holds(handle.wait(), PLAIN) for handle in reversed(pending))
+
+
+@ranks(4)
+def test_a_tensor_sharded_by_columns_is_whole_when_it_is_gathered() -> None:
+    """Which the old system's full state dict got wrong."""
+    tensor = shard_tensor(PLAIN, chunks(1, 0, 1, 2, 3))
+    assert torch.equal(tensor.full_tensor(), PLAIN)
+    assert torch.equal(whole(tensor), PLAIN)
