@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
+import subprocess
+import sys
+import threading
+import unittest
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,8 +39,7 @@ def dies_on(rank: int) -> None:
 
 def hangs() -> None:
     """Nobody ever returns."""
-    while True:
-        time.sleep(1)
+    threading.Event().wait()
 
 
 def makes_groups_and_seeds() -> tuple[float, int]:
@@ -85,7 +88,7 @@ def test_a_failing_rank_is_named_with_its_own_traceback() -> None:
 
 def test_a_rank_that_dies_is_noticed() -> None:
     """At once, not after the time limit."""
-    with pytest.raises(RankFailure, match="rank 0 of 2 failed:\nthe process died without a word"):
+    with pytest.raises(RankFailure, match="rank 0 of 2 failed:\nthe process ended with exit code 3, without a word"):
         run_on_ranks(2, dies_on, 0)
     assert run_on_ranks(2, rank_and_size) == [(0, 2), (1, 2)]
 
@@ -104,6 +107,45 @@ def test_warnings_are_treated_as_by_the_caller() -> None:
     """Errors here, hence errors there."""
     with pytest.raises(RankFailure, match="UserWarning: careful"):
         run_on_ranks(2, warns)
+
+
+def skips() -> None:
+    """What a test does where it cannot run."""
+    pytest.skip("not here")
+
+
+def changes_defaults() -> torch.dtype:
+    """What the defaults are, and then no longer."""
+    found = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    return found
+
+
+def leaves_no_group() -> None:
+    """A task that nobody can follow."""
+    dist.destroy_process_group()
+
+
+def test_skipping_defaults_and_bad_sizes() -> None:
+    """A skip on the ranks is a skip here; defaults are set back; a pool has ranks, and keeps its group."""
+    with pytest.raises(unittest.SkipTest, match="not here"):
+        run_on_ranks(2, skips)
+    assert run_on_ranks(2, changes_defaults) == run_on_ranks(2, changes_defaults) == [torch.float32] * 2
+    with pytest.raises(ValueError, match="at least one rank"):
+        run_on_ranks(0, rank_and_size)
+    with pytest.raises(RankFailure, match="left no default process group"):
+        run_on_ranks(2, leaves_no_group)
+    assert run_on_ranks(2, rank_and_size) == [(0, 2), (1, 2)]
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    """The one mistake everybody makes once."""
+    script = tmp_path / "script.py"
+    script.write_text("from shardwise.testing import run_on_ranks\nimport os\nprint(run_on_ranks(2, os.getpid))\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "must do so under `if __name__ == '__main__':`" in done.stderr
 
 
 def test_what_cannot_travel_is_said() -> None:

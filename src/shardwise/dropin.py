@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -187,9 +188,19 @@ def _full_name(path: str) -> str:
 def _users() -> list[str]:
     """The loaded modules, besides the old system's own, that hold something of the old system."""
     users = set()
-    for name, module in list(sys.modules.items()):
-        if not name.startswith(ROOT) and isinstance(module, ModuleType):
-            held = [getattr(value, "__module__", None) or "" for value in vars(module).values()]
-            if any(isinstance(owner, str) and owner.startswith(ROOT) for owner in held):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # looking at what modules hold may wake deprecated things
+        for name, module in list(sys.modules.items()):
+            held = list(vars(module).values()) if isinstance(module, ModuleType) else []
+            if not name.startswith(ROOT) and any(_owner(value).startswith(ROOT) for value in held):
                 users.add(name)
     return sorted(users)
+
+
+def _owner(value: object) -> str:
+    """The module that something was made in, or that it is."""
+    try:
+        owner = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
+    except Exception:  # a proxy that does not like to be asked
+        return ""
+    return owner if isinstance(owner, str) else ""

@@ -22,6 +22,8 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     ├── TransferError(RuntimeError)         data on its way between ranks was lost
     ├── RpcError(RuntimeError)              the RPC framework is missing
     ├── UnsupportedOpError(RuntimeError)    an op that has no rule for sharded tensors
+    │   └── NoAttributeError(AttributeError)
+    │                                       an attribute of tensors that sharded ones do not have
     ├── SignatureError(TypeError)           an op handler with the wrong signature
     ├── NoDistributedTensorError(TypeError, ValueError)
     │                                       a handler for sharded tensors called without one
@@ -103,6 +105,10 @@ class RpcError(ShardwiseError, RuntimeError):
 
 class UnsupportedOpError(ShardwiseError, RuntimeError):
     """An op that has no rule for sharded tensors."""
+
+
+class NoAttributeError(UnsupportedOpError, AttributeError):
+    """An attribute of tensors that sharded tensors do not have."""
 
 
 class SignatureError(ShardwiseError, TypeError):

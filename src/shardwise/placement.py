@@ -40,7 +40,8 @@ class Placement:
         remote = parse(placement)
         if (remote.rank() or 0) >= 2**31:
             raise PlacementError(f"no job has a rank {remote.rank()}")
-        return Placement(remote.device(), remote.rank(), remote.worker_name())
+        device = torch.device("cpu") if remote.device().type == "cpu" else remote.device()  # cpu:0 is cpu
+        return Placement(device, remote.rank(), remote.worker_name())
 
     def __str__(self) -> str:
         if self.worker is not None:

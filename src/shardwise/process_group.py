@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -109,7 +109,7 @@ class Meeting:
     def between(one: ProcessGroup, other: ProcessGroup, ranks: list[int]) -> Meeting | None:
         """Where data goes from one group to another, of which these ranks hold a part; None for all other ranks.
 
-        A rank may be in one group only, and then does not know who else is in the other. But everyone knows these ranks.
+        A rank may be in one group only, and then does not know who else is in the other. But all know these ranks.
         """
         if one is other:
             return Meeting(one, group_ranks(one)) if is_member(one) else None
@@ -172,7 +172,8 @@ def rpc_workers() -> list[Any] | None:
 def _worker_rank(name: str) -> int:
     workers = rpc_workers()
     if workers is None:
-        raise RpcError(f"RPC framework needs to be initialized for using worker names: {name}")
+        hint = f"; did you mean rank:{name.removeprefix('rank')}?" if name.startswith("rank") else ""
+        raise RpcError(f"RPC framework needs to be initialized for using worker names: {name}{hint}")
     for worker in workers:
         if worker.name == name:
             return int(worker.id)
@@ -192,6 +193,29 @@ def in_step(process_group: ProcessGroup | Meeting, work: Callable[[], tuple[T, F
     value, fields, error = _attempt(work)
     _compare(process_group, fields, error, b"")
     return cast(T, value)
+
+
+class Step(Generic[T]):
+    """The same in two halves: `value` is there at once, while the ranks compare; `finish` before acting on it."""
+
+    def __init__(self, process_group: ProcessGroup | Meeting, work: Callable[[], tuple[T, Fields]]) -> None:
+        self._group = process_group
+        self._asked = _settings.get().validate and _talks(process_group)
+        value, self._fields, self._error = _attempt(work)
+        self._failed = self._error is not None
+        self.value = cast(T, value)
+        if self._asked:
+            header = _header(self._fields, self._error, b"")
+            self._headers = _Gathering(process_group, header, [HEADER] * process_group.size())
+        if self._failed:
+            self.finish()
+
+    def finish(self) -> None:
+        """Raise the same error on every rank unless it went well on every rank and all agree."""
+        if self._asked:
+            _judge(self._group, self._headers.wait(), self._fields, self._error)
+        elif self._error is not None:
+            raise self._error
 
 
 def in_step_sharing(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields, Any]]) -> tuple[T, list[Any]]:
@@ -226,12 +250,21 @@ def _attempt(work: Callable[[], tuple[T, Fields]]) -> tuple[T | None, Fields, Ex
     return value, fields, None
 
 
+def _header(fields: Fields, error: Exception | None, brought: bytes) -> bytes:
+    return _digest(fields) + bytes([error is not None]) + len(brought).to_bytes(8, "little")
+
+
 def _compare(
     process_group: ProcessGroup | Meeting, fields: Fields, error: Exception | None, brought: bytes
 ) -> list[int]:
     """Raise the same error on every rank unless nobody failed and all fields agree; else who brings how much."""
-    header = _digest(fields) + bytes([error is not None]) + len(brought).to_bytes(8, "little")
-    headers = _all_gather(process_group, header, [HEADER] * process_group.size())
+    headers = _all_gather(process_group, _header(fields, error, brought), [HEADER] * process_group.size())
+    return _judge(process_group, headers, fields, error)
+
+
+def _judge(
+    process_group: ProcessGroup | Meeting, headers: list[bytes], fields: Fields, error: Exception | None
+) -> list[int]:
     if all(other[: DIGEST + 1] == headers[0][: DIGEST + 1] for other in headers) and not headers[0][DIGEST]:
         return [int.from_bytes(other[DIGEST + 1 :], "little") for other in headers]
     failure = None if error is None else [type(error).__name__, str(error)]
@@ -271,22 +304,37 @@ def _digest(fields: Fields) -> bytes:
 
 def _all_gather(process_group: ProcessGroup | Meeting, data: bytes, lengths: list[int]) -> list[bytes]:
     """What every rank gives, in group order, when the lengths are known."""
-    longest = max(lengths)
-    if longest == 0:
-        return [b""] * len(lengths)
-    group = process_group.group if isinstance(process_group, Meeting) else process_group
-    device = collective_device(group)
-    mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
-    everyone = torch.empty(len(lengths) * longest, dtype=torch.uint8, device=device)
-    if isinstance(process_group, Meeting) and process_group.size() < group.size():
-        _tell_each_other(process_group, mine, everyone)
-    else:
-        _all_gather_single(everyone, mine, group=group)
-    gathered = bytes(everyone.cpu().numpy())
-    return [gathered[k * longest : k * longest + length] for k, length in enumerate(lengths)]
+    return _Gathering(process_group, data, lengths).wait()
 
 
-def _tell_each_other(meeting: Meeting, mine: torch.Tensor, everyone: torch.Tensor) -> None:
+class _Gathering:
+    """An all-gather of bytes under way."""
+
+    def __init__(self, process_group: ProcessGroup | Meeting, data: bytes, lengths: list[int]) -> None:
+        self._lengths, self._longest = lengths, max(lengths)
+        self._works: list[Any] = []
+        if self._longest == 0:
+            return
+        group = process_group.group if isinstance(process_group, Meeting) else process_group
+        device = collective_device(group)
+        padded = bytearray(data.ljust(self._longest, b"\0"))
+        self._mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+        self._everyone = torch.empty(len(lengths) * self._longest, dtype=torch.uint8, device=device)
+        if isinstance(process_group, Meeting) and process_group.size() < group.size():
+            self._works = _tell_each_other(process_group, self._mine, self._everyone)
+        else:
+            self._works = [_all_gather_single(self._everyone, self._mine, group=group, async_op=True)]
+
+    def wait(self) -> list[bytes]:
+        if self._longest == 0:
+            return [b""] * len(self._lengths)
+        for work in self._works:
+            work.wait()
+        gathered = bytes(self._everyone.cpu().numpy())
+        return [gathered[k * self._longest :][:length] for k, length in enumerate(self._lengths)]
+
+
+def _tell_each_other(meeting: Meeting, mine: torch.Tensor, everyone: torch.Tensor) -> list[Any]:
     """An all-gather among some ranks of a group, each telling each."""
     operations = []
     for rank, slot in zip(meeting.ranks, everyone.chunk(meeting.size()), strict=True):
@@ -295,5 +343,4 @@ def _tell_each_other(meeting: Meeting, mine: torch.Tensor, everyone: torch.Tenso
         else:
             operations.append(dist.P2POp(dist.irecv, slot, rank, meeting.group))
             operations.append(dist.P2POp(dist.isend, mine, rank, meeting.group))
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
+    return dist.batch_isend_irecv(operations)

@@ -67,6 +67,17 @@ def test_a_hole_in_the_middle_is_found_whole() -> None:
     assert find_gap(boxes, (4, 6)) == ((1, 2), (2, 3))
 
 
+def test_nested_frames_are_told_apart() -> None:
+    """Boxes around boxes, where no single cut parts many of them."""
+    rows = []
+    for k in range(1000):
+        end = 4000 - k
+        rows += [(k, k, 1, end - k), (end, k, 1, end - k), (k + 1, k, end - k - 1, 1), (k + 1, end - 1, end - k - 1, 1)]
+    frames = np.array(rows, dtype=np.int64)
+    boxes = Boxes(frames[:, :2], frames[:, 2:])
+    assert find_overlap(boxes) is None
+
+
 def test_many_equal_boxes_do_not_take_quadratic_time_or_memory() -> None:
     """Twenty thousand times the same box: the first two are named."""
     boxes = Boxes(np.zeros((20_000, 2), dtype=np.int64), np.ones((20_000, 2), dtype=np.int64))

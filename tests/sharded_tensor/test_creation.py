@@ -100,6 +100,39 @@ def test_scalars_and_tensors_without_elements() -> None:
     assert whole(shardwise.ones(chunks(0, 0, 1), 0, 3)).shape == (0, 3)
 
 
+@pytest.mark.parametrize("make", ["full", "rand"])
+@ranks(2)
+def test_what_cannot_be_filled_raises_on_ranks_without_shards_too(make: str) -> None:
+    """Nobody goes on alone."""
+    spec = chunks(0, 1)
+    with pytest.raises((TypeError, NotImplementedError, RuntimeError)):
+        _ = shardwise.full(spec, (4,), "x") if make == "full" else shardwise.rand(spec, 4, dtype=torch.int64)
+    assert shardwise.ones(spec, 4).shape == (4,)
+
+
+@ranks(2)
+def test_different_factories_at_the_same_time_are_found_out() -> None:
+    """By name, and by the value they fill with."""
+    with pytest.raises(ValueError, match="verb property does not match"):
+        _ = shardwise.zeros(chunks(0, 0, 1), 4) if dist.get_rank() else shardwise.ones(chunks(0, 0, 1), 4)
+    with pytest.raises(ValueError, match="verb property does not match"):
+        shardwise.full(chunks(0, 0, 1), (4,), float(dist.get_rank()))
+
+
+class Lopsided(ChunkShardingSpec):
+    """A user's spec that derives from one of ours and cuts otherwise."""
+
+    def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
+        """All but one row on the first rank."""
+        return HalvesSpec().build_metadata(tensor_sizes, tensor_properties)
+
+
+@ranks(2)
+def test_a_derived_spec_that_cuts_otherwise_is_asked() -> None:
+    """Not its base."""
+    assert shardwise.ones(Lopsided(0, places(0, 1)), 9).local_tensor().shape == ((8,) if dist.get_rank() == 0 else (1,))
+
+
 @ranks(2)
 def test_the_default_dtype_is_torchs() -> None:
     """Of the moment, not of the import."""

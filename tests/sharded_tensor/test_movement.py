@@ -62,28 +62,30 @@ def test_every_dtype_travels_as_bytes(dtype: torch.dtype) -> None:
 def test_random_layouts() -> None:
     """Two hundred pairs, the same on every rank; the bytes on the wire are the least possible."""
     rng = random.Random(1)
-    sent = [0]
-    original = execute._as_bytes
+    wire = [0, 0]  # bytes received and sent
+    original = execute.AllToAll._begin
 
-    def counted(tensor: torch.Tensor) -> torch.Tensor:
-        sent[0] += tensor.numel()
-        return original(tensor)
+    def counted(self: Any, taken: torch.Tensor, given: torch.Tensor, out: list[int], into: list[int]) -> Any:
+        here = dist.get_rank()
+        wire[:] = [sum(side) - side[here] for side in (out, into)]
+        assert (sum(out), sum(into)) == (taken.numel(), given.numel())
+        return original(self, taken, given, out, into)
 
-    execute._as_bytes = counted
+    execute.AllToAll._begin = counted
     try:
         for _ in range(200):
             size = tuple(rng.randint(0, 7) for _ in range(rng.randint(1, 3)))
             plain = torch.arange(float(torch.Size(size).numel())).reshape(size)
             one, other = random_spec(rng, size), random_spec(rng, size)
             tensor = shard_tensor(plain, one)
-            sent[0] = 0
+            wire[:] = 0, 0
             moved = tensor.redistribute(other)
             here, plan = dist.get_rank(), make_plan(tensor._layout, moved._layout)
-            assert sent[0] == plan.sent(here) + plan.received(here)
+            assert wire == [plan.received(here) * 4, plan.sent(here) * 4]
             assert plan.moved == plan.lower_bound
             assert holds(moved, plain)
     finally:
-        execute._as_bytes = original
+        execute.AllToAll._begin = original
 
 
 def random_spec(rng: random.Random, size: tuple[int, ...]) -> ShardingSpec:
@@ -240,8 +242,8 @@ def dies_on_the_way() -> str:
     """Rank 2 agrees, then ends before it sends anything."""
     tensor = shard_tensor(torch.zeros(4000, 1000), chunks(0, 0, 1, 2, 3))
     if dist.get_rank() == 2:
-        execute.Moving._start = lambda self: os._exit(1)
-    with pytest.raises(TransferError, match=r"rank \d could not (receive from|send to) rank \d .*bytes") as caught:
+        execute.AllToAll._begin = lambda self, *args: os._exit(1)
+    with pytest.raises(TransferError, match=r"rank \d could not exchange .*bytes") as caught:
         tensor.redistribute(chunks(1, 0, 1, 2, 3))
     return str(caught.value)
 
@@ -250,7 +252,7 @@ def test_a_rank_that_dies_is_an_error_that_says_what_was_under_way() -> None:
     """On the ranks that are left, without waiting for the time limit."""
     with pytest.raises(RankFailure) as caught:
         run_on_ranks(4, dies_on_the_way, fresh=True)
-    assert "rank 2 of 4 failed:\nthe process died without a word" in str(caught.value)
+    assert "rank 2 of 4 failed:\nthe process ended with exit code 1, without a word" in str(caught.value)
     assert "rank 0" not in str(caught.value)  # it met the error it expected
 
 

@@ -43,7 +43,10 @@ def test_every_rank_can_reach_every_shard() -> None:
     """RPC rank to references, for ranks that hold shards; a rank with two shards gives two."""
     with rpc_world():
         spec = boxes(([0], [2], 0), ([2], [1], 2), ([3], [4], 2), ([7], [1], 3))
-        tensor = shardwise.full(spec, (8,), float(dist.get_rank()), init_rrefs=True)
+        tensor = shardwise.empty(spec, 8, init_rrefs=True)
+        for mine in tensor.local_shards():
+            mine.tensor.fill_(dist.get_rank())
+        dist.barrier()
         remote = tensor.remote_shards()
         expected = {0: 1, 2: 2, 3: 1}
         expected.pop(dist.get_rank(), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -175,18 +176,43 @@ def test_copies_keep_everything_but_the_memory(name: str) -> None:
 
 
 @ranks(2)
-def test_copy_in_place_between_equal_layouts() -> None:
-    """Different ones are refused until data can move."""
+def test_copies_are_paired_by_box_not_by_position() -> None:
+    """Tensors with the same boxes in another order; a plain tensor is refused."""
     one, two = shardwise.zeros(chunks(0, 0, 1), 4, 4), shardwise.rand(chunks(0, 0, 1), 4, 4)
     assert one.copy_(two) is one
     assert torch.equal(whole(one), whole(two))
-    for other in (shardwise.rand(chunks(1, 0, 1), 4, 4), torch.ones(4, 4)):
-        with pytest.raises(RuntimeError, match="not supported for ShardedTensor!"):
-            one.copy_(other)
-    one.data = torch.ones_like(one)
-    assert torch.equal(whole(one), torch.ones(4, 4))
+    turned = shardwise.zeros(boxes(([2, 0], [2, 4], 1), ([0, 0], [2, 4], 0)), 4, 4, requires_grad=True)
+    turned.grad = two
+    turned.data = two
+    assert torch.equal(whole(turned), whole(two))
+    assert torch.equal(whole(turned.grad), whole(two))
+    with pytest.raises(RuntimeError, match="not supported for ShardedTensor!"):
+        one.copy_(torch.ones(4, 4))
     with pytest.raises(ValueError, match="expected a tensor that is sharded as"):
         one.data = torch.ones(4, 4)
+
+
+@ranks(2)
+def test_a_shard_of_another_dtype_changes_the_tensor() -> None:
+    """Whoever assigns to a shard changes what the tensor says of itself, and what is saved can be loaded."""
+    tensor = shardwise.zeros(chunks(0, 0, 1), 4)
+    for shard in tensor.local_shards():
+        shard.tensor = shard.tensor.half()
+    assert tensor.dtype is tensor.clone().dtype is torch.float16
+    assert tensor.metadata().tensor_properties.dtype is torch.float16
+    assert pickle.loads(pickle.dumps(tensor)).dtype is torch.float16
+
+
+@ranks(2)
+def test_arguments_may_be_given_by_name() -> None:
+    """As torch allows."""
+    tensor = shardwise.ones(chunks(0, 0, 1), 4)
+    assert torch.clone(input=tensor).shape == torch.zeros_like(input=tensor).shape == (4,)
+    assert torch.numel(input=tensor) == 4
+    assert torch.is_same_size(tensor, tensor)
+    assert "local_shards" in dir(tensor)
+    assert not hasattr(tensor, "__cuda_array_interface__")
+    assert shardwise.zeros(chunks(0, 0, 1), 4, dtype=float).dtype is torch.float64
 
 
 @ranks(2)

@@ -64,6 +64,7 @@ WRAPPER_METHODS = [
     "nelement",
     "ndimension",
     "contiguous",
+    "__dir__",
 ]
 WRAPPER_FUNCTIONS = (
     torch.is_floating_point,

@@ -17,6 +17,8 @@ def _on_each_shard(op: Op) -> None:
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         tensor = args[0]
+        if kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
+            raise unsupported(op, args, kwargs, "sharded tensors are contiguous")
         if kwargs or len(args) > 1:
             return tensor._like([op(local, *args[1:], **kwargs) for local in tensor._local_tensors()])
         return tensor._like([op(local) for local in tensor._local_tensors()])
@@ -40,8 +42,9 @@ def _detach_in_place(types: Any, args: Any, kwargs: Any, process_group: Any) -> 
 
 
 def _copy(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    kwargs = dict(kwargs)
     by_name = [kwargs.pop(name) for name in ("src", "other") if name in kwargs]
-    into, source, *rest = [*args, *by_name]
+    into, source, *rest = list(args) + by_name
     if not isinstance(into, ShardedTensorBase) or not isinstance(source, ShardedTensorBase):
         raise unsupported(torch.Tensor.copy_, args, kwargs, "copy_ needs two sharded tensors")
     copy_into(into, source, *rest, **kwargs)

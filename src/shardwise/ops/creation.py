@@ -18,6 +18,8 @@ LIKE = (
     torch.randint_like,
 )
 
+FORMATS = (None, torch.preserve_format, torch.contiguous_format)
+
 
 def _register(op: Op) -> None:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
@@ -25,6 +27,8 @@ def _register(op: Op) -> None:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type != tensor.device.type:
             raise unsupported(op, args, kwargs, f"the shards would leave {tensor.device.type}, where they are placed")
+        if kwargs.get("layout") not in (None, torch.strided) or kwargs.get("memory_format") not in FORMATS:
+            raise unsupported(op, args, kwargs, "sharded tensors are strided and contiguous")
         options = {name: value for name, value in kwargs.items() if name != "device"}
         tensors = [op(local, *rest, **options) for local in tensor._local_tensors()]
         new = tensor._like(tensors, kwargs.get("dtype") or tensor.dtype)

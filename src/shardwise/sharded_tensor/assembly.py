@@ -6,14 +6,22 @@ Each function gives the parts of the tensor, after checking all that can be chec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.dispatch import summary
-from shardwise.errors import LayoutError, PropertyError, RankMismatchError, ShardCountError, SpecError
+from shardwise.dispatch import Distributed, summary
+from shardwise.errors import (
+    LayoutError,
+    ProcessGroupError,
+    PropertyError,
+    RankMismatchError,
+    ShardCountError,
+    SpecError,
+)
 from shardwise.layout import Layout, parse_shards, parse_size
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.placement import Placement
@@ -45,6 +53,9 @@ def _parts(
     shards: list[Shard] | None = None,
 ) -> Parts:
     frame = Frame.of(layout, spec, rows, properties.dtype, process_group)
+    held = tensors or [shard.tensor for shard in shards or ()]
+    if held and held[0].device != frame.device:  # such as "cuda" without an index
+        frame = replace(frame, device=held[0].device)
     return Parts(frame, tensors, shards, properties.requires_grad, properties.pin_memory)
 
 
@@ -79,6 +90,7 @@ def allocate(
     process_group: ProcessGroup | None,
     *,
     fill: Fill | None = None,
+    verb: str = "empty",
     init_rrefs: bool = False,
 ) -> Parts:
     """New shards of this size and spec, each filled by calling ``fill`` on it."""
@@ -89,7 +101,7 @@ def allocate(
         _require_supported(properties)
         whole = flatten_size(size)
         layout = locate_all(spec.layout(whole), group)
-        rows = layout.rows_on(dist.get_rank())
+        rows = layout.rows_on(dist.get_rank()) if is_member(group) else ()
         tensors = []
         for row in rows:
             sizes = layout.boxes.sizes[row].tolist()
@@ -105,7 +117,7 @@ def allocate(
                 for tensor in targets:
                     fill(tensor)
         parts = _parts(layout, spec, rows, properties, group, tensors)
-        return parts, {"verb": "factory", "init_rrefs": init_rrefs, **fields_of(layout, spec, properties)}
+        return parts, {"verb": verb, "init_rrefs": init_rrefs, **fields_of(layout, spec, properties)}
 
     return in_step(group, work)
 
@@ -186,15 +198,17 @@ def from_local_shards(
 ) -> Parts:
     """Every rank's own shards, whose metadata is exchanged and must make up a tensor."""
     group = or_default(process_group)
+    if not is_member(group):
+        raise ProcessGroupError("this rank is not in the process group, so it has no part in putting a tensor together")
 
     def work() -> tuple[None, Fields, Any]:
-        size = list(_unpacked(global_size))
-        parse_size([0 if dim is None else dim for dim in size])
+        known = parse_size([0 if dim is None else dim for dim in _unpacked(global_size)])
+        size = [None if given is None else dim for given, dim in zip(_unpacked(global_size), known, strict=True)]
+        if not isinstance(local_shards, list | tuple):
+            raise PropertyError(f"local_shards must be a list of Shard, found {summary(local_shards)}")
         record = None
         if local_shards:
-            known = torch.Size([0 if dim is None else dim for dim in size])
-            local = build_metadata_from_local_shards(local_shards, known, dist.get_rank(), group)
-            record = _encode(local)
+            record = _encode(build_metadata_from_local_shards(local_shards, known, dist.get_rank(), group))
         fields = {"verb": "init_from_local_shards", "init_rrefs": init_rrefs, "global_size": size}
         return None, fields, record
 
@@ -202,14 +216,14 @@ def from_local_shards(
     # From here on every rank computes the same from the same, so an error is everyone's error.
     size = list(_unpacked(global_size))
     gathered = [None if record is None else _decode(record) for record in records]
-    metadata = _joined(gathered, group_ranks(group) if is_member(group) else [dist.get_rank()])
+    metadata = _joined(gathered, group_ranks(group))
     if None in size:
         _work_out(metadata, size)
     else:
         metadata.size = parse_size(size)
     layout = locate_all(Layout.from_metadata(metadata.shards_metadata, metadata.size), group)
     rows = layout.rows_on(dist.get_rank())
-    shards = local_shards
+    shards = list(local_shards)
     if None in size:
         shards = [
             Shard(shard.tensor, layout.shard_metadata(row)) for shard, row in zip(local_shards, rows, strict=True)
@@ -233,6 +247,8 @@ def build_metadata_from_local_shards(
     for shard in local_shards:
         tensor, metadata = shard.tensor, shard.metadata
         place = locate(Placement.of(metadata.placement), pg)
+        if isinstance(tensor, Distributed) or tensor.is_quantized:
+            raise PropertyError(f"a shard holds a plain tensor, found {summary(tensor)} on rank:{current_rank}")
         if tensor.layout != torch.strided:
             raise PropertyError(
                 f"Only torch.strided layout is currently supported, but found {tensor.layout} on rank:{current_rank}!"

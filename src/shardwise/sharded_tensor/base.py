@@ -136,6 +136,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
             dtype, grad = self._frame.dtype, self.requires_grad
             properties = TensorProperties(dtype, requires_grad=grad, pin_memory=self._pinned)
             self._known_metadata = self._layout.metadata(properties)
+        self._known_metadata.tensor_properties.requires_grad = self.requires_grad
         return self._known_metadata
 
     def metadata(self) -> ShardedTensorMetadata:
@@ -225,8 +226,6 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         for tensor in self._local_tensors() or [torch.empty(0, dtype=self.dtype)]:  # which refuses what shards would
             tensor.requires_grad = requires_grad
         self._wants_grad = requires_grad
-        if self._known_metadata is not None:
-            self._known_metadata.tensor_properties.requires_grad = requires_grad
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Record operations on every shard, from now on."""

@@ -59,13 +59,13 @@ def empty(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -
 @_shows_options
 def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
     """A tensor of zeros. Every rank of the group calls it; only a digest travels."""
-    return _filled(torch.Tensor.zero_, sharding_spec, size, options)
+    return ShardedTensor._filled(torch.Tensor.zero_, "zeros", sharding_spec, size, **options)
 
 
 @_shows_options
 def ones(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
     """A tensor of ones. Every rank of the group calls it; only a digest travels."""
-    return _filled(lambda shard: shard.fill_(1), sharding_spec, size, options)
+    return ShardedTensor._filled(lambda shard: shard.fill_(1), "ones", sharding_spec, size, **options)
 
 
 @_shows_options
@@ -73,25 +73,20 @@ def full(
     sharding_spec: ShardingSpec, size: Sequence[int], fill_value: Any, **options: Unpack[Options]
 ) -> ShardedTensor:
     """A tensor of one value, of torch's default dtype unless told otherwise. Every rank calls it."""
-    return _filled(lambda shard: shard.fill_(fill_value), sharding_spec, (size,), options)
+    verb = f"full of {fill_value}"
+    return ShardedTensor._filled(lambda shard: shard.fill_(fill_value), verb, sharding_spec, (size,), **options)
 
 
 @_shows_options
 def rand(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
     """A tensor drawn uniformly from [0, 1), each rank from its own generator. Every rank calls it."""
-    return _filled(torch.Tensor.uniform_, sharding_spec, size, options)
+    return ShardedTensor._filled(torch.Tensor.uniform_, "rand", sharding_spec, size, **options)
 
 
 @_shows_options
 def randn(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
     """A tensor drawn from the standard normal distribution, each rank from its own generator. Every rank calls it."""
-    return _filled(torch.Tensor.normal_, sharding_spec, size, options)
-
-
-def _filled(
-    fill: Callable[[torch.Tensor], object], spec: ShardingSpec, size: Sequence[Any], options: Options
-) -> ShardedTensor:
-    return ShardedTensor._filled(fill, spec, size, **options)
+    return ShardedTensor._filled(torch.Tensor.normal_, "randn", sharding_spec, size, **options)
 
 
 def init_from_local_shards(

@@ -6,6 +6,7 @@ They are given to `ShardedTensor` as methods, and to specs as `spec.shard`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from shardwise.placement import Placement, rank_device
 from shardwise.process_group import (
     Fields,
     Meeting,
+    Step,
     group_ranks,
     in_step,
     in_step_sharing,
@@ -36,6 +38,29 @@ if TYPE_CHECKING:
     from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
+def _at_once() -> None:
+    """Nothing to wait for."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a transfer goes: in which group, whether all of it takes part, under which limit, and after what."""
+
+    group: ProcessGroup
+    everyone: bool = True
+    max_bytes: int | None = None
+    ready: Callable[[], object] = _at_once
+
+    def options(self) -> dict[str, Any]:
+        """As `move` takes them."""
+        return {
+            "process_group": self.group,
+            "everyone": self.everyone,
+            "max_bytes": self.max_bytes,
+            "ready": self.ready,
+        }
+
+
 class Differentiable(torch.autograd.Function):
     """A transfer that autograd can take back: its backward is the reverse transfer.
 
@@ -44,17 +69,17 @@ class Differentiable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, group: ProcessGroup, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
         """The destination's local tensors, then an anchor; the inputs are the source's, then an anchor."""
-        ctx.plan, ctx.group, ctx.dtype, ctx.count = plan, group, dtype, len(tensors)
-        outs = move(plan, tensors[:-1], group, dtype=dtype).wait()
+        ctx.plan, ctx.dtype, ctx.way = plan, dtype, replace(way, ready=_at_once)
+        outs = move(plan, tensors[:-1], dtype=dtype, **way.options()).wait()
         return *outs, torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """The gradients on their way back; what went to several replicas is added up."""
         contiguous = [grad.contiguous() for grad in grads]
-        return None, None, None, *_apply(ctx.plan.reverse(), ctx.group, ctx.dtype, *contiguous)
+        return None, None, None, *_apply(ctx.plan.reverse(), ctx.way, ctx.dtype, *contiguous)
 
 
 _apply: Callable[..., tuple[torch.Tensor, ...]] = Differentiable.apply  # which torch declares without types
@@ -65,15 +90,13 @@ def wants_graph(tensor: ShardedTensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
-def moved_tensors(
-    tensor: ShardedTensor, plan: Plan, group: ProcessGroup, max_bytes: int | None = None
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+def moved_tensors(tensor: ShardedTensor, plan: Plan, way: Way) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """The local tensors of the plan's destination, recorded by autograd if need be, and the anchor if recorded."""
     tensors = tensor._local_tensors()
     if not wants_graph(tensor):
-        return move(plan, tensors, group, dtype=tensor.dtype, max_bytes=max_bytes).wait(), None
+        return move(plan, tensors, dtype=tensor.dtype, **way.options()).wait(), None
     anchor = tensor._anchor if tensor._anchor is not None else torch.zeros((), requires_grad=True)
-    *outs, anchor = _apply(plan, group, tensor.dtype, *tensors, anchor)
+    *outs, anchor = _apply(plan, way, tensor.dtype, *tensors, anchor)
     return outs, anchor
 
 
@@ -151,13 +174,15 @@ def full_tensor(tensor: ShardedTensor) -> torch.Tensor:
     group = tensor._process_group
     if not is_member(group):
         raise ProcessGroupError("full_tensor: this rank is not in the tensor's process group")
-    in_step(group, lambda: (None, {"verb": "full_tensor", "tensor": tensor._layout.outline}))
+    step = Step(group, lambda: (None, {"verb": "full_tensor", "tensor": tensor._layout.outline}))
     device = tensor.device
     here = dist.get_rank()
     places = [
         Placement(device if rank == here else rank_device(rank, device.type), rank) for rank in group_ranks(group)
     ]
-    (whole, *_), _ = moved_tensors(tensor, make_plan(tensor._layout, whole_on(tensor.shape, places)), group)
+    (whole, *_), _ = moved_tensors(
+        tensor, make_plan(tensor._layout, whole_on(tensor.shape, places)), Way(group, ready=step.finish)
+    )
     return whole
 
 
@@ -165,23 +190,28 @@ def full_tensor(tensor: ShardedTensor) -> torch.Tensor:
 
 
 def _agreed_target(
-    tensor: ShardedTensor, spec: ShardingSpec, process_group: ProcessGroup | None, verb: str
-) -> tuple[Frame, ProcessGroup | None]:
-    """The frame that the tensor is to have, and the group in which it gets there; None where nothing comes or goes."""
+    tensor: ShardedTensor, spec: ShardingSpec, process_group: ProcessGroup | None, max_bytes: int | None, verb: str
+) -> tuple[Frame, Way | None]:
+    """The frame that the tensor is to have, and the way there; None where nothing comes or goes."""
     group = tensor._process_group if process_group is None else process_group
 
     def work() -> tuple[Frame, Fields]:
         require_spec(spec)
         layout = locate_all(spec.layout(tensor.size()), group)
-        frame = Frame.of(layout, spec, layout.rows_on(dist.get_rank()), tensor.dtype, group)
+        rows = layout.rows_on(dist.get_rank()) if is_member(group) else ()
+        frame = Frame.of(layout, spec, rows, tensor.dtype, group)
         outlines = {"tensor": tensor._layout.outline, "sharding_spec": f"{type(spec).__name__} {layout.outline}"}
-        return frame, {"verb": verb, **outlines, "requires_grad": wants_graph(tensor)}
+        return frame, {"verb": verb, **outlines, "max_bytes": max_bytes, "requires_grad": wants_graph(tensor)}
 
     if group is tensor._process_group:
-        return in_step(group, work), group if is_member(group) else None
+        step = Step(group, work)
+        return step.value, Way(group, True, max_bytes, step.finish) if is_member(group) else None
     frame, _ = work()  # who must agree is known only once the layout is
     meeting = Meeting.between(tensor._process_group, group, holders(tensor._layout, frame.layout))
-    return (frame, None) if meeting is None else (in_step(meeting, work), meeting.group)
+    if meeting is None:
+        return frame, None
+    step = Step(meeting, work)
+    return step.value, Way(meeting.group, False, max_bytes, step.finish)
 
 
 def holders(*layouts: Layout) -> list[int]:
@@ -193,12 +223,13 @@ def redistributed(
     tensor: ShardedTensor, spec: ShardingSpec, process_group: ProcessGroup | None, max_bytes: int | None
 ) -> tuple[Frame, list[torch.Tensor], torch.Tensor | None]:
     """The frame and the local tensors of the tensor under another spec."""
-    frame, joint = _agreed_target(tensor, spec, process_group, "redistribute")
-    if joint is None:
+    frame, way = _agreed_target(tensor, spec, process_group, max_bytes, "redistribute")
+    if way is None:
         return frame, [], None
     if frame.layout == tensor._layout:
+        way.ready()
         return frame, [local.view_as(local) for local in tensor._local_tensors()], tensor._anchor
-    return frame, *moved_tensors(tensor, make_plan(tensor._layout, frame.layout), joint, max_bytes)
+    return frame, *moved_tensors(tensor, make_plan(tensor._layout, frame.layout), way)
 
 
 def redistributing(
@@ -207,11 +238,11 @@ def redistributing(
     """The same, begun and not waited for; autograd does not record it."""
     if wants_graph(tensor):
         raise SpecError("an asynchronous transfer cannot be differentiated: use torch.no_grad() or async_op=False")
-    frame, joint = _agreed_target(tensor, spec, process_group, "redistribute async")
-    if joint is None:
+    frame, way = _agreed_target(tensor, spec, process_group, max_bytes, "redistribute async")
+    if way is None:
         return frame, None
     plan = make_plan(tensor._layout, frame.layout)
-    return frame, move(plan, tensor._local_tensors(), joint, dtype=tensor.dtype, max_bytes=max_bytes)
+    return frame, move(plan, tensor._local_tensors(), dtype=tensor.dtype, **way.options())
 
 
 def reshard(tensor: ShardedTensor, spec: ShardingSpec) -> None:
@@ -263,15 +294,16 @@ def copy_into(into: Any, source: Any, non_blocking: bool = False) -> None:
         return make_plan(source._layout, into._layout), {**fields, "graph": wants_graph(source)}
 
     plan = in_step(meeting, work)
+    way = Way(meeting.group, everyone=into._process_group is source._process_group)
     if wants_graph(source):
-        arrived, _ = moved_tensors(source, plan, meeting.group)
+        arrived, _ = moved_tensors(source, plan, way)
         for local, other in zip(into._local_tensors(), arrived, strict=True):
             local.copy_(other)
     else:
         for local in into._local_tensors():
             if torch.is_grad_enabled() and local.requires_grad and local.is_leaf:
                 raise PropertyError("copy_ into a leaf that requires grad: use torch.no_grad()")
-        move(plan, source._local_tensors(), meeting.group, dtype=source.dtype, outs=into._local_tensors()).wait()
+        move(plan, source._local_tensors(), dtype=source.dtype, outs=into._local_tensors(), **way.options()).wait()
 
 
 # To other devices and dtypes --------------------------------------------------------------------------------------
@@ -290,7 +322,7 @@ def converted(
     target = device
     if device is not None:
         kind = device.type
-        if kind not in ("cpu", "meta") and device.index is None:
+        if kind not in ("cpu", "meta") and str(device) == kind:
             target = torch.device(kind, torch.get_device_module(kind).current_device())
 
         def work() -> tuple[None, Fields, list[Any]]:
@@ -298,13 +330,13 @@ def converted(
 
         _, told = in_step_sharing(group, work)
         devices = {rank: torch.device(name) for rank, name in told}
-        layout = layout.moved(lambda place: place.on(devices.get(place.rank or 0, place.device)))
+        layout = layout.moved(lambda place: place.on(devices[place.rank]) if place.rank in devices else place)
     spec = tensor._sharding_spec if layout is tensor._layout else placed(tensor._sharding_spec, layout)
     frame = Frame.of(layout, spec, tensor._frame.rows, dtype, group)
     return frame, [convert(local, target) for local in tensor._local_tensors()]
 
 
-def _global_rank(group_rank: Any, group: ProcessGroup, name: str) -> int:
+def _global_rank(group_rank: int, group: ProcessGroup, name: str) -> int:
     if not is_member(group):
         return -1
     ranks = group_ranks(group)

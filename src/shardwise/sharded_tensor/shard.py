@@ -20,6 +20,9 @@ class Shard:
     metadata: ShardMetadata
 
     def __post_init__(self) -> None:
+        kinds = type(self.tensor), type(self.metadata)
+        if not issubclass(kinds[0], torch.Tensor) or not issubclass(kinds[1], ShardMetadata):
+            raise PropertyError(f"a Shard is a tensor and a ShardMetadata, found {[kind.__name__ for kind in kinds]}")
         if list(self.tensor.size()) != self.metadata.shard_sizes:
             raise PropertyError(
                 "Shard tensor size does not match with metadata.shard_lengths! "
@@ -42,6 +45,8 @@ class Shard:
     @classmethod
     def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int) -> Shard:
         """The shard that begins at these offsets and is all of this tensor, held by this global rank."""
+        if not isinstance(tensor, torch.Tensor):
+            raise PropertyError(f"a Shard holds a tensor, found {type(tensor).__name__}")
         placement = Placement(tensor.device, rank).remote_device()
         return cls(tensor, ShardMetadata(shard_offsets, tensor.size(), placement))
 

@@ -32,9 +32,9 @@ def pre_load_state_dict_hook(
 
     For `Module._register_load_state_dict_pre_hook`, with ``with_module=True``.
     """
-    for owner, name, key in _attributes(module, prefix):
+    for owner, name, key in list(_attributes(module, prefix)):
         if isinstance(state_dict.get(key), ShardedTensor):
-            setattr(owner, name, state_dict[key])
+            setattr(owner, name, state_dict.pop(key))  # taken, so that strict loading does not find it unexpected
 
 
 def _attributes(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str]]:

@@ -53,6 +53,7 @@ class ShardedTensor(ShardedTensorBase):
         """Allocate this rank's shards. Every rank of the group calls it; only a digest travels."""
         return cls._filled(
             None,
+            "empty",
             sharding_spec,
             size,
             dtype=dtype,
@@ -68,6 +69,7 @@ class ShardedTensor(ShardedTensorBase):
     def _filled(
         cls,
         fill: assembly.Fill | None,
+        verb: str,
         spec: ShardingSpec,
         size: Sequence[Any],
         dtype: torch.dtype | None = None,
@@ -78,10 +80,10 @@ class ShardedTensor(ShardedTensorBase):
         process_group: ProcessGroup | None = None,
         init_rrefs: bool = False,
     ) -> ShardedTensor:
-        """A new tensor whose shards are filled by a function."""
-        dtype = torch.get_default_dtype() if dtype is None else dtype
+        """A new tensor whose shards are filled by a function, which the verb names."""
+        dtype = torch.get_default_dtype() if dtype is None else torch.empty(0, dtype=dtype).dtype  # `float` is a dtype
         properties = TensorProperties(dtype, layout, requires_grad, memory_format, pin_memory)
-        parts = assembly.allocate(spec, size, properties, process_group, fill=fill, init_rrefs=init_rrefs)
+        parts = assembly.allocate(spec, size, properties, process_group, fill=fill, verb=verb, init_rrefs=init_rrefs)
         return remote.share(cls._wrap(parts)) if init_rrefs else cls._wrap(parts)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -14,6 +14,7 @@ import os
 import signal
 import tempfile
 import time
+import unittest
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -27,6 +28,7 @@ PRELOADED = ["torch", "torch.distributed", "shardwise", "shardwise.testing.worke
 START_TIMEOUT = 60.0
 GRACE = 6.0  # seconds that the other ranks get to fail too, once one has
 MACHINERY = ("/multiprocessing/", "/shardwise/testing/", "<string>")  # frames that are in every stack
+BEFORE_JOINING = "a script that starts ranks must do so under `if __name__ == '__main__':`"
 MOST_POOLS = 3  # kept alive at once, each of another size
 
 
@@ -38,6 +40,8 @@ class Pool:
     """Ranks that run tasks together. Use `run_on_ranks` or `shardwise.testing.ranks`, which share pools."""
 
     def __init__(self, world_size: int) -> None:
+        if world_size < 1:
+            raise ValueError(f"a pool needs at least one rank, not {world_size}")
         self.world_size = world_size
         self.folder = tempfile.TemporaryDirectory(prefix="shardwise-ranks-")
         context = multiprocessing.get_context("forkserver")
@@ -56,7 +60,9 @@ class Pool:
             there.close()
             self.connections.append(here)
             self.processes.append(process)
+        self._joined = False
         self._collect(START_TIMEOUT)  # every rank says when it has joined the group
+        self._joined = True
 
     @property
     def alive(self) -> bool:
@@ -70,6 +76,8 @@ class Pool:
             for connection in self.connections:
                 connection.send(task)
             return self._collect(timeout)
+        except unittest.SkipTest:
+            raise
         except BaseException:
             self.close()  # interrupted, its answers would be taken for those of the next task
             raise
@@ -85,14 +93,27 @@ class Pool:
                 break
             for connection in ready:
                 rank = waiting[connection]  # type: ignore[index] # only connections are waited for
-                outcomes[rank] = _receive(connection)  # type: ignore[arg-type] # the same
+                outcomes[rank] = self._receive(rank)
                 if outcomes[rank].failure is not None:
                     deadline = min(deadline, time.monotonic() + GRACE)
         if len(outcomes) == self.world_size and all(outcome.failure is None for outcome in outcomes.values()):
+            skipped = [outcome.skipped for outcome in outcomes.values() if outcome.skipped is not None]
+            if skipped:
+                raise unittest.SkipTest(skipped[0])
             return [outcomes[rank].value for rank in range(self.world_size)]
         report = self._report(outcomes, timeout)
         self.close()
         raise RankFailure(report)
+
+    def _receive(self, rank: int) -> Outcome:
+        try:
+            outcome: Outcome = self.connections[rank].recv()
+        except (EOFError, ConnectionError):
+            process = self.processes[rank]
+            process.join(1)
+            hint = "" if self._joined else f"; {BEFORE_JOINING}"
+            return Outcome(None, f"the process ended with exit code {process.exitcode}, without a word{hint}\n")
+        return outcome
 
     def _report(self, outcomes: dict[int, Outcome], timeout: float) -> str:
         """What went wrong on which rank; identical failures are told once."""
@@ -108,10 +129,11 @@ class Pool:
             if rank not in outcomes:
                 why = f"did not finish within {timeout:g} s" if not told else "was still running after that"
                 parts.append(f"rank {rank} of {self.world_size} {why}; it is here:\n{self._stack(rank)}")
-        return "\n" + "\n".join(parts)
+        return "\n".join(parts)
 
     def _printed(self, rank: int) -> str:
-        text = self._file(rank, "output").read_text(errors="replace").strip()
+        file = self._file(rank, "output")
+        text = file.read_text(errors="replace").strip() if file.exists() else ""
         return f"\nwhat rank {rank} printed:\n{text[-4000:]}\n" if text else ""
 
     def _stack(self, rank: int) -> str:
@@ -141,14 +163,6 @@ class Pool:
         self.connections, self.processes = [], []
         with contextlib.suppress(OSError):
             self.folder.cleanup()
-
-
-def _receive(connection: Connection) -> Outcome:
-    try:
-        outcome: Outcome = connection.recv()
-    except (EOFError, ConnectionError):
-        return Outcome(None, "the process died without a word\n")
-    return outcome
 
 
 _pools: dict[int, Pool] = {}

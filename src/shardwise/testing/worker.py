@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import FileStore
 
 from shardwise.testing.task import Task
 
+_start_folder = os.getcwd()
 COLLECTIVE_TIMEOUT = timedelta(seconds=300)  # the pool's own time limits come long before
 
 
@@ -30,6 +31,7 @@ class Outcome:
 
     value: Any
     failure: str | None
+    skipped: str | None = None
 
 
 def serve(connection: Connection, rank: int, world_size: int, folder: str) -> None:
@@ -75,12 +77,17 @@ def _prepare(rank: int, world_size: int, folder: Path) -> None:
 def _attempt(task: Task) -> Outcome:
     """Run a task from a clean state: same seed, empty output, only the default group."""
     os.ftruncate(1, 0)
+    os.chdir(_start_folder)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
     random.seed(0)
     torch.manual_seed(0)
     default = dist.group.WORLD
     try:
         value = task.run()
     except BaseException as error:  # a rank reports whatever ends its task, pytest's outcomes included
+        if type(error).__name__ in ("Skipped", "SkipTest"):
+            return Outcome(None, None, skipped=str(error))
         return Outcome(None, _traceback(error))
     finally:
         sys.stdout.flush()
@@ -88,6 +95,8 @@ def _attempt(task: Task) -> Outcome:
             if group is not default:
                 dist.destroy_process_group(group)
         gc.collect()
+    if dist.group.WORLD is not default:
+        return Outcome(None, "the task left no default process group: use fresh=True for a task that ends it\n")
     return Outcome(value, None)
 
 

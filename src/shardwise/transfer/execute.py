@@ -1,13 +1,16 @@
-"""Sending what a plan says: point to point, as it lies where it lies contiguously, packed where not.
+"""Sending what a plan says, as it lies where it lies contiguously, packed where not.
 
-All that one rank has for another is one message. It is received first and sent as soon as it is packed, so packing,
-the wire and unpacking overlap. With a limit on extra memory, messages are cut into segments that go in rounds.
+All that one rank has for another is one message. Where a whole group takes part, the messages go in one all-to-all of
+bytes, straight from the source and into the destination if their memory is in the right order. Otherwise, between some
+ranks of a group or under a limit of extra memory, they go point to point: received first, sent as soon as packed, and
+with a limit cut into segments that go in rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +21,14 @@ from shardwise.layout import Layout
 from shardwise.transfer.plan import Plan, cut
 
 Write = Callable[[torch.Tensor, torch.Tensor], object]  # into a view of the destination, what arrived for it
+Ready = Callable[[], object]  # called once, after packing and before anything is sent
+
+
+class Moving(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """Finish, and give the local tensors of the destination."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +46,6 @@ class Segment:
     peer: int
     pieces: list[Piece]
     buffer: torch.Tensor | None = None
-    in_place: bool = False  # the buffer is the piece itself
 
     @property
     def count(self) -> int:
@@ -43,36 +53,134 @@ class Segment:
         return sum(piece.count for piece in self.pieces)
 
 
-class Moving:
-    """A transfer under way. `wait` gives the local tensors of the destination."""
+class _Carrier:
+    """What both ways of sending need: the wire, buffers on it, and how what arrives is written."""
+
+    def __init__(self, plan: Plan, outs: list[torch.Tensor], group: ProcessGroup, dtype: torch.dtype) -> None:
+        self.outs = outs
+        self._plan, self._group, self._dtype = plan, group, dtype
+        self._rank = dist.get_rank()
+        self._wire = wire_device(plan, group)
+        self._write: Write = torch.Tensor.add_ if plan.sums else torch.Tensor.copy_
+
+    def _empty(self, count: int) -> torch.Tensor:
+        pinned = self._wire.type == "cpu" and any(t.is_cuda for t in self.outs)
+        return torch.empty(count, dtype=self._dtype, device=self._wire, pin_memory=pinned)
+
+    def _fits(self, tensor: torch.Tensor) -> bool:
+        """Whether this memory can be sent, or received into, as it lies."""
+        same = tensor.dtype == self._dtype and tensor.device.type == self._wire.type
+        return same and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+    def _packed(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        buffer = self._empty(sum(piece.count for piece in pieces))
+        position = 0
+        for piece in pieces:
+            buffer[position : position + piece.count].view(piece.view.shape).copy_(piece.view)
+            position += piece.count
+        return buffer
+
+    def _unpack(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        position = 0
+        for piece in pieces:
+            arrived = buffer[position : position + piece.count].view(piece.view.shape)
+            self._write(piece.view, arrived.to(piece.view.device) if self._plan.sums else arrived)
+            position += piece.count
+
+    def _lost(self, what: str, count: int) -> TransferError:
+        return TransferError(
+            f"rank {self._rank} could not {what} {count * self._dtype.itemsize:,} bytes of a tensor on its way to "
+            "another layout: a rank has died, left, or taken longer than the group's timeout"
+        )
+
+
+class AllToAll(_Carrier):
+    """A transfer in which every rank of the group takes part, in one collective."""
 
     def __init__(
         self,
         plan: Plan,
         tensors: Sequence[torch.Tensor],
         outs: list[torch.Tensor],
-        process_group: ProcessGroup,
-        *,
+        group: ProcessGroup,
         dtype: torch.dtype,
-        max_bytes: int | None = None,
+        ready: Ready,
     ) -> None:
-        self.outs = outs
-        self._rank = dist.get_rank()
-        self._group = process_group
-        self._dtype = dtype
-        self._wire = wire_device(plan, process_group)
-        self._write: Write = torch.Tensor.add_ if plan.sums else torch.Tensor.copy_
-        self._sums = plan.sums
+        super().__init__(plan, outs, group, dtype)
+        members, rank = dist.get_process_group_ranks(group), self._rank
+        sends = [_pieces(plan, plan.pieces(rank, r), plan.src, plan.src_rows, tensors, None) for r in members]
+        receives = [_pieces(plan, plan.pieces(r, rank), plan.dst, plan.dst_rows, outs, None) for r in members]
+        source = self._as_it_lies(sends, tensors)
+        target = None if plan.sums else self._as_it_lies(receives, outs)
+        local = members.index(rank)
+        copies: list[tuple[Piece, Piece]] = []
+        if source is None and target is None:
+            # Our own pieces need not go through the collective, which would only copy them.
+            copies = list(zip(sends[local], receives[local], strict=True))
+            sends[local] = receives[local] = []
+        into, out = ([sum(p.count for p in pieces) * dtype.itemsize for pieces in side] for side in (sends, receives))
+        given = _as_bytes(self._packed([p for pieces in sends for p in pieces]) if source is None else source)
+        self._pieces = [piece for pieces in receives for piece in pieces]
+        self._arrived = self._empty(sum(piece.count for piece in self._pieces)) if target is None else None
+        taken = _as_bytes(target if self._arrived is None else self._arrived)  # type: ignore[arg-type] # one is there
+        ready()
+        self._given = given  # must live until it is sent
+        self._work = self._begin(taken, given, out, into)
+        for one, other in copies:
+            self._write(other.view, one.view)
+
+    def _begin(self, taken: torch.Tensor, given: torch.Tensor, out: list[int], into: list[int]) -> dist.Work:
+        try:
+            work: dist.Work | None = dist.all_to_all_single(taken, given, out, into, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._lost("exchange", given.numel() // self._dtype.itemsize) from error
+        assert work is not None, "only an outsider of the group gets no work"
+        return work
+
+    def _as_it_lies(self, messages: list[list[Piece]], tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The one local tensor whose memory, as it lies, is all the messages one after the other; if there is one."""
+        if len(tensors) != 1 or not self._fits(tensors[0]):
+            return None
+        position = tensors[0].storage_offset()
+        for piece in (piece for message in messages for piece in message):
+            if not piece.view.is_contiguous() or (piece.count and piece.view.storage_offset() != position):
+                return None
+            position += piece.count
+        return tensors[0].detach() if position == tensors[0].storage_offset() + tensors[0].numel() else None
+
+    def wait(self) -> list[torch.Tensor]:
+        """Finish: unpack what has arrived, unless it arrived in its place."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._lost("exchange", self._given.numel() // self._dtype.itemsize) from error
+        if self._arrived is not None:
+            with torch.no_grad():
+                self._unpack(self._arrived, self._pieces)
+            self._arrived = None
+        return self.outs
+
+
+class PointToPoint(_Carrier):
+    """A transfer between some ranks of a group, or in rounds under a limit of extra memory."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        tensors: Sequence[torch.Tensor],
+        outs: list[torch.Tensor],
+        group: ProcessGroup,
+        dtype: torch.dtype,
+        ready: Ready,
+        max_bytes: int | None,
+    ) -> None:
+        super().__init__(plan, outs, group, dtype)
         most = None if max_bytes is None else _segment_elements(plan, max_bytes, dtype.itemsize)
         rank = self._rank
         local = plan.pieces(rank, rank)
-        self._copies = list(
-            zip(
-                _pieces(plan, local, plan.src, plan.src_rows, tensors, None),
-                _pieces(plan, local, plan.dst, plan.dst_rows, outs, None),
-                strict=True,
-            )
-        )
+        sources = _pieces(plan, local, plan.src, plan.src_rows, tensors, None)
+        targets = _pieces(plan, local, plan.dst, plan.dst_rows, outs, None)
+        self._copies = list(zip(sources, targets, strict=True))
         self._sends = {
             peer: _segments(peer, _pieces(plan, plan.pieces(rank, peer), plan.src, plan.src_rows, tensors, most), most)
             for peer in plan.destinations(rank)
@@ -84,13 +192,15 @@ class Moving:
         self._rounds = max((len(s) for s in (*self._sends.values(), *self._receives.values())), default=0)
         self._under_way: list[tuple[dist.Work, Segment, bool]] = []
         self._round = 0
+        ready()
         self._start()
 
     def wait(self) -> list[torch.Tensor]:
         """Finish: unpack what arrives, in further rounds if need be."""
-        while self._round < self._rounds or self._under_way:
-            self._finish()
-            self._start()
+        with torch.no_grad():
+            while self._round < self._rounds or self._under_way:
+                self._finish()
+                self._start()
         return self.outs
 
     def _start(self) -> None:
@@ -109,22 +219,19 @@ class Moving:
 
     def _start_each(self, receives: list[Segment], sends: list[Segment]) -> None:
         for segment in receives:
-            buffer = self._receive_buffer(segment)
-            work = self._attempt("receive from", segment, dist.irecv, buffer)
+            work = self._attempt("receive from", segment, dist.irecv, self._receive_buffer(segment))
             self._under_way.append((work, segment, True))
         for segment in sends:
-            buffer = self._send_buffer(segment)
-            work = self._attempt("send to", segment, dist.isend, buffer)
+            work = self._attempt("send to", segment, dist.isend, self._send_buffer(segment))
             self._under_way.append((work, segment, False))
 
     def _start_batch(self, receives: list[Segment], sends: list[Segment]) -> None:
         operations = [P2POp(dist.irecv, self._receive_buffer(s), s.peer, self._group) for s in receives]
         operations += [P2POp(dist.isend, self._send_buffer(s), s.peer, self._group) for s in sends]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        for work in works:
+        for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()  # enqueued on the stream: the host does not wait
         for segment in receives:
-            self._unpack(segment)
+            self._land(segment)
 
     def _attempt(
         self, what: str, segment: Segment, function: Callable[..., dist.Work | None], buffer: torch.Tensor
@@ -132,7 +239,7 @@ class Moving:
         try:
             work = function(buffer, segment.peer, group=self._group)
         except RuntimeError as error:
-            raise self._lost(what, segment) from error
+            raise self._lost(f"{what} rank {segment.peer}", segment.count) from error
         assert work is not None, "only an outsider of the group gets no work, and it has no pieces"
         return work
 
@@ -142,56 +249,29 @@ class Moving:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._lost("receive from" if receiving else "send to", segment) from error
+                what = "receive from" if receiving else "send to"
+                raise self._lost(f"{what} rank {segment.peer}", segment.count) from error
             if receiving:
-                self._unpack(segment)
+                self._land(segment)
             segment.buffer = None
         self._under_way = []
 
-    def _lost(self, what: str, segment: Segment) -> TransferError:
-        size = segment.count * self._dtype.itemsize
-        return TransferError(
-            f"rank {self._rank} could not {what} rank {segment.peer} {size:,} bytes of a tensor on its way to another "
-            f"layout: that rank has died, left or taken longer than the group's timeout"
-        )
-
-    # Buffers ----------------------------------------------------------------------------------------------------------
-
     def _send_buffer(self, segment: Segment) -> torch.Tensor:
-        if len(segment.pieces) == 1 and segment.pieces[0].view.is_contiguous() and self._on_wire(segment.pieces[0]):
+        if len(segment.pieces) == 1 and self._fits(segment.pieces[0].view):
             return _as_bytes(segment.pieces[0].view)
-        buffer = self._empty(segment.count)
-        position = 0
-        for piece in segment.pieces:
-            buffer[position : position + piece.count].view(piece.view.shape).copy_(piece.view)
-            position += piece.count
-        segment.buffer = buffer
-        return _as_bytes(buffer)
+        segment.buffer = self._packed(segment.pieces)
+        return _as_bytes(segment.buffer)
 
     def _receive_buffer(self, segment: Segment) -> torch.Tensor:
-        if not self._sums and len(segment.pieces) == 1:
-            (piece,) = segment.pieces
-            if piece.view.is_contiguous() and piece.view.dtype == self._dtype and self._on_wire(piece):
-                segment.in_place = True
-                return _as_bytes(piece.view)
+        if not self._plan.sums and len(segment.pieces) == 1 and self._fits(segment.pieces[0].view):
+            return _as_bytes(segment.pieces[0].view)
         segment.buffer = self._empty(segment.count)
         return _as_bytes(segment.buffer)
 
-    def _unpack(self, segment: Segment) -> None:
-        if segment.in_place or segment.buffer is None:
-            return
-        position = 0
-        for piece in segment.pieces:
-            arrived = segment.buffer[position : position + piece.count].view(piece.view.shape)
-            self._write(piece.view, arrived.to(piece.view.device) if self._sums else arrived)
-            position += piece.count
-
-    def _on_wire(self, piece: Piece) -> bool:
-        return piece.view.device.type == self._wire.type
-
-    def _empty(self, count: int) -> torch.Tensor:
-        pinned = self._wire.type == "cpu" and any(t.is_cuda for t in self.outs)
-        return torch.empty(count, dtype=self._dtype, device=self._wire, pin_memory=pinned)
+    def _land(self, segment: Segment) -> None:
+        """What arrived in a buffer goes to its place; what arrived in its place is there."""
+        if segment.buffer is not None:
+            self._unpack(segment.buffer, segment.pieces)
 
 
 def move(
@@ -202,15 +282,20 @@ def move(
     dtype: torch.dtype,
     outs: list[torch.Tensor] | None = None,
     max_bytes: int | None = None,
+    everyone: bool = True,
+    ready: Ready = lambda: None,
 ) -> Moving:
     """Begin to move this rank's tensors of the source layout into tensors of the destination layout.
 
-    Every rank that the plan names calls it. ``outs`` are the destination's tensors, made here when not given.
+    Every rank of the group calls it, or, if not ``everyone``, every rank that the plan names. ``outs`` are the
+    destination's tensors, made here when not given.
     """
     if outs is None:
         outs = empty_tensors(plan.dst, dtype, zero=plan.sums)
     with torch.no_grad():
-        return Moving(plan, tensors, outs, process_group, dtype=dtype, max_bytes=max_bytes)
+        if everyone and max_bytes is None:
+            return AllToAll(plan, tensors, outs, process_group, dtype, ready)
+        return PointToPoint(plan, tensors, outs, process_group, dtype, ready, max_bytes)
 
 
 def empty_tensors(layout: Layout, dtype: torch.dtype, *, zero: bool = False) -> list[torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
@@ -10,12 +12,24 @@ from shardwise.geometry.drawing import shown_dims
 from shardwise.layout import Layout
 from shardwise.viz.figures import bytes_text, colour, holdings, panels
 
+
+class Sharded(Protocol):
+    """A tensor that has a layout."""
+
+    _layout: Layout
+    dtype: torch.dtype
+
+
 MOST_PLACES = 32  # listed below the drawing
 MOST_PANELS = 8
 
 
-def layout_text(layout: Layout, *, dtype: torch.dtype = torch.float32, width: int = 76, colours: bool = False) -> str:
-    """The layout drawn with lines of text, then a table of places: shards, bytes and share of the whole."""
+def layout_text(
+    layout: Layout | Sharded, *, dtype: torch.dtype = torch.float32, width: int = 76, colours: bool = False
+) -> str:
+    """A layout, or a sharded tensor's, drawn with lines of text, then a table of places: shards, bytes and share."""
+    if not isinstance(layout, Layout):
+        dtype, layout = layout.dtype, layout._layout
     size = "x".join(map(str, layout.size)) or "scalar"
     total = layout.size.numel() * dtype.itemsize
     lines = [f"{size} {str(dtype).removeprefix('torch.')}, {bytes_text(total)} in {len(layout)} shards"]
