@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import boxes, tensors
+from benchmarks import boxes, tensors, transfers
 from benchmarks.table import show
 from shardwise.testing import run_on_ranks
 
@@ -18,6 +18,17 @@ def main() -> int:
     show("Creation", made)
     built = run_on_ranks(1, boxes.build, timeout=550, fresh=True)[0]
     show("Layouts of many boxes", built)
+    moved = run_on_ranks(4, transfers.reshard, timeout=300, fresh=True)[0]
+    show("Transfers (plain: one raw all_to_all_single of as many bytes, into memory that is there)", moved)
+    gathered, extra = run_on_ranks(4, transfers.gather, timeout=300, fresh=True)[0]
+    show("Uneven gather", gathered)
+    print("\n  extra memory on the destination, MiB: " + ", ".join(f"{who} {mib:.1f}" for who, mib in extra.items()))
+    planned = run_on_ranks(1, transfers.plan, timeout=300, fresh=True)[0]
+    show("Planning", planned)
+    print("\n  received by each of 8 ranks on average, as a fraction of the tensor:")
+    for what, fraction in transfers.mesh_bytes():
+        print(f"    {what}: {fraction:.3f}")
+    built += moved + gathered + planned
     over = [row.work for row in [*rows, *made, *built] if row.verdict == "OVER"]
     print(f"\nover budget: {', '.join(over)}" if over else "\nevery budget is held")
     return 1 if over else 0

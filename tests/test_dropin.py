@@ -50,19 +50,14 @@ def test_every_name_has_the_old_signature(path: str, name: str) -> None:
         assert {p.name: p.default for p in inspect.signature(ours).parameters.values()} == defaults
 
 
-# What a class of the old system has that ours does not have yet.
-MISSING = {"ShardedTensor": {"cpu", "cuda", "gather", "reshard", "to"}, "ShardingSpec": {"shard"}}
-
-
 @pytest.mark.parametrize(("path", "name"), ENTRIES)
 def test_every_class_has_the_old_methods(path: str, name: str) -> None:
     """Public ones, and the private constructors that others call, with the old parameters."""
     old, ours = old_and_ours(path, name)
     if not inspect.isclass(old):
         return
-    missing = {gone for kind in inspect.getmro(old) for gone in MISSING.get(kind.__name__, ())}
     own = {member for kind in inspect.getmro(old) if kind.__module__.startswith(dropin.ROOT) for member in vars(kind)}
-    for member in sorted(own - missing):
+    for member in sorted(own):
         old_member, our_member = getattr(old, member, None), getattr(ours, member, None)
         if inspect.isroutine(old_member) and (member.startswith("_init_from") or not member.startswith("_")):
             assert our_member is not None, f"{name}.{member}"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tests.cases import SIZE, SPECS, boxes, chunks, places
 
-from shardwise import GridShardingSpec
-from shardwise.viz import layout_html, layout_svg, layout_text
+from shardwise import GridShardingSpec, make_plan
+from shardwise.viz import layout_html, layout_svg, layout_text, plan_text
 from shardwise.viz.figures import bytes_text
 
 
@@ -61,6 +61,20 @@ def test_large_and_odd_layouts_stay_readable() -> None:
     assert "no elements" in layout_text(chunks(0, 0, 1).layout((0,)))
     assert layout_svg(chunks(0, 0, 1).layout((0,))) == ""
     assert "scalar" in layout_text(boxes(([], [], 0)).layout(()))
+
+
+def test_a_plan_shows_before_after_and_who_sends_what() -> None:
+    """With what stays in brackets."""
+    plan = make_plan(chunks(0, 0, 1).layout((4, 4)), chunks(1, 0, 1).layout((4, 4)))
+    lines = plan_text(plan).splitlines()
+    assert lines[0] == "before: 4x4 float32, 64 B in 2 shards"
+    middle = lines.index("32 B move in 4 pieces; at least 32 B must")
+    assert lines[middle + 1 : middle + 4] == [
+        "            to 0    to 1",
+        "  from 0  [16 B]    16 B",
+        "  from 1    16 B  [16 B]",
+    ]
+    assert "after: 4x4 float32, 64 B in 2 shards" in lines
 
 
 def test_bytes_as_one_says_them() -> None:

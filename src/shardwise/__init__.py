@@ -1,12 +1,13 @@
 """Tensors that live in pieces on many processes: any boxes, on any ranks."""
 
-from shardwise import errors, ops, viz
+from shardwise import errors, ops, random, viz
 from shardwise.dispatch import custom_sharded_op_impl, custom_sharding_spec_op
 from shardwise.errors import ShardwiseError
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.placement import mesh_placements
 from shardwise.process_group import load_with_process_group, validation
+from shardwise.random import layout_independent
 from shardwise.sharded_tensor import (
     Shard,
     ShardedTensor,
@@ -60,6 +61,7 @@ __all__ = [
     "full",
     "infer_sharding_spec",
     "init_from_local_shards",
+    "layout_independent",
     "load_with_process_group",
     "make_plan",
     "mesh_placements",
@@ -68,6 +70,7 @@ __all__ = [
     "pre_load_state_dict_hook",
     "rand",
     "randn",
+    "random",
     "relabel",
     "shard_tensor",
     "state_dict_hook",

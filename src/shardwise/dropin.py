@@ -64,8 +64,12 @@ _FACTORIES = {
 }
 
 TABLE: dict[str, dict[str, Any]] = {
-    "": {"load_with_process_group": process_group.load_with_process_group},
+    "": {
+        "load_with_process_group": process_group.load_with_process_group,
+        "_shard_tensor": sharded_tensor.shard_tensor,
+    },
     "api": {
+        "_shard_tensor": sharded_tensor.shard_tensor,
         "load_with_process_group": process_group.load_with_process_group,
         "_get_current_process_group": process_group.current_process_group,
     },

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.dispatch import Op, registry, unsupported
+from shardwise.random import Draw, current_generator
 
 LIKE = (
     torch.empty_like,
@@ -18,6 +19,11 @@ LIKE = (
     torch.randint_like,
 )
 
+# How the random ones draw where a tile generator is in use.
+DRAWS: dict[Op, Draw] = {
+    torch.rand_like: lambda tile, generator: tile.uniform_(generator=generator),
+    torch.randn_like: lambda tile, generator: tile.normal_(generator=generator),
+}
 FORMATS = (None, torch.preserve_format, torch.contiguous_format)
 
 
@@ -30,7 +36,12 @@ def _register(op: Op) -> None:
         if kwargs.get("layout") not in (None, torch.strided) or kwargs.get("memory_format") not in FORMATS:
             raise unsupported(op, args, kwargs, "sharded tensors are strided and contiguous")
         options = {name: value for name, value in kwargs.items() if name != "device"}
-        tensors = [op(local, *rest, **options) for local in tensor._local_tensors()]
+        generator, draw = current_generator(), DRAWS.get(op)
+        if generator is not None and draw is not None:
+            tensors = [torch.empty_like(local, **options) for local in tensor._local_tensors()]
+            generator.fill(tensor._layout, tensor._frame.rows, tensors, draw)
+        else:
+            tensors = [op(local, *rest, **options) for local in tensor._local_tensors()]
         new = tensor._like(tensors, kwargs.get("dtype") or tensor.dtype)
         new._wants_grad = bool(kwargs.get("requires_grad", False))
         return new

@@ -35,6 +35,7 @@ from shardwise.process_group import (
     locate_all,
     or_default,
 )
+from shardwise.random import Draw, TileGenerator
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharding_spec import ShardingSpec, infer_chunk_or_enumerable
@@ -90,10 +91,12 @@ def allocate(
     process_group: ProcessGroup | None,
     *,
     fill: Fill | None = None,
+    draw: Draw | None = None,
+    generator: TileGenerator | None = None,
     verb: str = "empty",
     init_rrefs: bool = False,
 ) -> Parts:
-    """New shards of this size and spec, each filled by calling ``fill`` on it."""
+    """New shards of this size and spec, each filled by ``fill``, or by ``draw`` where a tile generator is in use."""
     group = or_default(process_group)
 
     def work() -> tuple[Parts, Fields]:
@@ -112,12 +115,17 @@ def allocate(
         if fill is not None:
             # A rank without shards tries it on nothing, so that all ranks learn alike whether it can be done.
             device = layout.places[0].device
-            targets = tensors or [torch.empty(0, dtype=properties.dtype, device=device)]
+            nothing = torch.empty(0, dtype=properties.dtype, device=device)
             with torch.no_grad():
-                for tensor in targets:
-                    fill(tensor)
+                if draw is not None and generator is not None:
+                    fill(nothing)
+                    generator.fill(layout, rows, tensors, draw)
+                else:
+                    for tensor in tensors or [nothing]:
+                        fill(tensor)
         parts = _parts(layout, spec, rows, properties, group, tensors)
-        return parts, {"verb": verb, "init_rrefs": init_rrefs, **fields_of(layout, spec, properties)}
+        seed = None if generator is None else generator.tile_seed
+        return parts, {"verb": verb, "seed": seed, "init_rrefs": init_rrefs, **fields_of(layout, spec, properties)}
 
     return in_step(group, work)
 

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 import torch
 from torch.distributed import ProcessGroup
 
+from shardwise.random import TileGenerator
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.tensor import ShardedTensor
 from shardwise.sharding_spec import ShardingSpec
@@ -35,6 +36,12 @@ class Options(TypedDict, total=False):
     memory_format: torch.memory_format
     process_group: ProcessGroup | None
     init_rrefs: bool
+
+
+class RandomOptions(Options, total=False):
+    """What random factories take besides."""
+
+    generator: TileGenerator | None
 
 
 def _shows_options(factory: Callable[P, R]) -> Callable[P, R]:
@@ -78,15 +85,25 @@ def full(
 
 
 @_shows_options
-def rand(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """A tensor drawn uniformly from [0, 1), each rank from its own generator. Every rank calls it."""
-    return ShardedTensor._filled(torch.Tensor.uniform_, "rand", sharding_spec, size, **options)
+def rand(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[RandomOptions]) -> ShardedTensor:
+    """A tensor drawn uniformly from [0, 1), each rank from its own generator. Every rank calls it.
+
+    With a `shardwise.random.TileGenerator` as ``generator``, the values do not depend on the sharding.
+    """
+    return ShardedTensor._filled(
+        torch.Tensor.uniform_, "rand", sharding_spec, size, draw=lambda t, g: t.uniform_(generator=g), **options
+    )
 
 
 @_shows_options
-def randn(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """A tensor drawn from the standard normal distribution, each rank from its own generator. Every rank calls it."""
-    return ShardedTensor._filled(torch.Tensor.normal_, "randn", sharding_spec, size, **options)
+def randn(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[RandomOptions]) -> ShardedTensor:
+    """A tensor drawn from the standard normal distribution, each rank from its own generator. Every rank calls it.
+
+    With a `shardwise.random.TileGenerator` as ``generator``, the values do not depend on the sharding.
+    """
+    return ShardedTensor._filled(
+        torch.Tensor.normal_, "randn", sharding_spec, size, draw=lambda t, g: t.normal_(generator=g), **options
+    )
 
 
 def init_from_local_shards(

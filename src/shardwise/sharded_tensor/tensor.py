@@ -12,6 +12,7 @@ from shardwise.dispatch import registry
 from shardwise.errors import MemoryFormatError, RpcError
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, restore_properties
 from shardwise.process_group import or_default
+from shardwise.random import Draw, TileGenerator, current_generator
 from shardwise.sharded_tensor import assembly, movement, pickling, remote
 from shardwise.sharded_tensor.base import ShardedTensorBase
 from shardwise.sharded_tensor.frame import Frame, Parts
@@ -79,11 +80,25 @@ class ShardedTensor(ShardedTensorBase):
         memory_format: torch.memory_format = torch.contiguous_format,
         process_group: ProcessGroup | None = None,
         init_rrefs: bool = False,
+        draw: Draw | None = None,
+        generator: TileGenerator | None = None,
     ) -> ShardedTensor:
         """A new tensor whose shards are filled by a function, which the verb names."""
         dtype = torch.get_default_dtype() if dtype is None else torch.empty(0, dtype=dtype).dtype  # `float` is a dtype
         properties = TensorProperties(dtype, layout, requires_grad, memory_format, pin_memory)
-        parts = assembly.allocate(spec, size, properties, process_group, fill=fill, verb=verb, init_rrefs=init_rrefs)
+        if draw is not None and generator is None:
+            generator = current_generator()
+        parts = assembly.allocate(
+            spec,
+            size,
+            properties,
+            process_group,
+            fill=fill,
+            draw=draw,
+            generator=generator if draw is not None else None,
+            verb=verb,
+            init_rrefs=init_rrefs,
+        )
         return remote.share(cls._wrap(parts)) if init_rrefs else cls._wrap(parts)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,174 @@
+"""Moving 64 MiB between four ranks, gathering it unevenly, and planning."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import shardwise
+from benchmarks.table import Row
+from benchmarks.timing import best_of
+from shardwise.geometry import Boxes
+from shardwise.layout import Layout
+
+SIDE = 4096  # of a float32 square of 64 MiB
+
+
+def best_together(contenders: Mapping[str, Callable[[], object]], repeats: int = 9) -> dict[str, float]:
+    """As `best_of`, for collectives: all ranks begin together, and each round ends when the last one is done."""
+
+    def together(work: Callable[[], object]) -> Callable[[], object]:
+        def run() -> object:
+            result = work()
+            dist.barrier()
+            return result
+
+        return run
+
+    return best_of({name: together(work) for name, work in contenders.items()}, calls=1, repeats=repeats)
+
+
+def places(ranks: int) -> list[str]:
+    return [f"rank:{rank}/cpu" for rank in range(ranks)]
+
+
+def reshard() -> list[Row]:
+    """Rows to columns, and one grid to another."""
+    warnings.simplefilter("ignore")
+    import torch.distributed._shard.sharded_tensor as old
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world, size = dist.get_world_size(), (SIDE, SIDE)
+    where, plain = places(world), torch.rand(size)
+    rows, columns = (shardwise.ChunkShardingSpec(dim, where) for dim in (0, 1))
+    ours = shardwise.shard_tensor(plain, rows)
+    mesh = init_device_mesh("cpu", (world,))
+    theirs = distribute_tensor(plain, mesh, [Shard(0)])
+    old_rows = ChunkShardingSpec(0, list(where))  # type: ignore[arg-type] # strings are parsed
+    old_columns = ChunkShardingSpec(1, list(where))  # type: ignore[arg-type] # strings are parsed
+    source, target = torch.rand(plain.numel() // world), torch.empty(plain.numel() // world)
+
+    def upstream() -> object:
+        tensor = old.init_from_local_shards(
+            [
+                old.Shard.from_tensor_and_offsets(
+                    ours.local_tensor(), [dist.get_rank() * SIDE // world, 0], dist.get_rank()
+                )
+            ],
+            size,
+        )
+        tensor._sharding_spec = old_rows
+        return tensor.reshard(old_columns)
+
+    def unchecked() -> object:
+        with shardwise.validation(False):
+            return ours.redistribute(columns)
+
+    others = {
+        "plain": lambda: dist.all_to_all_single(target, source),
+        "DTensor": lambda: theirs.redistribute(mesh, [Shard(1)]),
+        "_shard": upstream,
+    }
+    checked = best_together({"shardwise": lambda: ours.redistribute(columns), **others})
+    bare = best_together({"shardwise": unchecked, **others})
+    what = f"64 MiB rows to columns, {world} ranks"
+    found = [
+        Row(what, checked, "≤ 1.25x raw", ("plain", 1.25)),
+        Row(f"{what}, validation off", bare, "≤ 1.25x raw", ("plain", 1.25)),
+    ]
+    square = [where[: world // 2], where[world // 2 :]]
+    grid, turned = (shardwise.GridShardingSpec(dims, square) for dims in ((0, 1), (1, 0)))
+    on_grid = ours.redistribute(grid)
+    mesh2 = init_device_mesh("cpu", (2, world // 2))
+    theirs2 = distribute_tensor(plain, mesh2, [Shard(0), Shard(1)])
+    seconds = best_together(
+        {
+            "shardwise": lambda: on_grid.redistribute(turned),
+            "DTensor": lambda: theirs2.redistribute(mesh2, [Shard(1), Shard(0)]),
+        }
+    )
+    return [*found, Row(f"64 MiB grid to turned grid, {world} ranks", seconds)]
+
+
+def gather() -> tuple[list[Row], dict[str, float]]:
+    """To rank 0, which holds three quarters; time, and by how much the destination's memory peaks."""
+    warnings.simplefilter("ignore")
+    import torch.distributed._shard.sharded_tensor as old
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    head = SIDE * 3 // 4
+    tail = (SIDE - head) // (world - 1)
+    begin, rows = (
+        (0, head)
+        if rank == 0
+        else (head + (rank - 1) * tail, tail if rank < world - 1 else SIDE - head - (world - 2) * tail)
+    )
+    local = torch.rand(rows, SIDE)
+    ours = shardwise.init_from_local_shards(
+        [shardwise.Shard.from_tensor_and_offsets(local, [begin, 0], rank)], SIDE, SIDE
+    )
+    theirs = old.init_from_local_shards([old.Shard.from_tensor_and_offsets(local, [begin, 0], rank)], SIDE, SIDE)
+    out = torch.zeros(SIDE, SIDE) if rank == 0 else None
+    contenders = {"shardwise": lambda: ours.gather(0, out), "_shard": lambda: theirs.gather(0, out)}
+    seconds = best_together(contenders, repeats=5)
+    extra = {name: peak(work) for name, work in contenders.items()}
+    row = Row("64 MiB uneven gather, 4 ranks", seconds, "≤ 1/2 _shard", ("_shard", 0.5))
+    return [row], {**extra, "largest remote shard": tail * SIDE * 4 / 2**20}
+
+
+def peak(work: Callable[[], object]) -> float:
+    """MiB by which this process's memory peaks above what it was, by the kernel's high-water mark."""
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    work()
+    return (status("VmHWM") - before) / 1024
+
+
+def status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+def plan() -> list[Row]:
+    """Two grids of boxes, one shifted against the other."""
+    rows = []
+    for count in (1_000, 10_000, 100_000):
+        side = math.isqrt(count)
+        even = np.arange(0, 10 * side + 1, 10)
+        shifted = even.copy()
+        shifted[1:-1] += 3
+        pair = [layout_of(edges, 10 * side) for edges in (even, shifted)]
+        make: Any = shardwise.make_plan.__wrapped__
+        seconds = best_of({"shardwise": lambda pair=pair, make=make: make(*pair)}, calls=1, repeats=3)  # type: ignore[misc] # bound now
+        rows.append(Row(f"plan {side * side:,} boxes to {side * side:,}", seconds))
+    return rows
+
+
+def layout_of(edges: Any, size: int) -> Layout:
+    low = np.stack(np.meshgrid(edges[:-1], edges[:-1], indexing="ij"), -1).reshape(-1, 2)
+    high = np.stack(np.meshgrid(edges[1:], edges[1:], indexing="ij"), -1).reshape(-1, 2)
+    where = [f"rank:{k % 8}/cpu" for k in range(len(low))]
+    return Layout.of(torch.Size([size, size]), Boxes(low, high - low), where)
+
+
+def mesh_bytes() -> list[tuple[str, float]]:
+    """What each of 8 ranks receives on average, as a fraction of the tensor, when a mesh comes to cut other dims."""
+    found = []
+    for mesh, before, after in [((4, 2), (0, 1), (1, 0)), ((2, 2, 2), (0, 1, 2), (2, 0, 1))]:
+        size = (64,) * max(2, len(mesh))
+        ranks = np.array(places(8)).reshape(mesh).tolist()
+        src, dst = (shardwise.GridShardingSpec(dims, ranks).layout(size) for dims in (before, after))
+        for name, target in (("", dst), (", ranks relabelled", shardwise.relabel(src, dst))):
+            moved = shardwise.make_plan(src, target).moved / src.size.numel() / 8
+            found.append((f"mesh {mesh}: dims {before} to {after}{name}", moved))
+    return found

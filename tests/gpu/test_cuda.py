@@ -1,0 +1,113 @@
+"""On a GPU: four gloo ranks that share it through host memory, and one NCCL rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    GridShardingSpec,
+    ReplicatedShardingSpec,
+    ShardedTensor,
+    ShardingSpec,
+    ShardMetadata,
+    layout_independent,
+    shard_tensor,
+)
+from shardwise.testing import ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SIZE = (7, 6)
+PLAIN = torch.arange(42.0).reshape(SIZE)
+
+
+def specs(device: str = "cuda:0") -> dict[str, ShardingSpec]:
+    """Layouts on four ranks that share one device."""
+    where = [f"rank:{rank}/{device}" for rank in range(4)]
+    uneven = [([0, 0], [3, 2], 0), ([0, 2], [3, 4], 2), ([3, 0], [1, 6], 0), ([4, 0], [3, 1], 3), ([4, 1], [3, 5], 0)]
+    return {
+        "rows": ChunkShardingSpec(0, where),
+        "columns": ChunkShardingSpec(1, where),
+        "grid": GridShardingSpec((0, 1), [where[:2], where[2:]]),
+        "uneven": EnumerableShardingSpec([ShardMetadata(o, s, where[r]) for o, s, r in uneven]),
+        "replicated": ReplicatedShardingSpec(where),
+    }
+
+
+def holds(tensor: ShardedTensor, plain: torch.Tensor) -> bool:
+    """Whether every local shard is its part of the plain tensor, and on the device its placement names."""
+    for shard in tensor.local_shards():
+        metadata = shard.metadata
+        index = tuple(slice(o, o + s) for o, s in zip(metadata.shard_offsets, metadata.shard_sizes, strict=True))
+        if metadata.placement.device() != shard.tensor.device or not torch.equal(shard.tensor.cpu(), plain[index]):
+            return False
+    return True
+
+
+@ranks(4, timeout=120)
+def test_gloo_ranks_share_a_gpu() -> None:
+    """Scatter, redistribute (whole, in rounds, async), gather and gradients, staged through host memory."""
+    for source in specs().values():
+        tensor = shard_tensor(PLAIN.cuda(), source)
+        assert holds(tensor, PLAIN)
+        for spec in (*specs().values(), *specs("cpu").values()):
+            for options in ({}, {"max_bytes": 40}):
+                assert holds(tensor.redistribute(spec, **options), PLAIN)
+            assert holds(tensor.redistribute(spec, async_op=True).wait(), PLAIN)
+        out = torch.empty(SIZE, device="cuda") if dist.get_rank() == 1 else None
+        tensor.gather(1, out)
+        assert out is None or torch.equal(out.cpu(), PLAIN)
+        assert torch.equal(tensor.full_tensor().cpu(), PLAIN)
+    tensor = shard_tensor(PLAIN.cuda(), specs()["rows"]).requires_grad_()
+    (tensor.redistribute(specs()["uneven"]).full_tensor() * 2).sum().backward()
+    assert tensor.grad is not None
+    assert holds(tensor.grad, torch.full(SIZE, 8.0))
+
+
+@ranks(4, timeout=120)
+def test_to_and_from_the_gpu() -> None:
+    """Every rank learns where the others' shards went."""
+    tensor = shard_tensor(PLAIN, specs("cpu")["uneven"])
+    there = tensor.cuda()
+    assert holds(there, PLAIN)
+    assert {str(s.placement.device()) for s in there.metadata().shards_metadata} == {"cuda:0"}
+    assert there.sharding_spec().layout(SIZE) == there._layout
+    back = there.cpu()
+    assert holds(back, PLAIN)
+    assert {str(s.placement.device()) for s in back.metadata().shards_metadata} == {"cpu"}
+    assert there.to("cuda") is there
+
+
+@ranks(4, timeout=120)
+def test_random_values_do_not_depend_on_the_sharding() -> None:
+    """On the GPU's own generator."""
+    found = []
+    for spec in specs().values():
+        with layout_independent(seed=3):
+            found.append(shardwise.randn(spec, *SIZE).full_tensor())
+    assert all(torch.equal(value, found[0]) for value in found)
+
+
+@ranks(1, fresh=True, timeout=120)
+def test_one_nccl_rank() -> None:
+    """Several shards on the one rank move among themselves, and the group's backend is NCCL."""
+    torch.cuda.set_device(0)
+    group = dist.new_group([0], backend="nccl")
+    here = ["rank:0/cuda:0"]
+    rows, grid = ChunkShardingSpec(0, here * 3), GridShardingSpec((0, 1), [here * 2, here * 2])
+    tensor = shard_tensor(PLAIN.cuda(), rows, process_group=group)
+    assert holds(tensor.redistribute(grid), PLAIN)
+    assert holds(tensor.redistribute(grid, max_bytes=8), PLAIN)
+    out = torch.empty(SIZE, device="cuda")
+    tensor.gather(0, out)
+    assert torch.equal(out.cpu(), PLAIN)
+    assert torch.equal(tensor.full_tensor().cpu(), PLAIN)
+    assert holds(tensor.reshard(grid), PLAIN)
