@@ -44,6 +44,7 @@ def reshard() -> list[Row]:
     """Rows to columns, and one grid to another."""
     warnings.simplefilter("ignore")
     import torch.distributed._shard.sharded_tensor as old
+    from torch.distributed._shard.sharded_tensor.shard import Shard as OldShard
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -53,19 +54,15 @@ def reshard() -> list[Row]:
     ours = shardwise.shard_tensor(plain, rows)
     mesh = init_device_mesh("cpu", (world,))
     theirs = distribute_tensor(plain, mesh, [Shard(0)])
-    old_rows = ChunkShardingSpec(0, list(where))  # type: ignore[arg-type] # strings are parsed
-    old_columns = ChunkShardingSpec(1, list(where))  # type: ignore[arg-type] # strings are parsed
+    old_rows = ChunkShardingSpec(0, list(where))
+    old_columns = ChunkShardingSpec(1, list(where))
     source, target = torch.rand(plain.numel() // world), torch.empty(plain.numel() // world)
 
+    begin = dist.get_rank() * SIDE // world
+
     def upstream() -> object:
-        tensor = old.init_from_local_shards(
-            [
-                old.Shard.from_tensor_and_offsets(
-                    ours.local_tensor(), [dist.get_rank() * SIDE // world, 0], dist.get_rank()
-                )
-            ],
-            size,
-        )
+        shard = OldShard.from_tensor_and_offsets(ours.local_tensor(), [begin, 0], dist.get_rank())
+        tensor = old.init_from_local_shards([shard], size)
         tensor._sharding_spec = old_rows
         return tensor.reshard(old_columns)
 
@@ -103,20 +100,18 @@ def gather() -> tuple[list[Row], dict[str, float]]:
     """To rank 0, which holds three quarters; time, and by how much the destination's memory peaks."""
     warnings.simplefilter("ignore")
     import torch.distributed._shard.sharded_tensor as old
+    from torch.distributed._shard.sharded_tensor.shard import Shard as OldShard
 
     world, rank = dist.get_world_size(), dist.get_rank()
     head = SIDE * 3 // 4
-    tail = (SIDE - head) // (world - 1)
-    begin, rows = (
-        (0, head)
-        if rank == 0
-        else (head + (rank - 1) * tail, tail if rank < world - 1 else SIDE - head - (world - 2) * tail)
-    )
+    edges = [0, *(head + k * (SIDE - head) // (world - 1) for k in range(world))]
+    begin, rows = edges[rank], edges[rank + 1] - edges[rank]
+    tail = max(b - a for a, b in zip(edges[1:], edges[2:], strict=False))
     local = torch.rand(rows, SIDE)
     ours = shardwise.init_from_local_shards(
         [shardwise.Shard.from_tensor_and_offsets(local, [begin, 0], rank)], SIDE, SIDE
     )
-    theirs = old.init_from_local_shards([old.Shard.from_tensor_and_offsets(local, [begin, 0], rank)], SIDE, SIDE)
+    theirs = old.init_from_local_shards([OldShard.from_tensor_and_offsets(local, [begin, 0], rank)], SIDE, SIDE)
     out = torch.zeros(SIDE, SIDE) if rank == 0 else None
     contenders = {"shardwise": lambda: ours.gather(0, out), "_shard": lambda: theirs.gather(0, out)}
     seconds = best_together(contenders, repeats=5)
