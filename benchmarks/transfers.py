@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -106,7 +107,7 @@ def gather() -> tuple[list[Row], dict[str, float]]:
     head = SIDE * 3 // 4
     edges = [0, *(head + k * (SIDE - head) // (world - 1) for k in range(world))]
     begin, rows = edges[rank], edges[rank + 1] - edges[rank]
-    tail = max(b - a for a, b in zip(edges[1:], edges[2:], strict=False))
+    tail = max(b - a for a, b in itertools.pairwise(edges[1:]))
     local = torch.rand(rows, SIDE)
     ours = shardwise.init_from_local_shards(
         [shardwise.Shard.from_tensor_and_offsets(local, [begin, 0], rank)], SIDE, SIDE

@@ -61,7 +61,7 @@ class _Carrier:
         self._plan, self._group, self._dtype = plan, group, dtype
         self._rank = dist.get_rank()
         self._wire = wire_device(plan, group)
-        self._write: Write = torch.Tensor.add_ if plan.sums else torch.Tensor.copy_
+        self._write: Write = torch.Tensor.add_ if plan.sums else copy
 
     def _empty(self, count: int) -> torch.Tensor:
         pinned = self._wire.type == "cpu" and any(t.is_cuda for t in self.outs)
@@ -76,7 +76,7 @@ class _Carrier:
         buffer = self._empty(sum(piece.count for piece in pieces))
         position = 0
         for piece in pieces:
-            buffer[position : position + piece.count].view(piece.view.shape).copy_(piece.view)
+            copy(buffer[position : position + piece.count].view(piece.view.shape), piece.view)
             position += piece.count
         return buffer
 
@@ -296,6 +296,28 @@ def move(
         if everyone and max_bytes is None:
             return AllToAll(plan, tensors, outs, process_group, dtype, ready)
         return PointToPoint(plan, tensors, outs, process_group, dtype, ready, max_bytes)
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy one view into another. On a GPU in the widest units that both allow, which doubles the speed of slabs."""
+    if source.is_cuda and target.is_cuda and source.dtype == target.dtype:
+        for unit in WIDE:
+            if _comes_in(source, unit) and _comes_in(target, unit):
+                source, target = source.view(unit), target.view(unit)
+                break
+    target.copy_(source)
+
+
+WIDE = (torch.complex128, torch.float64)  # 16 and 8 bytes
+
+
+def _comes_in(view: torch.Tensor, unit: torch.dtype) -> bool:
+    """Whether each row of a view is whole units, and begins at one."""
+    ratio = unit.itemsize // view.element_size()
+    if ratio <= 1 or not view.dim() or view.stride(-1) != 1 or view.size(-1) % ratio:
+        return False
+    outer = [stride for size, stride in zip(view.shape[:-1], view.stride()[:-1], strict=True) if size > 1]
+    return view.data_ptr() % unit.itemsize == 0 and all(stride % ratio == 0 for stride in outer)
 
 
 def empty_tensors(layout: Layout, dtype: torch.dtype, *, zero: bool = False) -> list[torch.Tensor]:
