@@ -21,7 +21,7 @@ from shardwise.errors import GapError, LayoutError, OverlapError, SizeError
 from shardwise.geometry import Boxes, IntArray, describe, draw, find_gap, find_overlap, read_only
 from shardwise.geometry.boxes import LARGEST
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.placement import Placement, PlacementLike
+from shardwise.placement import Placement, PlacementLike, RemoteDevice
 
 MOST_DRAWN = 24  # shards in the drawing of a gap
 
@@ -39,13 +39,15 @@ class Layout:
     def of(size: torch.Size, boxes: Boxes, placements: Sequence[PlacementLike | Placement | None]) -> Layout:
         """A layout of boxes that are known to make up the tensor."""
         numbers: dict[Placement, int] = {}
-        seen: dict[Any, int] = {}  # the same placement object is usually given many times
+        seen: dict[Any, int] = {}  # few places are given many times: each is parsed once
         place_of = np.empty(len(placements), dtype=np.int64)
         for k, placement in enumerate(placements):
-            number = seen.get(id(placement))
+            said: Any = placement
+            if isinstance(placement, RemoteDevice):
+                said = (placement.rank(), placement.worker_name(), placement.device())
+            number = seen.get(said)
             if number is None:
-                place = Placement.of(placement)
-                number = seen[id(placement)] = numbers.setdefault(place, len(numbers))
+                number = seen[said] = numbers.setdefault(Placement.of(placement), len(numbers))
             place_of[k] = number
         frozen = Boxes(read_only(boxes.offsets), read_only(boxes.sizes))
         return Layout(size, frozen, tuple(numbers), read_only(place_of))
