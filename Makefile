@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   start 4 local ranks and draw how tensors lie on them"
+	@echo "make demo   start 4 local ranks, draw how tensors lie on them and move one"
 	@echo "make test   ruff, mypy --strict, import-linter, then pytest on real gloo ranks"
 	@echo "make lint   the first three of those"
 	@echo "make bench  measure against torch.distributed._shard, DTensor and plain tensors"

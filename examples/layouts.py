@@ -59,17 +59,37 @@ def show(reports: list[list[str]]) -> None:
             print(f"  rank {rank} holds {report[number].partition('here ')[2].removesuffix(')')}")
 
 
+def move() -> bool:
+    """On every rank: move a tensor from rows to the uneven boxes, and compare it with the plain one."""
+    (rows, size, _), (boxes, _, _) = specs()["Chunks of rows"], specs()["Any boxes: uneven, two of them on rank 1"]
+    plain = torch.arange(float(torch.Size(size).numel())).reshape(size)
+    return torch.equal(shardwise.shard_tensor(plain, rows).redistribute(boxes).full_tensor(), plain)
+
+
+def show_move() -> None:
+    """What had to travel."""
+    (rows, size, dtype), (boxes, _, _) = specs()["Chunks of rows"], specs()["Any boxes: uneven, two of them on rank 1"]
+    plan = shardwise.make_plan(rows.layout(size), boxes.layout(size))
+    print("\nFrom the chunks of rows to the uneven boxes")
+    print(plan.explain(itemsize=dtype.itemsize))
+
+
 def main() -> None:
     """Use the ranks that torchrun started, or start four here."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         show(run_on_ranks(RANKS, build))
+        show_move()
+        print("moved, and every value is in its place:", all(run_on_ranks(RANKS, move)))
         print(f"\n{RANKS} gloo ranks on this machine made {len(specs())} sharded tensors; torch {torch.__version__}.")
         return
     dist.init_process_group("gloo")
     reports: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(reports, build())
+    right = move()
     if dist.get_rank() == 0:
         show(reports)
+        show_move()
+        print("moved, and every value is in its place:", right)
     dist.destroy_process_group()
 
 
