@@ -21,7 +21,7 @@ import torch.distributed
 
 from shardwise import dispatch, metadata, process_group, sharded_tensor, sharding_spec
 from shardwise.errors import DropinError
-from shardwise.sharded_tensor import assembly, remote, shard
+from shardwise.sharded_tensor import assembly, joining, remote, shard
 from shardwise.sharding_spec import chunking, enumerable
 
 ROOT = "torch.distributed._shard"
@@ -124,8 +124,8 @@ TABLE: dict[str, dict[str, Any]] = {
     "sharded_tensor.utils": {
         "_parse_and_validate_remote_device": process_group.parse_and_validate_remote_device,
         "_flatten_tensor_size": assembly.flatten_size,
-        "build_metadata_from_local_shards": assembly.build_metadata_from_local_shards,
-        "build_global_metadata": assembly.build_global_metadata,
+        "build_metadata_from_local_shards": joining.build_metadata_from_local_shards,
+        "build_global_metadata": joining.build_global_metadata,
     },
     "sharded_tensor.logger": {"_get_or_create_logger": _get_or_create_logger},
 }

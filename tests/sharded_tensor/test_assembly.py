@@ -21,7 +21,7 @@ from shardwise import (
     init_from_local_shards,
     zeros,
 )
-from shardwise.sharded_tensor.assembly import build_global_metadata, build_metadata_from_local_shards
+from shardwise.sharded_tensor.joining import build_global_metadata, build_metadata_from_local_shards
 from shardwise.testing import ranks
 
 PLAIN = torch.arange(42.0).reshape(SIZE)

@@ -13,16 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.dispatch import Distributed, summary
+from shardwise.dispatch import summary
 from shardwise.errors import (
     LayoutError,
     ProcessGroupError,
     PropertyError,
-    RankMismatchError,
     ShardCountError,
     SpecError,
 )
-from shardwise.layout import Layout, parse_shards, parse_size
+from shardwise.layout import Layout, parse_size
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.placement import Placement
 from shardwise.process_group import (
@@ -37,9 +36,9 @@ from shardwise.process_group import (
 )
 from shardwise.random import Draw, TileGenerator
 from shardwise.sharded_tensor.frame import Frame, Parts
+from shardwise.sharded_tensor.joining import build_metadata_from_local_shards, decode, encode, joined, work_out
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharding_spec import ShardingSpec, infer_chunk_or_enumerable
-from shardwise.sharding_spec.enumerable import check_tensor, validate_non_overlapping_shards_metadata
 
 Fill = Callable[[torch.Tensor], object]
 
@@ -216,17 +215,17 @@ def from_local_shards(
             raise PropertyError(f"local_shards must be a list of Shard, found {summary(local_shards)}")
         record = None
         if local_shards:
-            record = _encode(build_metadata_from_local_shards(local_shards, known, dist.get_rank(), group))
+            record = encode(build_metadata_from_local_shards(local_shards, known, dist.get_rank(), group))
         fields = {"verb": "init_from_local_shards", "init_rrefs": init_rrefs, "global_size": size}
         return None, fields, record
 
     _, records = in_step_sharing(group, work)
     # From here on every rank computes the same from the same, so an error is everyone's error.
     size = list(_unpacked(global_size))
-    gathered = [None if record is None else _decode(record) for record in records]
-    metadata = _joined(gathered, group_ranks(group))
+    gathered = [None if record is None else decode(record) for record in records]
+    metadata = joined(gathered, group_ranks(group))
     if None in size:
-        _work_out(metadata, size)
+        work_out(metadata, size)
     else:
         metadata.size = parse_size(size)
     layout = locate_all(Layout.from_metadata(metadata.shards_metadata, metadata.size), group)
@@ -240,115 +239,7 @@ def from_local_shards(
     return _parts(layout, spec, rows, metadata.tensor_properties, group, [], shards)
 
 
-# The old system's two halves of `from_local_shards` ------------------------------------------------------------
-
-
-def build_metadata_from_local_shards(
-    local_shards: list[Shard], global_size: torch.Size, current_rank: int, pg: ProcessGroup
-) -> ShardedTensorMetadata:
-    """The metadata of this rank's shards alone, after checking them against each other."""
-    if not local_shards:
-        raise PropertyError("must have local shards!")
-    if not all(isinstance(shard, Shard) for shard in local_shards):
-        raise PropertyError(f"local_shards must be a list of Shard, found {summary(local_shards)}")
-    first = TensorProperties.create_from_tensor(local_shards[0].tensor)
-    for shard in local_shards:
-        tensor, metadata = shard.tensor, shard.metadata
-        place = locate(Placement.of(metadata.placement), pg)
-        if isinstance(tensor, Distributed) or tensor.is_quantized:
-            raise PropertyError(f"a shard holds a plain tensor, found {summary(tensor)} on rank:{current_rank}")
-        if tensor.layout != torch.strided:
-            raise PropertyError(
-                f"Only torch.strided layout is currently supported, but found {tensor.layout} on rank:{current_rank}!"
-            )
-        if not tensor.is_contiguous():
-            raise PropertyError("Only torch.contiguous_format memory_format is currently supported!")
-        if place.rank != current_rank:
-            raise PropertyError(
-                "Local shard metadata's rank does not match with the rank in its process group! "
-                f"Found current rank in the process group: {current_rank}, "
-                f"local ShardMetadata placement's rank: {place.rank}"
-            )
-        if tensor.device != place.device:
-            raise PropertyError(
-                "Local shard tensor device does not match with local Shard's placement! "
-                f"Found local shard tensor device: {tensor.device}, placement device: {place.device}"
-            )
-        same = [
-            ("size", metadata.shard_sizes, list(tensor.size())),
-            ("pin_memory", tensor.is_pinned(), first.pin_memory),
-            ("dtype", tensor.dtype, first.dtype),
-            ("requires_grad", tensor.requires_grad, first.requires_grad),
-        ]
-        for name, one, other in same:
-            if one != other:
-                raise PropertyError(
-                    f"Local shards' tensor {name} property need to be the same on rank:{current_rank}! "
-                    f"Found one local shard tensor {name}={one}, the other local shard tensor {name}={other}."
-                )
-    return ShardedTensorMetadata([shard.metadata for shard in local_shards], global_size, first)
-
-
-def build_global_metadata(
-    gathered_metadatas: Sequence[ShardedTensorMetadata | None], recalc_metadata: bool = False
-) -> ShardedTensorMetadata:
-    """One metadata from every rank's own (None where a rank holds nothing), when they make up a tensor."""
-    metadata = _joined(gathered_metadatas, list(range(len(gathered_metadatas))))
-    if recalc_metadata:
-        _work_out(metadata, [None] * len(metadata.size))
-    validate_non_overlapping_shards_metadata(metadata.shards_metadata)
-    check_tensor(metadata.shards_metadata, metadata.size)
-    return metadata
-
-
-def _joined(gathered: Sequence[ShardedTensorMetadata | None], ranks: list[int]) -> ShardedTensorMetadata:
-    """All ranks' shards in one record, when the ranks agree on everything else."""
-    holders = [(rank, metadata) for rank, metadata in zip(ranks, gathered, strict=True) if metadata is not None]
-    if not holders:
-        raise RankMismatchError("ShardedTensor have no local shards on all ranks!")
-    first_rank, first = holders[0]
-    for rank, metadata in holders:
-        mine = {"global_size": list(first.size), **vars(first.tensor_properties)}
-        theirs = {"global_size": list(metadata.size), **vars(metadata.tensor_properties)}
-        for name, expected in mine.items():
-            if theirs[name] != expected:
-                raise RankMismatchError(
-                    f"ShardedTensor {name} property does not match from different ranks! "
-                    f"{name}={expected} on rank:{first_rank} does not match with {name}={theirs[name]} on rank:{rank}."
-                )
-    shards = [
-        ShardMetadata(shard.shard_offsets, shard.shard_sizes, shard.placement)
-        for _, metadata in holders
-        for shard in metadata.shards_metadata
-    ]
-    return ShardedTensorMetadata(shards, first.size, first.tensor_properties)
-
-
-def _work_out(metadata: ShardedTensorMetadata, size: list[int | None]) -> None:
-    """Fill in the dims of the size that are None, and with them the offsets, in place.
-
-    The first such dim is the one the shards are laid along: as their offsets say, when those fit together, else
-    one behind the other in the given order. Other unknown dims are as large as every shard is there.
-    """
-    shards = metadata.shards_metadata
-    boxes = parse_shards(shards)
-    if boxes.ndim != len(size):
-        raise LayoutError(f"Rank of tensor is {len(size)}, but shards rank is {boxes.ndim}")
-    along = size.index(None)
-    ends = boxes.ends.max(axis=0).tolist()
-    try:
-        metadata.size = torch.Size([ends[dim] if given is None else given for dim, given in enumerate(size)])
-        Layout.from_metadata(shards, metadata.size)
-    except LayoutError:
-        position = 0
-        for shard in shards:
-            shard.shard_offsets = [position if dim == along else 0 for dim in range(boxes.ndim)]
-            position += shard.shard_sizes[along]
-        extents = parse_shards(shards).ends.max(axis=0).tolist()
-        metadata.size = torch.Size([extents[dim] if given is None else given for dim, given in enumerate(size)])
-
-
-# Checks and encodings --------------------------------------------------------------------------------------------
+# Checks ----------------------------------------------------------------------------------------------------------
 
 
 def require_spec(spec: object) -> None:
@@ -410,24 +301,3 @@ def fields_of(layout: Layout, spec: ShardingSpec, properties: TensorProperties) 
         "pin_memory": properties.pin_memory,
         "sharding_spec": f"{type(spec).__name__} {layout.outline}",
     }
-
-
-def _encode(metadata: ShardedTensorMetadata) -> dict[str, Any]:
-    properties = metadata.tensor_properties
-    return {
-        "shards": [
-            [shard.shard_offsets, shard.shard_sizes, str(shard.placement)] for shard in metadata.shards_metadata
-        ],
-        "dtype": str(properties.dtype).removeprefix("torch."),
-        "requires_grad": properties.requires_grad,
-        "pin_memory": properties.pin_memory,
-    }
-
-
-def _decode(record: dict[str, Any]) -> ShardedTensorMetadata:
-    properties = TensorProperties(
-        getattr(torch, record["dtype"]),
-        requires_grad=record["requires_grad"],
-        pin_memory=record["pin_memory"],
-    )
-    return ShardedTensorMetadata([ShardMetadata(*shard) for shard in record["shards"]], torch.Size([]), properties)

@@ -52,14 +52,14 @@ def layout_svg(layout: Layout, *, here: tuple[int, ...] = ()) -> str:
         if panel.title:
             parts.append(f'<text x="1" y="{top + TITLE - 5:.1f}">{panel.title}</text>')
             top += TITLE
-        for row in panel.rows:
+        for row in sorted(panel.rows, key=lambda row: int(filled[row]) in here):  # outlined ones on top
             x, w = _stretch(boxes, row, right, across / width)
             y, h = _stretch(boxes, row, down, deep / height)
             original = int(filled[row])
-            parts.append(_box(layout, original, (x + 1, y + top + 1, w, h), original in here))
+            parts.append(_box(layout, original, (x + 2, y + top + 2, w, h), original in here))
         top += deep + 6
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{across + 2:.0f}" height="{top:.0f}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{across + 4:.0f}" height="{top:.0f}" '
         f'font-family="sans-serif" font-size="12">{"".join(parts)}</svg>'
     )
 
