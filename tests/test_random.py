@@ -75,6 +75,23 @@ def test_by_default_each_rank_draws_from_its_own_generator() -> None:
 
 
 @ranks(2)
+def test_streams_stay_together_when_a_rank_fails() -> None:
+    """A failed factory draws nothing, on any rank; a new seed begins anew."""
+    with layout_independent(seed=5) as generator:
+        with pytest.raises(ValueError, match="Expecting ShardingSpec"):
+            shardwise.rand(None if dist.get_rank() else chunks(0, 0, 1), 4)
+        assert generator.drawn == 0
+        first = shardwise.rand(chunks(0, 0, 1), 4).full_tensor()
+        generator.manual_seed(5)
+        assert torch.equal(shardwise.rand(chunks(0, 1, 0), 4).full_tensor(), first)
+
+
+def test_small_trailing_dims_do_not_make_small_tiles() -> None:
+    """A convolution's weight is drawn in large tiles."""
+    assert torch.Size(tile_shape((512, 64, 3, 3))).numel() > 30_000
+
+
+@ranks(2)
 def test_ranks_with_different_seeds_are_found_out() -> None:
     """When a tensor is made."""
     with layout_independent(seed=dist.get_rank()), pytest.raises(ValueError, match="seed property does not match"):

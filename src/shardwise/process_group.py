@@ -24,6 +24,7 @@ from shardwise.errors import (
     ProcessGroupError,
     RankMismatchError,
     RpcError,
+    TransferError,
     same_kind,
 )
 from shardwise.layout import Layout
@@ -94,28 +95,6 @@ def group_ranks(process_group: ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(process_group)
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Some ranks of a group that do something together, which the others need not know of."""
-
-    group: ProcessGroup
-    ranks: list[int]  # global
-
-    def size(self) -> int:
-        """How many they are."""
-        return len(self.ranks)
-
-    @staticmethod
-    def between(one: ProcessGroup, other: ProcessGroup, ranks: list[int]) -> Meeting | None:
-        """Where data goes from one group to another, of which these ranks hold a part; None for all other ranks.
-
-        A rank may be in one group only, and then does not know who else is in the other. But all know these ranks.
-        """
-        if one is other:
-            return Meeting(one, group_ranks(one)) if is_member(one) else None
-        return Meeting(or_default(None), ranks) if dist.get_rank() in ranks else None
-
-
 def collective_device(process_group: ProcessGroup) -> torch.device:
     """Where a tensor must lie for this group's backend to move it."""
     for device in process_group._device_types:
@@ -183,7 +162,7 @@ def _worker_rank(name: str) -> int:
 # Agreement ------------------------------------------------------------------------------------------------------
 
 
-def in_step(process_group: ProcessGroup | Meeting, work: Callable[[], tuple[T, Fields]]) -> T:
+def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> T:
     """Do this rank's part of a verb; return only if it went well on every rank and all agree on the fields.
 
     Every rank of the group must call it. 25 bytes per rank travel, more only when there is an error to tell.
@@ -198,7 +177,7 @@ def in_step(process_group: ProcessGroup | Meeting, work: Callable[[], tuple[T, F
 class Step(Generic[T]):
     """The same in two halves: `value` is there at once, while the ranks compare; `finish` before acting on it."""
 
-    def __init__(self, process_group: ProcessGroup | Meeting, work: Callable[[], tuple[T, Fields]]) -> None:
+    def __init__(self, process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> None:
         self._group = process_group
         self._asked = _settings.get().validate and _talks(process_group)
         value, self._fields, self._error = _attempt(work)
@@ -235,10 +214,8 @@ def in_step_sharing(process_group: ProcessGroup, work: Callable[[], tuple[T, Fie
     return cast(tuple[T, bytes], result)[0], [json.loads(entry) for entry in gathered]
 
 
-def _talks(process_group: ProcessGroup | Meeting) -> bool:
+def _talks(process_group: ProcessGroup) -> bool:
     """Whether there is anybody to agree with: a fake group has nobody, an outsider is not asked."""
-    if isinstance(process_group, Meeting):
-        return process_group.size() > 1 and _talks(process_group.group)
     return is_member(process_group) and process_group.size() > 1 and dist.get_backend(process_group) != "fake"
 
 
@@ -254,17 +231,13 @@ def _header(fields: Fields, error: Exception | None, brought: bytes) -> bytes:
     return _digest(fields) + bytes([error is not None]) + len(brought).to_bytes(8, "little")
 
 
-def _compare(
-    process_group: ProcessGroup | Meeting, fields: Fields, error: Exception | None, brought: bytes
-) -> list[int]:
+def _compare(process_group: ProcessGroup, fields: Fields, error: Exception | None, brought: bytes) -> list[int]:
     """Raise the same error on every rank unless nobody failed and all fields agree; else who brings how much."""
     headers = _all_gather(process_group, _header(fields, error, brought), [HEADER] * process_group.size())
     return _judge(process_group, headers, fields, error)
 
 
-def _judge(
-    process_group: ProcessGroup | Meeting, headers: list[bytes], fields: Fields, error: Exception | None
-) -> list[int]:
+def _judge(process_group: ProcessGroup, headers: list[bytes], fields: Fields, error: Exception | None) -> list[int]:
     if all(other[: DIGEST + 1] == headers[0][: DIGEST + 1] for other in headers) and not headers[0][DIGEST]:
         return [int.from_bytes(other[DIGEST + 1 :], "little") for other in headers]
     failure = None if error is None else [type(error).__name__, str(error)]
@@ -272,8 +245,7 @@ def _judge(
     sizes = _all_gather(process_group, len(report).to_bytes(8, "little"), [8] * process_group.size())
     lengths = [int.from_bytes(size, "little") for size in sizes]
     reports = [json.loads(entry) for entry in _all_gather(process_group, report, lengths)]
-    ranks = process_group.ranks if isinstance(process_group, Meeting) else group_ranks(process_group)
-    raise _verdict(reports, ranks) from error
+    raise _verdict(reports, group_ranks(process_group)) from error
 
 
 def _verdict(reports: list[Any], ranks: list[int]) -> Exception:
@@ -302,7 +274,7 @@ def _digest(fields: Fields) -> bytes:
     return hasher.digest()
 
 
-def _all_gather(process_group: ProcessGroup | Meeting, data: bytes, lengths: list[int]) -> list[bytes]:
+def _all_gather(process_group: ProcessGroup, data: bytes, lengths: list[int]) -> list[bytes]:
     """What every rank gives, in group order, when the lengths are known."""
     return _Gathering(process_group, data, lengths).wait()
 
@@ -310,37 +282,31 @@ def _all_gather(process_group: ProcessGroup | Meeting, data: bytes, lengths: lis
 class _Gathering:
     """An all-gather of bytes under way."""
 
-    def __init__(self, process_group: ProcessGroup | Meeting, data: bytes, lengths: list[int]) -> None:
-        self._lengths, self._longest = lengths, max(lengths)
-        self._works: list[Any] = []
+    def __init__(self, process_group: ProcessGroup, data: bytes, lengths: list[int]) -> None:
+        self._lengths, self._longest, self._group = lengths, max(lengths), process_group
         if self._longest == 0:
             return
-        group = process_group.group if isinstance(process_group, Meeting) else process_group
-        device = collective_device(group)
+        device = collective_device(process_group)
         padded = bytearray(data.ljust(self._longest, b"\0"))
         self._mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
         self._everyone = torch.empty(len(lengths) * self._longest, dtype=torch.uint8, device=device)
-        if isinstance(process_group, Meeting) and process_group.size() < group.size():
-            self._works = _tell_each_other(process_group, self._mine, self._everyone)
-        else:
-            self._works = [_all_gather_single(self._everyone, self._mine, group=group, async_op=True)]
+        with self._lost_is_said():
+            self._work = _all_gather_single(self._everyone, self._mine, group=process_group, async_op=True)
 
     def wait(self) -> list[bytes]:
         if self._longest == 0:
             return [b""] * len(self._lengths)
-        for work in self._works:
-            work.wait()
+        with self._lost_is_said():
+            self._work.wait()
         gathered = bytes(self._everyone.cpu().numpy())
         return [gathered[k * self._longest :][:length] for k, length in enumerate(self._lengths)]
 
-
-def _tell_each_other(meeting: Meeting, mine: torch.Tensor, everyone: torch.Tensor) -> list[Any]:
-    """An all-gather among some ranks of a group, each telling each."""
-    operations = []
-    for rank, slot in zip(meeting.ranks, everyone.chunk(meeting.size()), strict=True):
-        if rank == dist.get_rank():
-            slot.copy_(mine)
-        else:
-            operations.append(dist.P2POp(dist.irecv, slot, rank, meeting.group))
-            operations.append(dist.P2POp(dist.isend, mine, rank, meeting.group))
-    return dist.batch_isend_irecv(operations)
+    @contextmanager
+    def _lost_is_said(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise TransferError(
+                f"rank {dist.get_rank()} could not compare with ranks {group_ranks(self._group)} "
+                "what they are about to do: one of them has died, left, or taken longer than the group's timeout"
+            ) from error

@@ -37,12 +37,26 @@ class TileGenerator(torch.Generator):
 
     def __init__(self, seed: int) -> None:
         self.manual_seed(seed)
-        self.tile_seed = seed
-        self._drawn = 0
 
-    def fill(self, layout: Layout, rows: tuple[int, ...], tensors: list[torch.Tensor], draw: Draw) -> None:
-        """Fill local tensors, which are these boxes of a layout, with the next random tensor's values."""
-        stream, self._drawn = self._drawn, self._drawn + 1
+    def manual_seed(self, seed: int) -> TileGenerator:
+        """Begin anew, with another seed."""
+        super().manual_seed(seed)
+        self.tile_seed = seed
+        self.drawn = 0  # how many tensors were drawn; with the seed, all the state there is
+        return self
+
+    def fill(
+        self,
+        layout: Layout,
+        rows: tuple[int, ...],
+        tensors: list[torch.Tensor],
+        draw: Draw,
+        *,
+        stream: int | None = None,
+    ) -> None:
+        """Fill local tensors, which are these boxes of a layout, with the next tensor's values, or a given one's."""
+        if stream is None:
+            stream, self.drawn = self.drawn, self.drawn + 1
         shape = tile_shape(tuple(layout.size))
         with torch.no_grad():
             for row, tensor in zip(rows, tensors, strict=True):
@@ -81,15 +95,15 @@ class TileGenerator(torch.Generator):
 
 
 def tile_shape(size: tuple[int, ...]) -> tuple[int, ...]:
-    """How a tensor of this size is cut into tiles: near-square in its last two dims, one deep in the others."""
-    if not size:
-        return ()
-    if len(size) == 1:
-        return (TILE,)
-    side = math.isqrt(TILE)
-    columns = min(max(size[-1], 1), side if size[-2] >= side else TILE // max(size[-2], 1))
-    rows = max(TILE // columns, 1)
-    return (*([1] * (len(size) - 2)), rows, columns)
+    """How a tensor of this size is cut into tiles: filled from the last dim on, near-square where there is room."""
+    shape: list[int] = []
+    room = TILE
+    for dim in reversed(range(len(size))):
+        before = math.prod(size[:dim])  # what the dims in front could fill
+        most = max(math.isqrt(room) if dim else room, room // max(before, 1))
+        shape.insert(0, max(min(size[dim], most, room), 1))
+        room = max(room // shape[0], 1)
+    return tuple(shape)
 
 
 def _seed(seed: int, stream: int, place: tuple[int, ...]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -141,7 +142,7 @@ def test_gather_in_a_sub_group() -> None:
 
 @ranks(4)
 def test_between_groups() -> None:
-    """That overlap, contain or avoid each other; outsiders take part only where they hold something."""
+    """That overlap, contain or avoid each other; every rank there is takes part, whether it holds something or not."""
     rank = dist.get_rank()
     members = [(0, 1), (2, 3), (1, 2), (0, 1, 2), (3,), (0, 1, 2, 3)]
     groups = {ranks_: dist.new_group(list(ranks_)) for ranks_ in members}
@@ -151,9 +152,25 @@ def test_between_groups() -> None:
         assert len(moved.local_shards()) == (rank in target)
         assert holds(moved, PLAIN)
         assert moved._process_group is groups[target]
-        into = shardwise.zeros(chunks(0, *target), *SIZE, process_group=groups[target])
-        into.copy_(tensor)
-        assert holds(into, PLAIN)
+        assert holds(tensor.redistribute(chunks(0, *target), process_group=groups[target], max_bytes=50), PLAIN)
+
+
+@ranks(4)
+def test_between_groups_all_ranks_raise_together() -> None:
+    """Whoever is wrong, in either group or in none."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    tensor = shard_tensor(PLAIN, chunks(0, 0, 1), process_group=groups[0])
+    with pytest.raises(ValueError, match="Global rank 1 does not exist"):
+        tensor.redistribute(chunks(0, 2, 1), process_group=groups[1])
+    odd = dist.get_rank() == 3
+    with pytest.raises(ValueError, match="does not match with sharding_spec"):
+        tensor.redistribute(chunks(int(odd), 2, 3), process_group=groups[1])
+    assert holds(tensor.redistribute(chunks(0, 2, 3), process_group=groups[1]), PLAIN)
+    if dist.get_rank() < 2:
+        other = shardwise.zeros(chunks(1, 0, 1), *SIZE, process_group=groups[0])
+        assert holds(other.copy_(tensor), PLAIN)
+    with pytest.raises(RuntimeError, match="same ProcessGroup"):
+        shardwise.zeros(chunks(1, 0, 1, 2, 3), *SIZE).copy_(tensor)
 
 
 @ranks(4)
@@ -315,6 +332,106 @@ def test_gradcheck_and_double_backward() -> None:
     source, target = chunks(0, 0, 1), boxes(([0, 0], [4, 1], 1), ([0, 1], [4, 3], 0))
     assert torch.autograd.gradcheck(lambda x: loss_of(x, source, target), (local,), fast_mode=False)
     assert torch.autograd.gradgradcheck(lambda x: loss_of(x, source, target), (local,), fast_mode=False)
+
+
+@ranks(2)
+def test_second_derivatives_where_a_rank_holds_nothing() -> None:
+    """There and back through a layout on one rank only, by the public names, and twice."""
+    tensor = shard_tensor(PLAIN.double(), chunks(0, 0, 1)).requires_grad_()
+    moved = tensor.redistribute(chunks(0, 0))
+    assert [moved.requires_grad, moved.detach().requires_grad] == [True, False]
+    seed = moved._like([torch.full(SIZE, 2.0, dtype=torch.float64, requires_grad=True) for _ in moved._local_tensors()])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using backward.* with create_graph=True")
+        moved.backward(seed, create_graph=True)
+    assert tensor.grad is not None
+    assert holds(tensor.grad, torch.full(SIZE, 2.0, dtype=torch.float64))
+    tensor.grad.backward(torch.ones_like(tensor))
+    for local in seed._local_tensors():
+        assert torch.equal(local.grad, torch.ones(SIZE, dtype=torch.float64))
+
+
+@ranks(2)
+def test_graphs_through_ranks_without_shards_do_not_hang() -> None:
+    """dtype changes, detached tensors and copies keep or cut the graph on every rank alike."""
+    tensor = shard_tensor(PLAIN, chunks(0, 0, 1)).requires_grad_()
+    there = tensor.redistribute(chunks(0, 0)).to(torch.float64)
+    assert there.requires_grad
+    back = there.redistribute(chunks(1, 0, 1))
+    back.backward(torch.ones_like(back))
+    assert holds(tensor.grad, torch.ones(SIZE))
+    cut = tensor.redistribute(chunks(0, 0)).detach().requires_grad_()
+    again = cut.redistribute(chunks(0, 1))
+    again.backward(torch.ones_like(again))
+    assert holds(tensor.grad, torch.ones(SIZE))
+    into = shardwise.zeros(chunks(0, 0), *SIZE)
+    into.copy_(tensor)
+    into.backward(torch.ones_like(into))
+    assert holds(tensor.grad, torch.full(SIZE, 2.0))
+    assert not tensor.to(torch.int64).requires_grad
+
+
+@ranks(2)
+def test_what_is_written_below_autograd_is_noticed() -> None:
+    """A graph that saved what a transfer then overwrote raises, and a copy into a result is recorded."""
+    weight = torch.ones(3, 6, requires_grad=True)
+    into = shardwise.zeros(chunks(0, 0, 1), 6, 6)
+    product = (weight * into.local_tensor()).sum()
+    into.copy_(shardwise.ones(chunks(1, 0, 1), 6, 6))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    leaf = shardwise.ones(chunks(0, 0, 1), 6, 6, requires_grad=True)
+    result = leaf.clone()
+    result.copy_(shardwise.ones(chunks(1, 0, 1), 6, 6))
+    result.backward(torch.ones_like(result))
+    assert holds(leaf.grad, torch.zeros(6, 6))
+    with pytest.raises(ValueError, match=r"use torch.no_grad"):
+        leaf.copy_(shardwise.ones(chunks(1, 0, 1), 6, 6))
+
+
+@ranks(2)
+def test_asynchronous_rounds_may_be_finished_in_any_order_or_not_at_all() -> None:
+    """On each rank its own."""
+    one, two = shard_tensor(PLAIN, chunks(0, 0, 1)), shard_tensor(PLAIN * 2, chunks(0, 0, 1))
+    first, second = (t.redistribute(chunks(1, 1, 0), async_op=True, max_bytes=16) for t in (one, two))
+    one.redistribute(chunks(1, 1, 0), async_op=True, max_bytes=10**6)  # and dropped
+    done = [first.wait(), second.wait()] if dist.get_rank() else [second.wait(), first.wait()][::-1]
+    assert holds(done[0], PLAIN)
+    assert holds(done[1], PLAIN * 2)
+    assert torch.equal(one.full_tensor(), PLAIN)
+
+
+@ranks(2)
+def test_what_cannot_be_moved_raises_everywhere() -> None:
+    """Meta tensors, shards of a wrong size, dtypes that are none."""
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match="has no data"):
+        shard_tensor(PLAIN.to("meta"), chunks(0, 0, 1))
+    tensor = shard_tensor(PLAIN, chunks(0, 0, 1))
+    out = torch.empty(SIZE) if rank == 0 else None
+    with pytest.raises(ValueError, match=r"must be a torch.dtype"):
+        tensor.gather(0, out, dtype="float32")
+    with pytest.raises(ValueError, match="no data on the meta device"):
+        tensor.gather(0, None if out is None else out.to("meta"))
+    if rank == 0:
+        tensor.local_shards()[0].tensor = torch.ones(1, 1)
+    with pytest.raises(ValueError, match="was given a tensor of size"):
+        tensor.redistribute(chunks(1, 0, 1))
+    meta = shardwise.empty(shardwise.ChunkShardingSpec(0, places(0, 1, device="meta")), *SIZE)
+    assert meta.redistribute(shardwise.ChunkShardingSpec(1, places(0, 1, device="meta"))).local_tensor().is_meta
+
+
+@ranks(4)
+def test_equal_layouts_and_renamed_ranks() -> None:
+    """A new tensor is new memory; with relabelling, what can stay stays."""
+    tensor = shard_tensor(PLAIN, chunks(0, 0, 1, 2, 3))
+    same = tensor.redistribute(chunks(0, 0, 1, 2, 3))
+    same.fill_(0)
+    assert holds(tensor, PLAIN)
+    turned = tensor.redistribute(chunks(0, 3, 2, 1, 0), relabel=True)
+    assert turned._layout == tensor._layout
+    assert turned.sharding_spec() == chunks(0, 0, 1, 2, 3)
+    assert holds(turned, PLAIN)
 
 
 @ranks(4)

@@ -130,9 +130,33 @@ def test_a_plan_explains_itself() -> None:
     plan = make_plan(chunks(0, 0, 1).layout((4, 4)), chunks(1, 0, 1).layout((4, 4)))
     assert plan.explain().splitlines() == [
         "(4, 4) from 2 boxes to 2: 4 pieces, 32 bytes move (50.0% of the tensor), at least 32 must.",
+        "0 pieces lie in one run of memory at their source, 4 at their destination; the others are packed.",
         "rank 0 keeps 16 bytes and sends 16 to rank 1.",
         "rank 1 keeps 16 bytes and sends 16 to rank 0.",
     ]
+
+
+@given(layout_pairs())
+def test_a_plan_knows_what_lies_in_one_run_of_memory(pair: tuple[Layout, Layout]) -> None:
+    """As torch says of the views."""
+    plan = make_plan(*pair)
+    for layout, rows, lies in (
+        (plan.src, plan.src_rows, plan.sent_as_it_lies),
+        (plan.dst, plan.dst_rows, plan.lands_as_it_comes),
+    ):
+        for piece, row in enumerate(rows.tolist()):
+            tensor = torch.empty(layout.boxes.sizes[row].tolist())
+            begin = (plan.boxes.offsets[piece] - layout.boxes.offsets[row]).tolist()
+            size = plan.boxes.sizes[piece].tolist()
+            for dim, (offset, length) in enumerate(zip(begin, size, strict=True)):
+                tensor = tensor.narrow(dim, offset, length)
+            assert lies[piece] == tensor.is_contiguous()
+
+
+def test_replicas_share_what_is_wanted() -> None:
+    """Not what lies elsewhere in the box: two holders of all, of which a third rank wants one half."""
+    plan = make_plan(ReplicatedShardingSpec(places(0, 1)).layout((8, 8)), chunks(0, 2, 0).layout((8, 8)))
+    assert plan.traffic == {(0, 0): 32, (0, 2): 16, (1, 2): 16}
 
 
 def test_sizes_must_be_equal() -> None:

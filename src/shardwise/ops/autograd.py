@@ -8,6 +8,7 @@ import torch
 
 from shardwise.dispatch import registry
 from shardwise.errors import PropertyError
+from shardwise.sharded_tensor import ShardedTensorBase
 
 
 def _backward(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
@@ -24,6 +25,11 @@ def _backward(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
     roots = list(tensor._local_tensors())
     if not roots and tensor._anchor is not None:
         roots, grads = [tensor._anchor], [torch.zeros_like(tensor._anchor)]
+    if given.get("inputs") is not None:
+        inputs = given["inputs"] if isinstance(given["inputs"], list | tuple) else [given["inputs"]]
+        given["inputs"] = [
+            local for one in inputs for local in (one._local_tensors() if isinstance(one, ShardedTensorBase) else [one])
+        ]
     if roots:
         torch.autograd.backward(roots, grads, **given)
 

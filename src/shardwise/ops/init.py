@@ -84,6 +84,8 @@ def _kaiming(
     nonlinearity: str = "leaky_relu",
     generator: TileGenerator | None = None,
 ) -> None:
+    if 0 in tensor.shape:
+        return
     fan = torch.nn.init._calculate_correct_fan(tensor, mode)  # type: ignore[arg-type] # torch checks the mode
     gain = torch.nn.init.calculate_gain(nonlinearity, a)  # type: ignore[arg-type] # torch checks the name
     bound = math.sqrt(3.0) * gain / math.sqrt(fan)

@@ -118,15 +118,18 @@ def allocate(
             with torch.no_grad():
                 if draw is not None and generator is not None:
                     fill(nothing)
-                    generator.fill(layout, rows, tensors, draw)
+                    generator.fill(layout, rows, tensors, draw, stream=generator.drawn)
                 else:
                     for tensor in tensors or [nothing]:
                         fill(tensor)
         parts = _parts(layout, spec, rows, properties, group, tensors)
-        seed = None if generator is None else generator.tile_seed
+        seed = None if generator is None else (generator.tile_seed, generator.drawn)
         return parts, {"verb": verb, "seed": seed, "init_rrefs": init_rrefs, **fields_of(layout, spec, properties)}
 
-    return in_step(group, work)
+    parts = in_step(group, work)
+    if generator is not None:
+        generator.drawn += 1  # only now, so that ranks stay together when one fails
+    return parts
 
 
 def from_local_tensor(

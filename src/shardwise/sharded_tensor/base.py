@@ -59,17 +59,21 @@ class ShardedTensorBase(Distributed, torch.Tensor):
 
     def _like(self, tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> Any:
         """The same layout, filled with these local tensors: the result of an op that keeps shards where they are."""
-        frame = self._frame if dtype is None else self._frame.with_dtype(dtype)
+        return self._derived(self._frame if dtype is None else self._frame.with_dtype(dtype), tensors, self._anchor)
+
+    def _derived(self, frame: Frame, tensors: list[torch.Tensor], anchor: torch.Tensor | None) -> Any:
+        """What an op makes of this tensor; on a rank without shards it wants a gradient where others' results do."""
         new = _make_wrapper(type(self), frame.size, dtype=frame.dtype, device=frame.device)
         new._frame = frame
         new._tensors = tensors
-        if not tensors and self._wants_grad and torch.is_grad_enabled():
+        if not tensors and self.requires_grad and torch.is_grad_enabled():
             new._wants_grad = frame.dtype.is_floating_point or frame.dtype.is_complex
-            new._anchor = self._anchor
+            new._anchor = anchor if new._wants_grad else None
         return new
 
     def _become(self, frame: Frame, tensors: list[torch.Tensor]) -> None:
         """Take on another frame and other local tensors, in place."""
+        self._wants_grad, self._anchor, self._shardless_grad = self.requires_grad, None, None
         self._frame, self._tensors, self._shards, self._known_metadata = frame, tensors, None, None
 
     @classmethod
@@ -226,6 +230,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         for tensor in self._local_tensors() or [torch.empty(0, dtype=self.dtype)]:  # which refuses what shards would
             tensor.requires_grad = requires_grad
         self._wants_grad = requires_grad
+        self._anchor = self._anchor if requires_grad else None
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Record operations on every shard, from now on."""

@@ -20,7 +20,6 @@ from shardwise.metadata import TensorProperties
 from shardwise.placement import Placement, rank_device
 from shardwise.process_group import (
     Fields,
-    Meeting,
     Step,
     group_ranks,
     in_step,
@@ -32,7 +31,7 @@ from shardwise.process_group import (
 from shardwise.sharded_tensor.assembly import fields_of, require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharding_spec import ShardingSpec, placed
-from shardwise.transfer import Moving, Plan, make_plan, move
+from shardwise.transfer import Moving, Plan, empty_tensors, make_plan, move, relabel
 
 if TYPE_CHECKING:
     from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -61,6 +60,17 @@ class Way:
         }
 
 
+@dataclass(frozen=True)
+class Request:
+    """Where a tensor is asked to go, and how."""
+
+    spec: ShardingSpec
+    process_group: ProcessGroup | None
+    max_bytes: int | None
+    relabel: bool
+    async_op: bool
+
+
 class Differentiable(torch.autograd.Function):
     """A transfer that autograd can take back: its backward is the reverse transfer.
 
@@ -79,10 +89,23 @@ class Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """The gradients on their way back; what went to several replicas is added up."""
         contiguous = [grad.contiguous() for grad in grads]
+        if torch.is_grad_enabled() and not any(grad.requires_grad for grad in contiguous):
+            contiguous[-1] = torch.zeros((), requires_grad=True)  # or this rank would miss a second backward
         return None, None, None, *_apply(ctx.plan.reverse(), ctx.way, ctx.dtype, *contiguous)
 
 
 _apply: Callable[..., tuple[torch.Tensor, ...]] = Differentiable.apply  # which torch declares without types
+
+
+def require_movable(tensor: ShardedTensor) -> None:
+    """Raise unless the local tensors can be sent: before the ranks agree, for afterwards it would be too late."""
+    for shard_size, local in zip(
+        tensor._layout.boxes.sizes[list(tensor._frame.rows)], tensor._local_tensors(), strict=True
+    ):
+        if list(local.shape) != shard_size.tolist():
+            raise PropertyError(f"a shard of size {shard_size.tolist()} was given a tensor of size {list(local.shape)}")
+        if local.is_meta and any(place.device.type != "meta" for place in tensor._layout.places):
+            raise PropertyError("a shard without data, on the meta device, cannot be moved")
 
 
 def wants_graph(tensor: ShardedTensor) -> bool:
@@ -93,6 +116,9 @@ def wants_graph(tensor: ShardedTensor) -> bool:
 def moved_tensors(tensor: ShardedTensor, plan: Plan, way: Way) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """The local tensors of the plan's destination, recorded by autograd if need be, and the anchor if recorded."""
     tensors = tensor._local_tensors()
+    if tensor.is_meta:  # nothing to move; every rank knows that, for the layout says so
+        way.ready()
+        return empty_tensors(plan.dst, tensor.dtype), None
     if not wants_graph(tensor):
         return move(plan, tensors, dtype=tensor.dtype, **way.options()).wait(), None
     anchor = tensor._anchor if tensor._anchor is not None else torch.zeros((), requires_grad=True)
@@ -121,6 +147,8 @@ def scattered(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_g
         properties = TensorProperties.create_from_tensor(tensor)
         layout = locate_all(spec.layout(tensor.size()), group)
         source = _global_rank(src_rank, group, "src_rank")
+        if tensor.is_meta and source == dist.get_rank() and layout.places[0].device.type != "meta":
+            raise PropertyError("the tensor on the source rank has no data: it is on the meta device")
         return (layout, source), {"src_rank": src_rank, **fields_of(layout, spec, properties)}
 
     layout, source = in_step(group, work)
@@ -128,7 +156,12 @@ def scattered(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_g
     frame = Frame.of(layout, spec, rows, tensor.dtype, group)
     have = whole_on(layout.size, [Placement(layout.places[0].device, source)])
     mine = [tensor] if dist.get_rank() == source else []
-    outs = move(make_plan(have, layout), mine, group, dtype=tensor.dtype).wait() if is_member(group) else []
+    if not is_member(group):
+        outs = []
+    elif layout.places[0].device.type == "meta":
+        outs = empty_tensors(layout, tensor.dtype)
+    else:
+        outs = move(make_plan(have, layout), mine, group, dtype=tensor.dtype).wait()
     for out in outs:
         out.requires_grad_(tensor.requires_grad)
     return Parts(frame, outs, None, tensor.requires_grad)
@@ -151,6 +184,11 @@ def gather(
                 "must be specified on destination rank" if out is None else "must NOT be specified on other ranks than"
             )
             raise PropertyError(f"gather: argument ``out`` {rule} {dst}")
+        require_movable(tensor)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise PropertyError(f"gather: dtype must be a torch.dtype, found {dtype!r}")
+        if tensor.is_meta or (out is not None and out.is_meta):
+            raise PropertyError("gather: there is no data on the meta device")
         if out is not None and tuple(out.size()) != tuple(tensor.size()):
             raise PropertyError(f"gather: ``out`` has size {tuple(out.size())}, but should be {tuple(tensor.size())}")
         return target, {"verb": "gather", "dst": dst, "dtype": dtype, "tensor": tensor._layout.outline}
@@ -165,8 +203,10 @@ def gather(
     outs = [] if out is None else [out if dtype in (None, out.dtype) else torch.empty_like(out, dtype=dtype)]
     locals_ = [local.detach() for local in tensor._local_tensors()]
     move(plan, locals_, group, dtype=kind, outs=outs, max_bytes=max(largest, 1)).wait()
-    if out is not None and outs[0] is not out:
-        out.copy_(outs[0])
+    if out is not None:
+        if outs[0] is not out:
+            out.copy_(outs[0])
+        torch.autograd.graph.increment_version(out)  # it was written below autograd
 
 
 def full_tensor(tensor: ShardedTensor) -> torch.Tensor:
@@ -174,7 +214,13 @@ def full_tensor(tensor: ShardedTensor) -> torch.Tensor:
     group = tensor._process_group
     if not is_member(group):
         raise ProcessGroupError("full_tensor: this rank is not in the tensor's process group")
-    step = Step(group, lambda: (None, {"verb": "full_tensor", "tensor": tensor._layout.outline}))
+
+    def work() -> tuple[None, Fields]:
+        require_movable(tensor)
+        outline = {"verb": "full_tensor", "tensor": tensor._layout.outline}
+        return None, {**outline, "requires_grad": wants_graph(tensor)}
+
+    step = Step(group, work)
     device = tensor.device
     here = dist.get_rank()
     places = [
@@ -189,57 +235,47 @@ def full_tensor(tensor: ShardedTensor) -> torch.Tensor:
 # From one layout to another ---------------------------------------------------------------------------------------
 
 
-def _agreed_target(
-    tensor: ShardedTensor, spec: ShardingSpec, process_group: ProcessGroup | None, max_bytes: int | None, verb: str
-) -> tuple[Frame, Way | None]:
-    """The frame that the tensor is to have, and the way there; None where nothing comes or goes."""
-    group = tensor._process_group if process_group is None else process_group
+def _agreed_target(tensor: ShardedTensor, request: Request) -> tuple[Frame, Way]:
+    """The frame that the tensor is to have, and the way there."""
+    group = tensor._process_group if request.process_group is None else request.process_group
+    # An outsider of both groups cannot tell whether they are the same: so, to a given group, all ranks there are go.
+    joint = tensor._process_group if request.process_group is None else or_default(None)
 
     def work() -> tuple[Frame, Fields]:
+        spec = request.spec
         require_spec(spec)
+        require_movable(tensor)
+        if request.async_op and wants_graph(tensor):
+            raise SpecError("an asynchronous transfer cannot be differentiated: use torch.no_grad() or async_op=False")
         layout = locate_all(spec.layout(tensor.size()), group)
+        if request.relabel:
+            layout = relabel(tensor._layout, layout)
+            spec = placed(spec, layout)
         rows = layout.rows_on(dist.get_rank()) if is_member(group) else ()
         frame = Frame.of(layout, spec, rows, tensor.dtype, group)
         outlines = {"tensor": tensor._layout.outline, "sharding_spec": f"{type(spec).__name__} {layout.outline}"}
-        return frame, {"verb": verb, **outlines, "max_bytes": max_bytes, "requires_grad": wants_graph(tensor)}
+        options = {"max_bytes": request.max_bytes, "async_op": request.async_op}
+        return frame, {"verb": "redistribute", **outlines, **options, "requires_grad": wants_graph(tensor)}
 
-    if group is tensor._process_group:
-        step = Step(group, work)
-        return step.value, Way(group, True, max_bytes, step.finish) if is_member(group) else None
-    frame, _ = work()  # who must agree is known only once the layout is
-    meeting = Meeting.between(tensor._process_group, group, holders(tensor._layout, frame.layout))
-    if meeting is None:
-        return frame, None
-    step = Step(meeting, work)
-    return step.value, Way(meeting.group, False, max_bytes, step.finish)
+    step = Step(joint, work)
+    return step.value, Way(joint, True, request.max_bytes, step.finish)
 
 
-def holders(*layouts: Layout) -> list[int]:
-    """The ranks that hold a box of one of these layouts."""
-    return sorted({rank for layout in layouts for rank in layout.ranks.tolist()})
-
-
-def redistributed(
-    tensor: ShardedTensor, spec: ShardingSpec, process_group: ProcessGroup | None, max_bytes: int | None
-) -> tuple[Frame, list[torch.Tensor], torch.Tensor | None]:
+def redistributed(tensor: ShardedTensor, request: Request) -> tuple[Frame, list[torch.Tensor], torch.Tensor | None]:
     """The frame and the local tensors of the tensor under another spec."""
-    frame, way = _agreed_target(tensor, spec, process_group, max_bytes, "redistribute")
-    if way is None:
+    frame, way = _agreed_target(tensor, request)
+    if not is_member(way.group):
         return frame, [], None
     if frame.layout == tensor._layout:
         way.ready()
-        return frame, [local.view_as(local) for local in tensor._local_tensors()], tensor._anchor
+        return frame, [local.clone() for local in tensor._local_tensors()], tensor._anchor
     return frame, *moved_tensors(tensor, make_plan(tensor._layout, frame.layout), way)
 
 
-def redistributing(
-    tensor: ShardedTensor, spec: ShardingSpec, process_group: ProcessGroup | None, max_bytes: int | None
-) -> tuple[Frame, Moving | None]:
+def redistributing(tensor: ShardedTensor, request: Request) -> tuple[Frame, Moving | None]:
     """The same, begun and not waited for; autograd does not record it."""
-    if wants_graph(tensor):
-        raise SpecError("an asynchronous transfer cannot be differentiated: use torch.no_grad() or async_op=False")
-    frame, way = _agreed_target(tensor, spec, process_group, max_bytes, "redistribute async")
-    if way is None:
+    frame, way = _agreed_target(tensor, request)
+    if not is_member(way.group):
         return frame, None
     plan = make_plan(tensor._layout, frame.layout)
     return frame, move(plan, tensor._local_tensors(), dtype=tensor.dtype, **way.options())
@@ -251,6 +287,7 @@ def reshard(tensor: ShardedTensor, spec: ShardingSpec) -> None:
 
     def work() -> tuple[Frame, Fields, bool]:
         require_spec(spec)
+        require_movable(tensor)
         layout = locate_all(spec.layout(tensor.size()), group)
         if not tensor.is_leaf:
             raise SpecError(
@@ -262,6 +299,9 @@ def reshard(tensor: ShardedTensor, spec: ShardingSpec) -> None:
         return frame, {"verb": "reshard", **outlines, "requires_grad": tensor.requires_grad}, has_grad
 
     frame, have_grads = in_step_sharing(group, work)
+    if not is_member(group):
+        tensor._become(frame, [])
+        return
     wants_grad = tensor.requires_grad
     plan = make_plan(tensor._layout, frame.layout)
     locals_ = tensor._local_tensors()
@@ -274,6 +314,8 @@ def reshard(tensor: ShardedTensor, spec: ShardingSpec) -> None:
         new.requires_grad_(wants_grad)
         new.grad = grad
     tensor._become(frame, news)
+    if any(have_grads) and not news:
+        tensor._shardless_grad = tensor._like([])
 
 
 def copy_into(into: Any, source: Any, non_blocking: bool = False) -> None:
@@ -282,28 +324,38 @@ def copy_into(into: Any, source: Any, non_blocking: bool = False) -> None:
         for local, other in zip(into._local_tensors(), into._locals_of(source), strict=True):
             local.copy_(other, non_blocking)
         return
-    ranks = holders(into._layout, source._layout)
-    meeting = Meeting.between(into._process_group, source._process_group, ranks)
-    if meeting is None:
-        return
+    joint = into._process_group
+    if source._process_group is not joint:
+        raise ProcessGroupError(
+            "All distributed tensors should use the same ProcessGroup if used together in an op, here copy_: "
+            "redistribute the source to the other group first"
+        )
 
-    def work() -> tuple[Plan, Fields]:
+    def work() -> tuple[bool, Fields]:
         if into.shape != source.shape:
             raise PropertyError(f"copy_ from size {tuple(source.shape)} into size {tuple(into.shape)}")
-        fields = {"verb": "copy_", "into": into._layout.outline, "source": source._layout.outline}
-        return make_plan(source._layout, into._layout), {**fields, "graph": wants_graph(source)}
+        require_movable(into)
+        require_movable(source)
+        recorded = torch.is_grad_enabled() and (source.requires_grad or into.requires_grad)
+        if recorded and into.requires_grad and into.is_leaf:
+            raise PropertyError("copy_ into a leaf that requires grad: use torch.no_grad()")
+        outlines = {"verb": "copy_", "into": into._layout.outline, "source": source._layout.outline}
+        return recorded, {**outlines, "requires_grad": wants_graph(source)}
 
-    plan = in_step(meeting, work)
-    way = Way(meeting.group, everyone=into._process_group is source._process_group)
-    if wants_graph(source):
-        arrived, _ = moved_tensors(source, plan, way)
-        for local, other in zip(into._local_tensors(), arrived, strict=True):
-            local.copy_(other)
-    else:
-        for local in into._local_tensors():
-            if torch.is_grad_enabled() and local.requires_grad and local.is_leaf:
-                raise PropertyError("copy_ into a leaf that requires grad: use torch.no_grad()")
-        move(plan, source._local_tensors(), dtype=source.dtype, outs=into._local_tensors(), **way.options()).wait()
+    recorded = in_step(joint, work)
+    if not is_member(joint):
+        return
+    plan, way = make_plan(source._layout, into._layout), Way(joint)
+    if not recorded:
+        outs = into._local_tensors()
+        move(plan, source._local_tensors(), dtype=source.dtype, outs=outs, **way.options()).wait()
+        torch.autograd.graph.increment_version(outs)  # they were written below autograd
+        return
+    arrived, anchor = moved_tensors(source, plan, way)
+    for local, other in zip(into._local_tensors(), arrived, strict=True):
+        local.copy_(other)
+    if not arrived and anchor is not None:
+        into._anchor, into._wants_grad = anchor, True
 
 
 # To other devices and dtypes --------------------------------------------------------------------------------------
@@ -331,6 +383,8 @@ def converted(
         _, told = in_step_sharing(group, work)
         devices = {rank: torch.device(name) for rank, name in told}
         layout = layout.moved(lambda place: place.on(devices[place.rank]) if place.rank in devices else place)
+    if process_group is not None:
+        layout = locate_all(layout, group)
     spec = tensor._sharding_spec if layout is tensor._layout else placed(tensor._sharding_spec, layout)
     frame = Frame.of(layout, spec, tensor._frame.rows, dtype, group)
     return frame, [convert(local, target) for local in tensor._local_tensors()]

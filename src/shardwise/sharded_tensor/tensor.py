@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup, rpc
 from shardwise.dispatch import registry
 from shardwise.errors import MemoryFormatError, RpcError
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, restore_properties
-from shardwise.process_group import or_default
+from shardwise.process_group import Fields, in_step, or_default
 from shardwise.random import Draw, TileGenerator, current_generator
 from shardwise.sharded_tensor import assembly, movement, pickling, remote
 from shardwise.sharded_tensor.base import ShardedTensorBase
@@ -144,10 +144,14 @@ class ShardedTensor(ShardedTensorBase):
         init_rrefs: bool = False,
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensor:
-        """A tensor from this rank's shards and metadata that every rank knows. No communication."""
+        """A tensor from this rank's shards and metadata that every rank knows. No communication but for references."""
         group = or_default(process_group)
-        self = cls._wrap(assembly.from_global_metadata(local_shards, sharded_tensor_metadata, sharding_spec, group))
-        return remote.share(self) if init_rrefs else self
+
+        def work() -> tuple[ShardedTensor, Fields]:
+            parts = assembly.from_global_metadata(local_shards, sharded_tensor_metadata, sharding_spec, group)
+            return cls._wrap(parts), {"verb": "from metadata, with references"}
+
+        return remote.share(in_step(or_default(None), work)) if init_rrefs else work()[0]
 
     # Moving data ------------------------------------------------------------------------------------------------
 
@@ -177,21 +181,22 @@ class ShardedTensor(ShardedTensorBase):
         process_group: ProcessGroup | None = None,
         max_bytes: int | None = None,
         async_op: bool = False,
+        relabel: bool = False,
     ) -> Any:
         """A new tensor with the same values, sharded by another spec; exactly what must move is moved.
 
-        Every rank of the group calls it; with another group, every rank that holds a shard before or after. It is
-        differentiable: the backward moves gradients the other way, and adds up what comes from several replicas.
+        Every rank of the group calls it; with another group, every rank of the default group. It is differentiable: the
+        backward moves gradients the other way, and adds up what comes from several replicas.
 
         ``max_bytes`` bounds the buffers on each rank; the transfer then goes in rounds. ``async_op=True`` begins and
-        gives an object whose ``wait()`` gives the tensor; autograd does not record it.
+        gives an object whose ``wait()`` gives the tensor; until then this tensor must not be changed, and autograd does
+        not record it. ``relabel=True`` exchanges the ranks of the spec among themselves so that the least must move.
         """
+        request = movement.Request(sharding_spec, process_group, max_bytes, relabel, async_op)
         if async_op:
-            frame, moving = movement.redistributing(self, sharding_spec, process_group, max_bytes)
-            return Pending(frame, moving)
-        frame, tensors, anchor = movement.redistributed(self, sharding_spec, process_group, max_bytes)
-        new = type(self)._wrap(Parts(frame, tensors, None, self.requires_grad and torch.is_grad_enabled()))
-        new._anchor = anchor if not tensors else None
+            return Pending(self, *movement.redistributing(self, request))
+        frame, tensors, anchor = movement.redistributed(self, request)
+        new: ShardedTensor = self._derived(frame, tensors, anchor)
         return new
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
@@ -219,7 +224,8 @@ class ShardedTensor(ShardedTensorBase):
 
         moves = None if same_device else device
         frame, tensors = movement.converted(self, moves, dtype, process_group, convert)
-        return type(self)._wrap(Parts(frame, tensors, None, self.requires_grad))
+        new: ShardedTensor = self._derived(frame, tensors, self._anchor)
+        return new
 
     def cpu(
         self, memory_format: torch.memory_format = torch.preserve_format, process_group: ProcessGroup | None = None
@@ -250,8 +256,8 @@ class ShardedTensor(ShardedTensorBase):
 class Pending:
     """A tensor on its way to another layout."""
 
-    def __init__(self, frame: Frame, moving: Moving | None) -> None:
-        self._frame, self._moving = frame, moving
+    def __init__(self, source: ShardedTensor, frame: Frame, moving: Moving | None) -> None:
+        self._source, self._frame, self._moving = source, frame, moving
 
     def wait(self) -> ShardedTensor:
         """The tensor, when all of it has arrived."""

@@ -22,7 +22,7 @@ from shardwise.sharding_spec.spec import ShardingSpec
 class ReplicatedShardingSpec(ShardingSpec):
     """Every placement holds all of the tensor; each rank at most once.
 
-    The gradient of a replicated tensor is the sum over its replicas.
+    Each replica has a gradient of its own, of what was computed from it; the tensor's gradient is their sum.
     """
 
     placements: list[RemoteDevice]

@@ -29,7 +29,7 @@ START_TIMEOUT = 60.0
 GRACE = 6.0  # seconds that the other ranks get to fail too, once one has
 MACHINERY = ("/multiprocessing/", "/shardwise/testing/", "<string>")  # frames that are in every stack
 BEFORE_JOINING = "a script that starts ranks must do so under `if __name__ == '__main__':`"
-MOST_POOLS = 3  # kept alive at once, each of another size
+MOST_POOLS = 4  # kept alive at once, each of another size
 
 
 class RankFailure(AssertionError):

@@ -161,6 +161,9 @@ class AllToAll(_Carrier):
         return self.outs
 
 
+_unfinished: list[PointToPoint] = []  # in the order in which they were begun, which is the same on every rank
+
+
 class PointToPoint(_Carrier):
     """A transfer between some ranks of a group, or in rounds under a limit of extra memory."""
 
@@ -193,15 +196,27 @@ class PointToPoint(_Carrier):
         self._under_way: list[tuple[dist.Work, Segment, bool]] = []
         self._round = 0
         ready()
+        _unfinished.append(self)  # kept until done, even if nobody waits: its buffers are on the wire
         self._start()
+        while self._wire.type != "cpu" and self._round < self._rounds:
+            self._start()  # NCCL works in order of the calls, so all are made now; the host does not wait
 
     def wait(self) -> list[torch.Tensor]:
-        """Finish: unpack what arrives, in further rounds if need be."""
+        """Finish: unpack what arrives, in further rounds if need be.
+
+        What was begun earlier is finished first, whoever waits for it, so that all ranks go through their rounds in the
+        same order.
+        """
         with torch.no_grad():
-            while self._round < self._rounds or self._under_way:
-                self._finish()
-                self._start()
+            while self in _unfinished:
+                _unfinished[0]._finish_all()
         return self.outs
+
+    def _finish_all(self) -> None:
+        _unfinished.remove(self)
+        while self._round < self._rounds or self._under_way:
+            self._finish()
+            self._start()
 
     def _start(self) -> None:
         """Begin the next round, and do the local copies while the first one travels."""
@@ -209,7 +224,7 @@ class PointToPoint(_Carrier):
             receives = [s[self._round] for s in self._receives.values() if self._round < len(s)]
             sends = [s[self._round] for s in self._sends.values() if self._round < len(s)]
             self._round += 1
-            if dist.get_backend(self._group) == "nccl":
+            if self._wire.type != "cpu":  # NCCL wants sends and receives that wait for each other in one batch
                 self._start_batch(receives, sends)
             else:
                 self._start_each(receives, sends)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwise.errors import LayoutError
 from shardwise.geometry import Boxes, IntArray, intersections, read_only
@@ -84,6 +85,16 @@ class Plan:
         others = [src for src, dst in self._runs if dst == rank and src != rank]
         return sorted(others, key=lambda other: (other >= rank, -other))
 
+    @cached_property
+    def sent_as_it_lies(self) -> npt.NDArray[np.bool_]:
+        """For each piece, whether it is one run of memory at its source; else it must be packed."""
+        return _lies_whole(self.boxes, self.src.boxes.take(self.src_rows))
+
+    @cached_property
+    def lands_as_it_comes(self) -> npt.NDArray[np.bool_]:
+        """For each piece, whether it is one run of memory at its destination; else it must be unpacked."""
+        return _lies_whole(self.boxes, self.dst.boxes.take(self.dst_rows))
+
     # Figures --------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -124,7 +135,9 @@ class Plan:
         lines = [
             f"{tuple(self.src.size)} from {len(self.src)} boxes to {len(self.dst)}: {len(self)} pieces, "
             f"{self.moved * itemsize:,} bytes move ({self.moved * itemsize / max(whole, 1):.1%} of the tensor), "
-            f"at least {self.lower_bound * itemsize:,} must."
+            f"at least {self.lower_bound * itemsize:,} must.",
+            f"{int(self.sent_as_it_lies.sum())} pieces lie in one run of memory at their source, "
+            f"{int(self.lands_as_it_comes.sum())} at their destination; the others are packed.",
         ]
         for rank in self.ranks:
             out = [f"{self.traffic[rank, d] * itemsize:,} to rank {d}" for d in self.destinations(rank)]
@@ -193,8 +206,7 @@ class _Replicas:
         parts = self.counts[box[far]] if self.src.ndim else np.ones(len(far), dtype=np.int64)
         piece = np.repeat(far, parts)
         part = np.arange(len(piece)) - np.repeat(np.cumsum(parts) - parts, parts)
-        part_low, part_high = self._part(box[piece], part)
-        part_low, part_high = np.maximum(part_low, low[piece]), np.minimum(part_high, high[piece])
+        part_low, part_high = _part(low[piece], high[piece], part, np.repeat(parts, parts))
         some = (part_low < part_high).all(axis=1)
         piece, part, part_low, part_high = piece[some], part[some], part_low[some], part_high[some]
         return (
@@ -204,17 +216,27 @@ class _Replicas:
             np.concatenate([high[local], part_high]),
         )
 
-    def _part(self, box: IntArray, part: IntArray) -> tuple[IntArray, IntArray]:
-        """The part of a box that one of its holders answers for: an even cut along its longest dim."""
-        low, high = self.boxes.offsets[box], self.boxes.ends[box]
-        if not self.src.ndim:
-            return low, high
-        dim = np.argmax(high - low, axis=1)
-        rows = np.arange(len(box))
-        begin, length, count = low[rows, dim], (high - low)[rows, dim], self.counts[box]
-        low, high = low.copy(), high.copy()
-        low[rows, dim], high[rows, dim] = begin + length * part // count, begin + length * (part + 1) // count
+
+def _part(low: IntArray, high: IntArray, part: IntArray, count: IntArray) -> tuple[IntArray, IntArray]:
+    """One of so many even parts of each piece, cut along its longest dim."""
+    if not low.shape[1]:
         return low, high
+    dim = np.argmax(high - low, axis=1)
+    rows = np.arange(len(low))
+    begin, length = low[rows, dim], (high - low)[rows, dim]
+    low, high = low.copy(), high.copy()
+    low[rows, dim], high[rows, dim] = begin + length * part // count, begin + length * (part + 1) // count
+    return low, high
+
+
+def _lies_whole(pieces: Boxes, boxes: Boxes) -> npt.NDArray[np.bool_]:
+    """Which pieces are one run of memory in the boxes they are parts of."""
+    full, single = pieces.sizes == boxes.sizes, pieces.sizes == 1
+    ones = np.ones((len(pieces), 1), dtype=bool)
+    before = np.concatenate([ones, np.cumprod(single, axis=1, dtype=bool)], axis=1)[:, :-1]
+    behind = np.concatenate([np.cumprod(full[:, ::-1], axis=1, dtype=bool)[:, ::-1], ones], axis=1)[:, 1:]
+    whole: npt.NDArray[np.bool_] = (before & behind).any(axis=1) if pieces.ndim else ones[:, 0]
+    return whole
 
 
 def cut(box: tuple[list[int], list[int]], most: int) -> Iterator[tuple[list[int], list[int]]]:
