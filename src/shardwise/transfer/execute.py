@@ -61,11 +61,12 @@ class _Carrier:
         self._plan, self._group, self._dtype = plan, group, dtype
         self._rank = dist.get_rank()
         self._wire = wire_device(plan, group)
+        kinds = {place.device.type for layout in (plan.src, plan.dst) for place in layout.places}
+        self._staged = self._wire.type == "cpu" and "cuda" in kinds  # through pinned memory of the host
         self._write: Write = torch.Tensor.add_ if plan.sums else copy
 
     def _empty(self, count: int) -> torch.Tensor:
-        pinned = self._wire.type == "cpu" and any(t.is_cuda for t in self.outs)
-        return torch.empty(count, dtype=self._dtype, device=self._wire, pin_memory=pinned)
+        return torch.empty(count, dtype=self._dtype, device=self._wire, pin_memory=self._staged)
 
     def _fits(self, tensor: torch.Tensor) -> bool:
         """Whether this memory can be sent, or received into, as it lies."""
