@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from shardwise.transfer.execute import copy
+from shardwise.transfer.pieces import copy
 
 pytestmark = [
     pytest.mark.gpu,

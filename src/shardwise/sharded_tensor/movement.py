@@ -43,10 +43,9 @@ def _at_once() -> None:
 
 @dataclass(frozen=True)
 class Way:
-    """How a transfer goes: in which group, whether all of it takes part, under which limit, and after what."""
+    """How a transfer goes: in which group, under which limit, and after what."""
 
     group: ProcessGroup
-    everyone: bool = True
     max_bytes: int | None = None
     ready: Callable[[], object] = _at_once
 
@@ -54,7 +53,6 @@ class Way:
         """As `move` takes them."""
         return {
             "process_group": self.group,
-            "everyone": self.everyone,
             "max_bytes": self.max_bytes,
             "ready": self.ready,
         }
@@ -258,7 +256,7 @@ def _agreed_target(tensor: ShardedTensor, request: Request) -> tuple[Frame, Way]
         return frame, {"verb": "redistribute", **outlines, **options, "requires_grad": wants_graph(tensor)}
 
     step = Step(joint, work)
-    return step.value, Way(joint, True, request.max_bytes, step.finish)
+    return step.value, Way(joint, request.max_bytes, step.finish)
 
 
 def redistributed(tensor: ShardedTensor, request: Request) -> tuple[Frame, list[torch.Tensor], torch.Tensor | None]:

@@ -1,9 +1,8 @@
 """Sending what a plan says, as it lies where it lies contiguously, packed where not.
 
-All that one rank has for another is one message. Where a whole group takes part, the messages go in one all-to-all of
-bytes, straight from the source and into the destination if their memory is in the right order. Otherwise, between some
-ranks of a group or under a limit of extra memory, they go point to point: received first, sent as soon as packed, and
-with a limit cut into segments that go in rounds.
+All that one rank has for another is one message. The messages go in one all-to-all of bytes, straight from the source
+and into the destination if their memory is in the right order. Under a limit of extra memory they go point to point,
+cut into segments that go in rounds.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from torch.distributed import P2POp, ProcessGroup
 
 from shardwise.errors import TransferError
 from shardwise.layout import Layout
-from shardwise.transfer.plan import Plan, cut
+from shardwise.transfer.pieces import Piece, as_bytes, copy, pieces_of
+from shardwise.transfer.plan import Plan
 
 Write = Callable[[torch.Tensor, torch.Tensor], object]  # into a view of the destination, what arrived for it
 Ready = Callable[[], object]  # called once, after packing and before anything is sent
@@ -29,14 +29,6 @@ class Moving(Protocol):
 
     def wait(self) -> list[torch.Tensor]:
         """Finish, and give the local tensors of the destination."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a local tensor: as a view, and its number of elements."""
-
-    view: torch.Tensor
-    count: int
 
 
 @dataclass(slots=True)
@@ -109,8 +101,8 @@ class AllToAll(_Carrier):
     ) -> None:
         super().__init__(plan, outs, group, dtype)
         members, rank = dist.get_process_group_ranks(group), self._rank
-        sends = [_pieces(plan, plan.pieces(rank, r), plan.src, plan.src_rows, tensors, None) for r in members]
-        receives = [_pieces(plan, plan.pieces(r, rank), plan.dst, plan.dst_rows, outs, None) for r in members]
+        sends = [pieces_of(plan, plan.pieces(rank, r), plan.src, plan.src_rows, tensors, None) for r in members]
+        receives = [pieces_of(plan, plan.pieces(r, rank), plan.dst, plan.dst_rows, outs, None) for r in members]
         source = self._as_it_lies(sends, tensors)
         target = None if plan.sums else self._as_it_lies(receives, outs)
         local = members.index(rank)
@@ -120,10 +112,10 @@ class AllToAll(_Carrier):
             copies = list(zip(sends[local], receives[local], strict=True))
             sends[local] = receives[local] = []
         into, out = ([sum(p.count for p in pieces) * dtype.itemsize for pieces in side] for side in (sends, receives))
-        given = _as_bytes(self._packed([p for pieces in sends for p in pieces]) if source is None else source)
+        given = as_bytes(self._packed([p for pieces in sends for p in pieces]) if source is None else source)
         self._pieces = [piece for pieces in receives for piece in pieces]
         self._arrived = self._empty(sum(piece.count for piece in self._pieces)) if target is None else None
-        taken = _as_bytes(target if self._arrived is None else self._arrived)  # type: ignore[arg-type] # one is there
+        taken = as_bytes(target if self._arrived is None else self._arrived)  # type: ignore[arg-type] # one is there
         ready()
         self._given = given  # must live until it is sent
         self._work = self._begin(taken, given, out, into)
@@ -166,7 +158,7 @@ _unfinished: list[PointToPoint] = []  # in the order in which they were begun, w
 
 
 class PointToPoint(_Carrier):
-    """A transfer between some ranks of a group, or in rounds under a limit of extra memory."""
+    """A transfer in rounds, under a limit of extra memory."""
 
     def __init__(
         self,
@@ -176,21 +168,23 @@ class PointToPoint(_Carrier):
         group: ProcessGroup,
         dtype: torch.dtype,
         ready: Ready,
-        max_bytes: int | None,
+        max_bytes: int,
     ) -> None:
         super().__init__(plan, outs, group, dtype)
-        most = None if max_bytes is None else _segment_elements(plan, max_bytes, dtype.itemsize)
+        most = _segment_elements(plan, max_bytes, dtype.itemsize)
         rank = self._rank
         local = plan.pieces(rank, rank)
-        sources = _pieces(plan, local, plan.src, plan.src_rows, tensors, None)
-        targets = _pieces(plan, local, plan.dst, plan.dst_rows, outs, None)
+        sources = pieces_of(plan, local, plan.src, plan.src_rows, tensors, None)
+        targets = pieces_of(plan, local, plan.dst, plan.dst_rows, outs, None)
         self._copies = list(zip(sources, targets, strict=True))
         self._sends = {
-            peer: _segments(peer, _pieces(plan, plan.pieces(rank, peer), plan.src, plan.src_rows, tensors, most), most)
+            peer: _segments(
+                peer, pieces_of(plan, plan.pieces(rank, peer), plan.src, plan.src_rows, tensors, most), most
+            )
             for peer in plan.destinations(rank)
         }
         self._receives = {
-            peer: _segments(peer, _pieces(plan, plan.pieces(peer, rank), plan.dst, plan.dst_rows, outs, most), most)
+            peer: _segments(peer, pieces_of(plan, plan.pieces(peer, rank), plan.dst, plan.dst_rows, outs, most), most)
             for peer in plan.sources(rank)
         }
         self._rounds = max((len(s) for s in (*self._sends.values(), *self._receives.values())), default=0)
@@ -274,15 +268,15 @@ class PointToPoint(_Carrier):
 
     def _send_buffer(self, segment: Segment) -> torch.Tensor:
         if len(segment.pieces) == 1 and self._fits(segment.pieces[0].view):
-            return _as_bytes(segment.pieces[0].view)
+            return as_bytes(segment.pieces[0].view)
         segment.buffer = self._packed(segment.pieces)
-        return _as_bytes(segment.buffer)
+        return as_bytes(segment.buffer)
 
     def _receive_buffer(self, segment: Segment) -> torch.Tensor:
         if not self._plan.sums and len(segment.pieces) == 1 and self._fits(segment.pieces[0].view):
-            return _as_bytes(segment.pieces[0].view)
+            return as_bytes(segment.pieces[0].view)
         segment.buffer = self._empty(segment.count)
-        return _as_bytes(segment.buffer)
+        return as_bytes(segment.buffer)
 
     def _land(self, segment: Segment) -> None:
         """What arrived in a buffer goes to its place; what arrived in its place is there."""
@@ -298,42 +292,18 @@ def move(
     dtype: torch.dtype,
     outs: list[torch.Tensor] | None = None,
     max_bytes: int | None = None,
-    everyone: bool = True,
     ready: Ready = lambda: None,
 ) -> Moving:
     """Begin to move this rank's tensors of the source layout into tensors of the destination layout.
 
-    Every rank of the group calls it, or, if not ``everyone``, every rank that the plan names. ``outs`` are the
-    destination's tensors, made here when not given.
+    Every rank of the group calls it. ``outs`` are the destination's tensors, made here when not given.
     """
     if outs is None:
         outs = empty_tensors(plan.dst, dtype, zero=plan.sums)
     with torch.no_grad():
-        if everyone and max_bytes is None:
+        if max_bytes is None:
             return AllToAll(plan, tensors, outs, process_group, dtype, ready)
         return PointToPoint(plan, tensors, outs, process_group, dtype, ready, max_bytes)
-
-
-def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy one view into another. On a GPU in the widest units that both allow, which doubles the speed of slabs."""
-    if source.is_cuda and target.is_cuda and source.dtype == target.dtype:
-        for unit in WIDE:
-            if _comes_in(source, unit) and _comes_in(target, unit):
-                source, target = source.view(unit), target.view(unit)
-                break
-    target.copy_(source)
-
-
-WIDE = (torch.complex128, torch.float64)  # 16 and 8 bytes
-
-
-def _comes_in(view: torch.Tensor, unit: torch.dtype) -> bool:
-    """Whether each row of a view is whole units, and begins at one."""
-    ratio = unit.itemsize // view.element_size()
-    if ratio <= 1 or not view.dim() or view.stride(-1) != 1 or view.size(-1) % ratio:
-        return False
-    outer = [stride for size, stride in zip(view.shape[:-1], view.stride()[:-1], strict=True) if size > 1]
-    return view.data_ptr() % unit.itemsize == 0 and all(stride % ratio == 0 for stride in outer)
 
 
 def empty_tensors(layout: Layout, dtype: torch.dtype, *, zero: bool = False) -> list[torch.Tensor]:
@@ -356,36 +326,8 @@ def wire_device(plan: Plan, process_group: ProcessGroup) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _pieces(
-    plan: Plan,
-    run: range,
-    layout: Layout,
-    rows: object,
-    tensors: Sequence[torch.Tensor],
-    most: int | None,
-) -> list[Piece]:
-    """Views of the local tensors for a run of pieces, each of at most so many elements."""
-    if not run:
-        return []
-    here = {row: k for k, row in enumerate(layout.rows_on(dist.get_rank()))}
-    chosen = slice(run.start, run.stop)
-    row_list = rows[chosen].tolist()  # type: ignore[index] # an array of rows
-    offsets = (plan.boxes.offsets[chosen] - layout.boxes.offsets[row_list]).tolist()
-    sizes = plan.boxes.sizes[chosen].tolist()
-    pieces = []
-    for row, offset, size in zip(row_list, offsets, sizes, strict=True):
-        tensor = tensors[here[row]].detach()
-        boxes = [(offset, size)] if most is None else cut((offset, size), most)
-        for begin, extent in boxes:
-            view = tensor[tuple(slice(o, o + s) for o, s in zip(begin, extent, strict=True))] if extent else tensor
-            pieces.append(Piece(view, view.numel()))
-    return pieces
-
-
-def _segments(peer: int, pieces: list[Piece], most: int | None) -> list[Segment]:
-    """A message in segments of at most so many elements; without a limit it is one segment."""
-    if most is None:
-        return [Segment(peer, pieces)]
+def _segments(peer: int, pieces: list[Piece], most: int) -> list[Segment]:
+    """A message in segments of at most so many elements."""
     segments: list[Segment] = []
     room = 0
     for piece in pieces:
@@ -405,8 +347,3 @@ def _segment_elements(plan: Plan, max_bytes: int, itemsize: int) -> int:
             at_once[src] = at_once.get(src, 0) + 1
             at_once[dst] = at_once.get(dst, 0) + 1
     return max(max_bytes // (max(at_once.values(), default=1) * itemsize), 1)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, whatever its dtype."""
-    return tensor.reshape(-1).view(torch.uint8)
