@@ -9,6 +9,7 @@ from shardwise import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     GridShardingSpec,
+    ReplicatedShardingSpec,
     ShardedTensorBase,
     ShardingSpec,
     ShardMetadata,
@@ -48,6 +49,19 @@ SPECS: dict[str, ShardingSpec] = {
     "all on one rank": boxes(([0, 0], [7, 6], 2)),
     "with empty boxes": boxes(([0, 0], [0, 6], 0), ([0, 0], [7, 6], 1), ([7, 0], [0, 0], 1)),
 }
+
+ALL: dict[str, ShardingSpec] = {**SPECS, "replicated": ReplicatedShardingSpec(places(0, 2, 3))}
+PLAIN = torch.arange(42.0).reshape(SIZE)
+
+
+def holds(tensor: ShardedTensorBase, plain: torch.Tensor) -> bool:
+    """Whether every local shard is its part of the plain tensor."""
+    for shard in tensor.local_shards():
+        metadata = shard.metadata
+        index = tuple(slice(o, o + s) for o, s in zip(metadata.shard_offsets, metadata.shard_sizes, strict=True))
+        if not torch.equal(shard.tensor.detach().view(torch.uint8), plain[index].contiguous().view(torch.uint8)):
+            return False
+    return True
 
 
 def whole(tensor: ShardedTensorBase) -> torch.Tensor:

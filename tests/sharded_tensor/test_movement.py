@@ -5,33 +5,20 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import SIZE, SPECS, boxes, chunks, places, whole
+from tests.cases import ALL, PLAIN, SIZE, SPECS, boxes, chunks, holds, places, whole
 
 import shardwise
-from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardedTensor, ShardingSpec, make_plan, shard_tensor
+from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardingSpec, make_plan, shard_tensor
 from shardwise.errors import TransferError
 from shardwise.testing import RankFailure, ranks, run_on_ranks
 from shardwise.transfer import execute
 
-ALL: dict[str, ShardingSpec] = {**SPECS, "replicated": ReplicatedShardingSpec(places(0, 2, 3))}
-PLAIN = torch.arange(42.0).reshape(SIZE)
 DTYPES = [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.float64, torch.int64]
-
-
-def holds(tensor: ShardedTensor, plain: torch.Tensor) -> bool:
-    """Whether every local shard is its part of the plain tensor."""
-    for shard in tensor.local_shards():
-        metadata = shard.metadata
-        index = tuple(slice(o, o + s) for o, s in zip(metadata.shard_offsets, metadata.shard_sizes, strict=True))
-        if not torch.equal(shard.tensor.detach().view(torch.uint8), plain[index].contiguous().view(torch.uint8)):
-            return False
-    return True
 
 
 @pytest.mark.parametrize("source", ALL)
@@ -273,122 +260,6 @@ def test_a_rank_that_dies_is_an_error_that_says_what_was_under_way() -> None:
     assert "rank 0" not in str(caught.value)  # it met the error it expected
 
 
-@pytest.mark.parametrize("target", ALL)
-@pytest.mark.parametrize("source", ["chunk dim 0", "uneven, several per rank", "all on one rank"])
-@ranks(4)
-def test_the_gradient_of_a_transfer_is_the_transfer_back(source: str, target: str) -> None:
-    """With other weights for each replica, which add up; also for ranks that hold nothing before or after."""
-    tensor = shard_tensor(PLAIN.double(), ALL[source]).requires_grad_()
-    moved = tensor.redistribute(ALL[target])
-    assert moved.requires_grad
-    weights = torch.rand(4, *SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    gradient = moved._like([weights[dist.get_rank()][index].clone() for index in indices(moved)])
-    moved.backward(gradient)
-    holders = sorted(set(moved._layout.ranks.tolist())) if target == "replicated" else None
-    if tensor.local_shards():
-        assert tensor.grad is not None
-        if holders is not None:
-            assert holds(tensor.grad, sum_in_order(weights, tensor, moved))
-        else:
-            expected = torch.empty(SIZE, dtype=torch.float64)
-            for metadata in moved.metadata().shards_metadata:
-                index = tuple(
-                    slice(o, o + s) for o, s in zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
-                )
-                expected[index] = weights[metadata.placement.rank()][index]
-            assert holds(tensor.grad, expected)
-
-
-def indices(tensor: ShardedTensor) -> list[tuple[slice, ...]]:
-    """Where this rank's shards lie in the whole tensor."""
-    return [
-        tuple(slice(o, o + s) for o, s in zip(m.shard_offsets, m.shard_sizes, strict=True))
-        for m in (shard.metadata for shard in tensor.local_shards())
-    ]
-
-
-def sum_in_order(weights: torch.Tensor, tensor: ShardedTensor, moved: ShardedTensor) -> torch.Tensor:
-    """The sum over replicas, rounded as the reverse transfer adds: what is here first, then as it arrives."""
-    assert tensor.grad is not None
-    expected: torch.Tensor = weights[sorted(set(moved._layout.ranks.tolist()))].sum(0)
-    for index, shard in zip(indices(tensor.grad), tensor.grad.local_shards(), strict=True):
-        torch.testing.assert_close(shard.tensor, expected[index])
-        expected[index] = shard.tensor
-    return expected
-
-
-def loss_of(local: torch.Tensor, source: ShardingSpec, target: ShardingSpec) -> Any:
-    """A function of this rank's shard alone, as gradcheck wants it: its own share of a global, curved loss."""
-    tensor = ShardedTensor._init_from_local_tensor(local, source, 4, 4)
-    moved = tensor.redistribute(target)
-    back = moved._like([(piece**3).sin() for piece in moved._local_tensors()]).redistribute(source)
-    return back.local_tensor() * torch.arange(1.0, 5.0, dtype=torch.float64)
-
-
-@ranks(2)
-def test_gradcheck_and_double_backward() -> None:
-    """Numerically, all ranks in step: there and back again through another layout."""
-    local = torch.rand(2, 4, dtype=torch.float64, requires_grad=True)
-    source, target = chunks(0, 0, 1), boxes(([0, 0], [4, 1], 1), ([0, 1], [4, 3], 0))
-    assert torch.autograd.gradcheck(lambda x: loss_of(x, source, target), (local,), fast_mode=False)
-    assert torch.autograd.gradgradcheck(lambda x: loss_of(x, source, target), (local,), fast_mode=False)
-
-
-@ranks(2)
-def test_second_derivatives_where_a_rank_holds_nothing() -> None:
-    """There and back through a layout on one rank only, by the public names, and twice."""
-    tensor = shard_tensor(PLAIN.double(), chunks(0, 0, 1)).requires_grad_()
-    moved = tensor.redistribute(chunks(0, 0))
-    assert [moved.requires_grad, moved.detach().requires_grad] == [True, False]
-    seed = moved._like([torch.full(SIZE, 2.0, dtype=torch.float64, requires_grad=True) for _ in moved._local_tensors()])
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Using backward.* with create_graph=True")
-        moved.backward(seed, create_graph=True)
-    assert tensor.grad is not None
-    assert holds(tensor.grad, torch.full(SIZE, 2.0, dtype=torch.float64))
-    tensor.grad.backward(torch.ones_like(tensor))
-    for local in seed._local_tensors():
-        assert torch.equal(local.grad, torch.ones(SIZE, dtype=torch.float64))
-
-
-@ranks(2)
-def test_graphs_through_ranks_without_shards_do_not_hang() -> None:
-    """dtype changes, detached tensors and copies keep or cut the graph on every rank alike."""
-    tensor = shard_tensor(PLAIN, chunks(0, 0, 1)).requires_grad_()
-    there = tensor.redistribute(chunks(0, 0)).to(torch.float64)
-    assert there.requires_grad
-    back = there.redistribute(chunks(1, 0, 1))
-    back.backward(torch.ones_like(back))
-    assert holds(tensor.grad, torch.ones(SIZE))
-    cut = tensor.redistribute(chunks(0, 0)).detach().requires_grad_()
-    again = cut.redistribute(chunks(0, 1))
-    again.backward(torch.ones_like(again))
-    assert holds(tensor.grad, torch.ones(SIZE))
-    into = shardwise.zeros(chunks(0, 0), *SIZE)
-    into.copy_(tensor)
-    into.backward(torch.ones_like(into))
-    assert holds(tensor.grad, torch.full(SIZE, 2.0))
-    assert not tensor.to(torch.int64).requires_grad
-
-
-@ranks(2)
-def test_what_is_written_below_autograd_is_noticed() -> None:
-    """A graph that saved what a transfer then overwrote raises, and a copy into a result is recorded."""
-    weight = torch.ones(3, 6, requires_grad=True)
-    into = shardwise.zeros(chunks(0, 0, 1), 6, 6)
-    product = (weight * into.local_tensor()).sum()
-    into.copy_(shardwise.ones(chunks(1, 0, 1), 6, 6))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
-    leaf = shardwise.ones(chunks(0, 0, 1), 6, 6, requires_grad=True)
-    result = leaf.clone()
-    result.copy_(shardwise.ones(chunks(1, 0, 1), 6, 6))
-    result.backward(torch.ones_like(result))
-    assert holds(leaf.grad, torch.zeros(6, 6))
-    with pytest.raises(ValueError, match=r"use torch.no_grad"):
-        leaf.copy_(shardwise.ones(chunks(1, 0, 1), 6, 6))
-
-
 @ranks(2)
 def test_asynchronous_rounds_may_be_finished_in_any_order_or_not_at_all() -> None:
     """On each rank its own."""
@@ -432,16 +303,6 @@ def test_equal_layouts_and_renamed_ranks() -> None:
     assert turned._layout == tensor._layout
     assert turned.sharding_spec() == chunks(0, 0, 1, 2, 3)
     assert holds(turned, PLAIN)
-
-
-@ranks(4)
-def test_full_tensor_is_differentiable() -> None:
-    """Each rank's loss counts: four equal losses give four times the gradient."""
-    tensor = shard_tensor(PLAIN, SPECS["uneven, several per rank"]).requires_grad_()
-    (tensor.full_tensor() * 3).sum().backward()
-    if tensor.local_shards():
-        assert tensor.grad is not None
-        assert holds(tensor.grad, torch.full(SIZE, 12.0))
 
 
 @ranks(4)
