@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import chunks, places
+from tests.cases import chunks, holds, places
 
+import shardwise
 from shardwise import (
     ChunkShardingSpec,
     ShardedTensor,
@@ -94,13 +95,17 @@ def test_a_handler_needs_four_parameters() -> None:
 @ranks(2)
 def test_an_op_without_a_rule_is_refused_with_a_way_out() -> None:
     """The message names the op and its arguments without their data, and ends as callers expect."""
-    tensor = ones(chunks(0, 0, 1), 4, 3)
-    with pytest.raises(RuntimeError, match=r"torch function 'cholesky_inverse', with args: .*") as caught:
+    tensor = ones(chunks(0, 0, 1), 4, 4)
+    with (
+        shardwise.gather_budget(0),
+        pytest.raises(RuntimeError, match=r"torch function 'cholesky_inverse', with args: .*") as caught,
+    ):
         torch.cholesky_inverse(tensor)
     message = str(caught.value)
+    assert "gather_budget(64)" in message
     assert message.endswith("not supported for ShardedTensor!")
     assert "custom_sharded_op_impl" in message
-    assert "ShardedTensor((4, 3), torch.float32, 2 shards on 2 ranks" in message
+    assert "ShardedTensor((4, 4), torch.float32, 2 shards on 2 ranks" in message
     assert "1.," not in message
 
 
@@ -119,8 +124,9 @@ def test_tensors_of_different_groups_do_not_mix() -> None:
 
 
 @ranks(2)
-def test_reaching_cpp_is_an_error_that_explains() -> None:
-    """A sharded tensor has no storage that C++ could work on."""
+def test_an_op_that_was_called_below_python_is_computed_all_the_same() -> None:
+    """As where torch function dispatch is disabled: aten ops find the sharded tensor there."""
     tensor = ones(chunks(0, 0, 1), 4)
-    with torch._C.DisableTorchFunctionSubclass(), pytest.raises(RuntimeError, match="has no storage of its own"):
-        torch.add(tensor, 1)
+    with torch._C.DisableTorchFunctionSubclass():
+        more = torch.add(tensor, 1)
+    assert holds(more, torch.full((4,), 2.0))

@@ -15,8 +15,8 @@ from shardwise.process_group import (
     in_step_sharing,
     load_with_process_group,
     parse_and_validate_remote_device,
-    validation,
 )
+from shardwise.settings import validation
 from shardwise.testing import ranks
 
 

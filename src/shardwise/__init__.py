@@ -5,9 +5,11 @@ from shardwise.dispatch import custom_sharded_op_impl, custom_sharding_spec_op
 from shardwise.errors import ShardwiseError
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.partial import PartialTensor, ReplicatedTensor
 from shardwise.placement import mesh_placements
-from shardwise.process_group import load_with_process_group, validation
+from shardwise.process_group import load_with_process_group
 from shardwise.random import layout_independent
+from shardwise.settings import gather_budget, validation
 from shardwise.sharded_tensor import (
     Shard,
     ShardedTensor,
@@ -27,6 +29,7 @@ from shardwise.sharding_spec import (
     ChunkShardingSpec,
     DevicePlacementSpec,
     EnumerableShardingSpec,
+    FixedShardingSpec,
     GridShardingSpec,
     PlacementSpec,
     ReplicatedShardingSpec,
@@ -41,11 +44,14 @@ __all__ = [
     "ChunkShardingSpec",
     "DevicePlacementSpec",
     "EnumerableShardingSpec",
+    "FixedShardingSpec",
     "GridShardingSpec",
     "Layout",
+    "PartialTensor",
     "PlacementSpec",
     "Plan",
     "ReplicatedShardingSpec",
+    "ReplicatedTensor",
     "Shard",
     "ShardMetadata",
     "ShardedTensor",
@@ -59,6 +65,7 @@ __all__ = [
     "empty",
     "errors",
     "full",
+    "gather_budget",
     "infer_sharding_spec",
     "init_from_local_shards",
     "layout_independent",

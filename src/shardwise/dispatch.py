@@ -151,11 +151,13 @@ def basic_validation(op: Op, args: Sequence[Any] = (), kwargs: Mapping[str, Any]
 def unsupported(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, why: str) -> UnsupportedOpError:
     """The error for an op that cannot be computed: why, a way out, and the call without its data."""
     getter = getattr(op, "__name__", "") == "__get__"
-    return (NoAttributeError if getter else UnsupportedOpError)(
+    error = (NoAttributeError if getter else UnsupportedOpError)(
         f"{why}. Register a rule with @shardwise.custom_sharded_op_impl, or compute on the plain tensors of "
         f"local_shards(): torch function '{op_name(op)}', with args: {summary(args)} and "
         f"kwargs: {summary(kwargs)} not supported for ShardedTensor!"
     )
+    error.reason = why
+    return error
 
 
 def op_name(op: Op) -> str:

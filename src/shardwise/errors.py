@@ -106,6 +106,8 @@ class RpcError(ShardwiseError, RuntimeError):
 class UnsupportedOpError(ShardwiseError, RuntimeError):
     """An op that has no rule for sharded tensors."""
 
+    reason = ""  # why, in a few words
+
 
 class NoAttributeError(UnsupportedOpError, AttributeError):
     """An attribute of tensors that sharded tensors do not have."""

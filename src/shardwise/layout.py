@@ -100,6 +100,23 @@ class Layout:
             rows.setdefault(rank, []).append(row)
         return {rank: tuple(found) for rank, found in rows.items()}
 
+    @cached_property
+    def primary(self) -> IntArray:
+        """The first row of each distinct box: every element once, where there are replicas."""
+        both = np.concatenate([self.boxes.offsets, self.boxes.sizes], axis=1)
+        return read_only(np.sort(np.unique(both, axis=0, return_index=True)[1])) if len(both) else np.arange(0)
+
+    @cached_property
+    def has_replicas(self) -> bool:
+        """Whether any element is held more than once."""
+        return int(self.boxes.volumes.sum()) > self.size.numel()
+
+    @cached_property
+    def once(self) -> Layout:
+        """The same boxes, each on the first of its places only."""
+        rows = self.primary
+        return Layout.of(self.size, self.boxes.take(rows), [self.place(int(row)) for row in rows])
+
     def rows_on(self, rank: int) -> tuple[int, ...]:
         """The boxes that this rank holds, in order."""
         return self._rows_by_rank.get(rank, ())

@@ -11,14 +11,14 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d, rpc
 
+from shardwise import settings
 from shardwise.errors import (
     PlacementError,
     ProcessGroupError,
@@ -41,44 +41,18 @@ SHORT = 64  # bytes that are told to each rank directly
 HEADER = DIGEST + 1 + 8  # digest, whether this rank failed, length of what it brings
 
 
-@dataclass(frozen=True)
-class _Settings:
-    process_group: ProcessGroup | None = None
-    validate: bool = True
-
-
-_settings: ContextVar[_Settings] = ContextVar("shardwise", default=_Settings())  # noqa: B039 - frozen
-
-
 @contextmanager
 def load_with_process_group(process_group: ProcessGroup) -> Iterator[ProcessGroup]:
     """Within this context, sharded tensors are unpickled onto this group instead of the default one."""
-    settings = _settings.get()
-    if settings.process_group is not None:
+    if settings.current().process_group is not None:
         raise ProcessGroupError('ProcessGroup already set by previous "load_with_process_group" context manager')
-    token = _settings.set(replace(settings, process_group=process_group))
-    try:
+    with settings.changed(process_group=process_group):
         yield process_group
-    finally:
-        _settings.reset(token)
-
-
-@contextmanager
-def validation(enabled: bool) -> Iterator[None]:
-    """Within this context, switch the checks between ranks on or off. Must be the same on every rank.
-
-    Off saves a small collective in every factory. Ranks that disagree are then no longer found out.
-    """
-    token = _settings.set(replace(_settings.get(), validate=enabled))
-    try:
-        yield
-    finally:
-        _settings.reset(token)
 
 
 def current_process_group() -> ProcessGroup:
     """The group of the innermost `load_with_process_group`, else the default group."""
-    return or_default(_settings.get().process_group)
+    return or_default(settings.current().process_group)
 
 
 def or_default(process_group: ProcessGroup | None) -> ProcessGroup:
@@ -168,7 +142,7 @@ def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -
 
     Every rank of the group must call it. 25 bytes per rank travel, more only when there is an error to tell.
     """
-    if not _settings.get().validate or not _talks(process_group):
+    if not settings.current().validate or not _talks(process_group):
         return work()[0]
     value, fields, error = _attempt(work)
     _compare(process_group, fields, error, b"")
@@ -180,7 +154,7 @@ class Step(Generic[T]):
 
     def __init__(self, process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> None:
         self._group = process_group
-        self._asked = _settings.get().validate and _talks(process_group)
+        self._asked = settings.current().validate and _talks(process_group)
         value, self._fields, self._error = _attempt(work)
         self._failed = self._error is not None
         self.value = cast(T, value)

@@ -24,8 +24,11 @@ def test_the_gradient_of_a_transfer_is_the_transfer_back(source: str, target: st
     moved = tensor.redistribute(ALL[target])
     assert moved.requires_grad
     weights = torch.rand(4, *SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    gradient = moved._like([weights[dist.get_rank()][index].clone() for index in indices(moved)])
-    moved.backward(gradient)
+    gradients = [weights[dist.get_rank()][index].clone() for index in indices(moved)]
+    if target == "replicated" and moved.local_shards():  # one rank's use of each replica
+        torch.autograd.backward(moved._local_tensors(), gradients)
+    else:
+        moved.backward(moved._like(gradients))
     holders = sorted(set(moved._layout.ranks.tolist())) if target == "replicated" else None
     if tensor.local_shards():
         assert tensor.grad is not None

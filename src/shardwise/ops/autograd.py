@@ -1,7 +1,12 @@
-"""Backward from a sharded tensor: from its shards, and from the anchor of a rank that has none."""
+"""Backward from a sharded tensor: from its shards, and from the anchor of a rank that has none.
+
+A sharded tensor is one value. Where it has replicas, what was computed from each of them counts once: only the first
+replica of each box begins with a gradient, the others with zeros.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,27 +16,71 @@ from shardwise.errors import PropertyError
 from shardwise.sharded_tensor import ShardedTensorBase
 
 
+def _locals(tensors: Any) -> list[torch.Tensor]:
+    """The local tensors of one tensor or several, plain ones as they are."""
+    each = tensors if isinstance(tensors, list | tuple) else [tensors]
+    return [local for one in each for local in (one._local_tensors() if isinstance(one, ShardedTensorBase) else [one])]
+
+
+def _roots(tensor: ShardedTensorBase, gradient: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Where this rank begins, and with what."""
+    roots = list(tensor._local_tensors())
+    if gradient is None:
+        if tensor.numel() != 1:
+            raise PropertyError("grad can be implicitly created only for scalar outputs: give backward a gradient")
+        grads = [torch.ones_like(local) for local in roots]
+    else:
+        grads = list(tensor._locals_of(gradient))
+    if tensor._layout.has_replicas:
+        first = set(tensor._layout.primary.tolist())
+        pairs = zip(tensor._frame.rows, grads, strict=True)
+        grads = [grad if row in first else torch.zeros_like(grad) for row, grad in pairs]
+    if not roots and tensor._anchor is not None:
+        roots, grads = [tensor._anchor], [torch.zeros_like(tensor._anchor)]
+    return roots, grads
+
+
 def _backward(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
     tensor = args[0]
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     given = {**dict(zip(names, args[1:], strict=False)), **kwargs}
-    gradient = given.pop("gradient", None)
-    if gradient is None:
-        if tensor.numel() != 1:
-            raise PropertyError("grad can be implicitly created only for scalar outputs: give backward a gradient")
-        grads = [torch.ones_like(local) for local in tensor._local_tensors()]
-    else:
-        grads = tensor._locals_of(gradient)
-    roots = list(tensor._local_tensors())
-    if not roots and tensor._anchor is not None:
-        roots, grads = [tensor._anchor], [torch.zeros_like(tensor._anchor)]
+    roots, grads = _roots(tensor, given.pop("gradient", None))
     if given.get("inputs") is not None:
-        inputs = given["inputs"] if isinstance(given["inputs"], list | tuple) else [given["inputs"]]
-        given["inputs"] = [
-            local for one in inputs for local in (one._local_tensors() if isinstance(one, ShardedTensorBase) else [one])
-        ]
+        given["inputs"] = _locals(given["inputs"])
     if roots:
         torch.autograd.backward(roots, grads, **given)
 
 
+def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> tuple[Any, ...]:
+    """`torch.autograd.grad`: for each input a tensor that is sharded as it is."""
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "allow_unused")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    outputs, inputs = (_listed(given.pop(name)) for name in ("outputs", "inputs"))
+    seeds = _listed(given.pop("grad_outputs", None)) or [None] * len(outputs)
+    roots: list[torch.Tensor] = []
+    grads: list[Any] = []
+    for output, seed in zip(outputs, seeds, strict=True):
+        more = _roots(output, seed) if isinstance(output, ShardedTensorBase) else ([output], [seed])
+        roots += more[0]
+        grads += more[1]
+    # A rank without shards of an input asks for its anchor's gradient, to take part.
+    asked = [_locals(one) or [one._anchored()] for one in inputs]
+    found = iter(torch.autograd.grad(roots, [leaf for leaves in asked for leaf in leaves], grads, **given))
+    made: list[Any] = []
+    for one, leaves in zip(inputs, asked, strict=True):
+        pieces = [next(found) for _ in leaves]
+        if isinstance(one, ShardedTensorBase) and pieces[0] is not None:
+            made.append(one._like(pieces if one._local_tensors() else []))
+        else:
+            made.append(pieces[0])
+    return tuple(made)
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, Sequence) else [value]
+
+
 registry.built_in[torch.Tensor.backward] = _backward
+registry.built_in[torch.autograd.grad] = _grad

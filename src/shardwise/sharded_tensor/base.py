@@ -16,11 +16,12 @@ import torch
 from torch.distributed import ProcessGroup, rpc
 
 from shardwise.dispatch import Distributed, distributed_in, registry, summary, unsupported
-from shardwise.errors import LocalTensorError, PropertyError, UnsupportedOpError
+from shardwise.errors import LocalTensorError, PropertyError
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.sharded_tensor import assembly, pickling
 from shardwise.sharded_tensor.frame import Frame, Parts
+from shardwise.sharded_tensor.movement import new_anchor
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharding_spec import ShardingSpec
 from shardwise.viz import layout_html
@@ -38,6 +39,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
     _wants_grad = False  # what `requires_grad` says on a rank without shards
     _shardless_grad: ShardedTensorBase | None = None  # what `grad` says there
     _anchor: torch.Tensor | None = None  # stands in the autograd graph for the tensors that a rank does not have
+    _root: torch.Tensor | None = None  # the same where this tensor is a leaf; it gets a gradient when the shards do
     _init_rrefs = False
     _sharded_tensor_id: int | None = None
     _remote_shards: dict[int, list[rpc.RRef[Shard]]] | None = None
@@ -59,7 +61,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
 
     def _like(self, tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> Any:
         """The same layout, filled with these local tensors: the result of an op that keeps shards where they are."""
-        return self._derived(self._frame if dtype is None else self._frame.with_dtype(dtype), tensors, self._anchor)
+        return self._derived(self._frame if dtype is None else self._frame.with_dtype(dtype), tensors, self._anchored())
 
     def _derived(self, frame: Frame, tensors: list[torch.Tensor], anchor: torch.Tensor | None) -> Any:
         """What an op makes of this tensor; on a rank without shards it wants a gradient where others' results do."""
@@ -68,12 +70,20 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         new._tensors = tensors
         if not tensors and self.requires_grad and torch.is_grad_enabled():
             new._wants_grad = frame.dtype.is_floating_point or frame.dtype.is_complex
-            new._anchor = anchor if new._wants_grad else None
+            new._anchor = (new_anchor() if anchor is None else anchor) if new._wants_grad else None
         return new
+
+    def _anchored(self) -> torch.Tensor | None:
+        """What stands in the graph of a rank without shards for them; None where there are shards, or no graph."""
+        if self._anchor is not None or not self._wants_grad or not torch.is_grad_enabled() or self._local_tensors():
+            return self._anchor
+        if self._root is None:
+            self._root = new_anchor()
+        return self._root
 
     def _become(self, frame: Frame, tensors: list[torch.Tensor]) -> None:
         """Take on another frame and other local tensors, in place."""
-        self._wants_grad, self._anchor, self._shardless_grad = self.requires_grad, None, None
+        self._wants_grad, self._anchor, self._shardless_grad, self._root = self.requires_grad, None, None, None
         self._frame, self._tensors, self._shards, self._known_metadata = frame, tensors, None, None
 
     @classmethod
@@ -230,7 +240,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         for tensor in self._local_tensors() or [torch.empty(0, dtype=self.dtype)]:  # which refuses what shards would
             tensor.requires_grad = requires_grad
         self._wants_grad = requires_grad
-        self._anchor = self._anchor if requires_grad else None
+        self._anchor, self._root = (self._anchor, self._root) if requires_grad else (None, None)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Record operations on every shard, from now on."""
@@ -240,7 +250,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
     @property
     def is_leaf(self) -> bool:  # type: ignore[override] # torch declares an attribute
         """Whether no shard is the result of a recorded operation."""
-        return all(tensor.is_leaf for tensor in self._local_tensors())
+        return all(tensor.is_leaf for tensor in self._local_tensors()) and self._anchor is None
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override] # torch declares an attribute
@@ -252,6 +262,10 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         """The shards' gradients as one sharded tensor over the same memory; None before there is any."""
         tensors = self._local_tensors()
         grads = [tensor.grad for tensor in tensors]
+        if not tensors and self._shardless_grad is None and self._root is not None and self._root.grad is not None:
+            empty: ShardedTensorBase = self._like([])
+            empty._wants_grad, empty._anchor = self._root.grad.requires_grad, None
+            self._shardless_grad, self._root.grad = empty, None
         if all(grad is None for grad in grads):
             return self._shardless_grad
         for k, (tensor, grad) in enumerate(zip(tensors, grads, strict=True)):
@@ -269,6 +283,8 @@ class ShardedTensorBase(Distributed, torch.Tensor):
             for tensor, shard_grad in zip(self._local_tensors(), self._locals_of(grad), strict=True):
                 tensor.grad = shard_grad
         self._shardless_grad = None if self._frame.rows else grad
+        if self._root is not None:
+            self._root.grad = None
 
     @grad.deleter
     def grad(self) -> None:
@@ -296,6 +312,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
 
     def __copy__(self) -> Any:
         new = self._like(list(self._local_tensors()))
+        new._anchor = self._anchor
         new.__dict__.update({name: value for name, value in vars(self).items() if name not in vars(new)})
         return new
 
@@ -304,7 +321,11 @@ class ShardedTensorBase(Distributed, torch.Tensor):
             return memo[id(self)]
         new = self._like([copy.deepcopy(tensor, memo) for tensor in self._local_tensors()])
         memo[id(self)] = new
-        new._wants_grad, new._shardless_grad = self._wants_grad, copy.deepcopy(self._shardless_grad, memo)
+        new._anchor, new._wants_grad, new._shardless_grad = (
+            None,
+            self._wants_grad,
+            copy.deepcopy(self._shardless_grad, memo),
+        )
         # The rest is what others hung on the tensor, such as the mark that makes it a parameter.
         shared = vars(new).keys() | vars(ShardedTensorBase).keys() | {"_known_metadata"}
         for name, value in vars(self).items():
@@ -321,9 +342,6 @@ class ShardedTensorBase(Distributed, torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not args and kwargs:  # the first argument by its name
-            name = next(iter(kwargs))
-            args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
         tensor = args[0] if args else None
         if not isinstance(tensor, ShardedTensorBase):
             tensor = next((t for t in distributed_in(args, kwargs) if isinstance(t, ShardedTensorBase)), None)
@@ -332,17 +350,17 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         frame = tensor._frame
         handler = registry.find(func, frame.spec)
         if handler is None:
-            raise unsupported(func, args, kwargs, "there is no rule for this op")
+            return registry.verbs["descend"](func, args, kwargs or {})
+        if not args and kwargs:  # handlers find the first argument in its place
+            name = next(iter(kwargs))
+            args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
         return handler(types, args, kwargs or {}, frame.process_group)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's is no method
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        raise UnsupportedOpError(
-            f"{func} reached a {cls.__name__}, which has no storage of its own: it was called below Python, or with "
-            "torch function dispatch disabled. Call it on the tensors of local_shards() instead"
-        )
+        return registry.verbs["aten"](func, args, kwargs or {})
 
 
 def call_directly(name: str) -> None:

@@ -34,6 +34,7 @@ from shardwise.sharding_spec import ShardingSpec, placed
 from shardwise.transfer import Moving, Plan, empty_tensors, make_plan, move, relabel
 
 if TYPE_CHECKING:
+    from shardwise.sharded_tensor.base import ShardedTensorBase
     from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
@@ -48,6 +49,7 @@ class Way:
     group: ProcessGroup
     max_bytes: int | None = None
     ready: Callable[[], object] = _at_once
+    fill: Any = None  # what elements hold that nothing is moved to
 
     def options(self) -> dict[str, Any]:
         """As `move` takes them."""
@@ -55,6 +57,7 @@ class Way:
             "process_group": self.group,
             "max_bytes": self.max_bytes,
             "ready": self.ready,
+            "fill": self.fill,
         }
 
 
@@ -79,7 +82,7 @@ class Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
         """The destination's local tensors, then an anchor; the inputs are the source's, then an anchor."""
-        ctx.plan, ctx.dtype, ctx.way = plan, dtype, replace(way, ready=_at_once)
+        ctx.plan, ctx.dtype, ctx.way = plan, dtype, replace(way, ready=_at_once, fill=None)
         outs = move(plan, tensors[:-1], dtype=dtype, **way.options()).wait()
         return *outs, torch.zeros(())
 
@@ -95,7 +98,63 @@ class Differentiable(torch.autograd.Function):
 _apply: Callable[..., tuple[torch.Tensor, ...]] = Differentiable.apply  # which torch declares without types
 
 
-def require_movable(tensor: ShardedTensor) -> None:
+class Shared(torch.autograd.Function):
+    """The same tensors; in the backward, the gradients of all replicas are added up and given to each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
+        """The plan goes from the first replica of each box to all; the last tensor is an anchor."""
+        ctx.plan, ctx.dtype, ctx.way = plan, dtype, way
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """To the first replicas, adding up, and from there to all."""
+        contiguous = [grad.contiguous() for grad in grads]
+        once = _apply(ctx.plan.reverse(), ctx.way, ctx.dtype, *contiguous)
+        return None, None, None, *_apply(ctx.plan, ctx.way, ctx.dtype, *once)
+
+
+_share: Callable[..., tuple[torch.Tensor, ...]] = Shared.apply
+
+
+def new_anchor() -> torch.Tensor:
+    """A scalar that stands in the graph of a rank for tensors that it does not have."""
+    return torch.zeros((), requires_grad=True)
+
+
+def recorded(tensor: ShardedTensorBase) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """The local tensors to compute with, and the anchor.
+
+    A leaf with replicas is shared: whatever is computed from which replica, each of them gets the whole gradient, so
+    that an optimizer keeps them the same.
+    """
+    tensors, anchor, group = tensor._local_tensors(), tensor._anchored(), tensor._frame.process_group
+    layout = tensor._layout
+    if group is None or not layout.has_replicas or not wants_graph(tensor) or not tensor.is_leaf:
+        return tensors, anchor
+    anchor = new_anchor() if anchor is None else anchor
+    *shared, anchor = _share(make_plan(layout.once, layout), Way(group), tensor.dtype, *tensors, anchor)
+    return shared, anchor
+
+
+def moved_locals(
+    tensors: Sequence[torch.Tensor],
+    anchor: torch.Tensor | None,
+    plan: Plan,
+    way: Way,
+    dtype: torch.dtype,
+    *,
+    record: bool,
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Local tensors of the plan's destination; recorded by autograd, an anchor comes with them."""
+    if not record:
+        return move(plan, tensors, dtype=dtype, **way.options()).wait(), None
+    *outs, anchor = _apply(plan, way, dtype, *tensors, new_anchor() if anchor is None else anchor)
+    return outs, anchor
+
+
+def require_movable(tensor: ShardedTensorBase) -> None:
     """Raise unless the local tensors can be sent: before the ranks agree, for afterwards it would be too late."""
     for shard_size, local in zip(
         tensor._layout.boxes.sizes[list(tensor._frame.rows)], tensor._local_tensors(), strict=True
@@ -106,22 +165,18 @@ def require_movable(tensor: ShardedTensor) -> None:
             raise PropertyError("a shard without data, on the meta device, cannot be moved")
 
 
-def wants_graph(tensor: ShardedTensor) -> bool:
+def wants_graph(tensor: ShardedTensorBase) -> bool:
     """Whether a transfer of this tensor must be recorded. The same on every rank, whatever it holds."""
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
-def moved_tensors(tensor: ShardedTensor, plan: Plan, way: Way) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+def moved_tensors(tensor: ShardedTensorBase, plan: Plan, way: Way) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """The local tensors of the plan's destination, recorded by autograd if need be, and the anchor if recorded."""
-    tensors = tensor._local_tensors()
     if tensor.is_meta:  # nothing to move; every rank knows that, for the layout says so
         way.ready()
         return empty_tensors(plan.dst, tensor.dtype), None
-    if not wants_graph(tensor):
-        return move(plan, tensors, dtype=tensor.dtype, **way.options()).wait(), None
-    anchor = tensor._anchor if tensor._anchor is not None else torch.zeros((), requires_grad=True)
-    *outs, anchor = _apply(plan, way, tensor.dtype, *tensors, anchor)
-    return outs, anchor
+    tensors, anchor = recorded(tensor)
+    return moved_locals(tensors, anchor, plan, way, tensor.dtype, record=wants_graph(tensor))
 
 
 # Whole tensors ----------------------------------------------------------------------------------------------------
@@ -266,7 +321,7 @@ def redistributed(tensor: ShardedTensor, request: Request) -> tuple[Frame, list[
         return frame, [], None
     if frame.layout == tensor._layout:
         way.ready()
-        return frame, [local.clone() for local in tensor._local_tensors()], tensor._anchor
+        return frame, [local.clone() for local in tensor._local_tensors()], tensor._anchored()
     return frame, *moved_tensors(tensor, make_plan(tensor._layout, frame.layout), way)
 
 
@@ -313,7 +368,8 @@ def reshard(tensor: ShardedTensor, spec: ShardingSpec) -> None:
         new.grad = grad
     tensor._become(frame, news)
     if any(have_grads) and not news:
-        tensor._shardless_grad = tensor._like([])
+        with torch.no_grad():
+            tensor._shardless_grad = tensor._like([])
 
 
 def copy_into(into: Any, source: Any, non_blocking: bool = False) -> None:

@@ -20,6 +20,7 @@ from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharding_spec import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
+    FixedShardingSpec,
     GridShardingSpec,
     ReplicatedShardingSpec,
     ShardingSpec,
@@ -161,14 +162,18 @@ class ShardedTensor(ShardedTensorBase):
         out: torch.Tensor | None = None,
         enforce_dtype: bool = False,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> Any:
         """Put the whole tensor together in ``out`` on the group's rank ``dst``. Every rank of the group calls it.
 
         ``out`` has the size of the tensor on that rank, and is None on all others. Each rank sends its shards once,
         straight into ``out`` where they lie contiguously in it. With ``dtype``, values are rounded to that dtype on
         their way; ``enforce_dtype`` is the old name for ``dtype=out.dtype`` and changes nothing.
+
+        With a tensor of int64 indices into a tensor of another dtype, ``gather(dim, index)``, it is `torch.gather`.
         """
-        movement.gather(self, dst, out, enforce_dtype, dtype)
+        if out is not None and out.dtype == torch.int64 != self.dtype and dtype is None and not enforce_dtype:
+            return torch.gather(self, dst, out)
+        return movement.gather(self, dst, out, enforce_dtype, dtype)
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, on every rank, as a plain tensor. Every rank of the group calls it. Differentiable."""
@@ -224,7 +229,7 @@ class ShardedTensor(ShardedTensorBase):
 
         moves = None if same_device else device
         frame, tensors = movement.converted(self, moves, dtype, process_group, convert)
-        new: ShardedTensor = self._derived(frame, tensors, self._anchor)
+        new: ShardedTensor = self._derived(frame, tensors, self._anchored())
         return new
 
     def cpu(
@@ -304,6 +309,7 @@ torch.serialization.add_safe_globals(
         ShardMetadata,
         ChunkShardingSpec,
         EnumerableShardingSpec,
+        FixedShardingSpec,
         GridShardingSpec,
         ReplicatedShardingSpec,
     ]

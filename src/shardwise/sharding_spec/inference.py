@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from shardwise.placement import RemoteDevice
 from shardwise.sharding_spec.chunk import ChunkShardingSpec
 from shardwise.sharding_spec.chunking import even_cut
 from shardwise.sharding_spec.enumerable import EnumerableShardingSpec
+from shardwise.sharding_spec.fixed import FixedShardingSpec
 from shardwise.sharding_spec.grid import GridShardingSpec, nest
 from shardwise.sharding_spec.replicated import ReplicatedShardingSpec
 from shardwise.sharding_spec.spec import ShardingSpec
@@ -104,3 +106,22 @@ def placed(spec: ShardingSpec, layout: Layout) -> ShardingSpec:
     if type(spec) is ReplicatedShardingSpec:
         return ReplicatedShardingSpec(placements)
     return EnumerableShardingSpec([layout.shard_metadata(row) for row in range(len(layout))])
+
+
+@lru_cache(maxsize=512)
+def spec_of(layout: Layout) -> ShardingSpec:
+    """A spec that makes exactly this layout: chunk, grid or replicated where such a one does, else a fixed one."""
+    devices = [layout.place(row).remote_device() for row in range(len(layout))]
+    candidates: list[ShardingSpec | None] = []
+    if layout.has_replicas or len(layout) == 1:
+        whole = layout.boxes.volumes == layout.size.numel()
+        candidates = [ReplicatedShardingSpec(devices)] if whole.all() and len(layout.places) == len(layout) else []
+    elif layout.ndim and len(layout) <= MOST_INFERRED:
+        candidates = [_as_chunk(layout.boxes, devices), _as_grid(layout.boxes, devices)]
+    for spec in candidates:
+        if spec is not None and spec.layout(layout.size) == layout:
+            return spec
+    return FixedShardingSpec.of(layout)
+
+
+MOST_INFERRED = 4096  # boxes for which another spec is looked for

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -293,26 +293,28 @@ def move(
     outs: list[torch.Tensor] | None = None,
     max_bytes: int | None = None,
     ready: Ready = lambda: None,
+    fill: Any = None,
 ) -> Moving:
     """Begin to move this rank's tensors of the source layout into tensors of the destination layout.
 
-    Every rank of the group calls it. ``outs`` are the destination's tensors, made here when not given.
+    Every rank of the group calls it. ``outs`` are the destination's tensors, made here when not given. Elements that
+    nothing is moved to hold ``fill``, if there are any.
     """
     if outs is None:
-        outs = empty_tensors(plan.dst, dtype, zero=plan.sums)
+        outs = empty_tensors(plan.dst, dtype, fill=0 if plan.sums else fill)
     with torch.no_grad():
         if max_bytes is None:
             return AllToAll(plan, tensors, outs, process_group, dtype, ready)
         return PointToPoint(plan, tensors, outs, process_group, dtype, ready, max_bytes)
 
 
-def empty_tensors(layout: Layout, dtype: torch.dtype, *, zero: bool = False) -> list[torch.Tensor]:
-    """New local tensors for this rank's boxes of a layout."""
-    make = torch.zeros if zero else torch.empty
-    return [
-        make(layout.boxes.sizes[row].tolist(), dtype=dtype, device=layout.place(row).device)
+def empty_tensors(layout: Layout, dtype: torch.dtype, *, fill: Any = None) -> list[torch.Tensor]:
+    """New local tensors for this rank's boxes of a layout, filled with a value if one is given."""
+    made = [
+        torch.empty(layout.boxes.sizes[row].tolist(), dtype=dtype, device=layout.place(row).device)
         for row in layout.rows_on(dist.get_rank())
     ]
+    return made if fill is None else [tensor.fill_(fill) for tensor in made]
 
 
 def wire_device(plan: Plan, process_group: ProcessGroup) -> torch.device:

@@ -1,0 +1,135 @@
+"""The way of an op that no Python handler takes: through torch into aten ops, each of which has a rule or none.
+
+Whatever is called on a sharded tensor, torch breaks it down into aten ops and calls `aten` for each. Here an aten op is
+computed, in this order: by a handler of its own; under a rule; broken down further; on gathered operands if they
+are within the budget; by torch's own decomposition into other aten ops; else it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._decomp import decomposition_table
+from torch.utils import _pytree as pytree
+
+from shardwise.dispatch import registry, unsupported
+from shardwise.errors import UnsupportedOpError
+from shardwise.ops.call import Aten, Call
+from shardwise.ops.compute import compute
+from shardwise.ops.gathered import compute_gathered
+from shardwise.ops.rule import Rule
+from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.movement import copy_into
+
+Handler = Callable[[Call], Any]
+RuleMaker = Callable[[Call], Rule | None]
+
+HANDLERS: dict[Any, Handler] = {}  # by aten packet, such as torch.ops.aten.add, or by one of its overloads
+RULES: dict[Any, RuleMaker] = {}
+
+_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.ADInplaceOrView
+)
+
+
+def descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a torch function as if its arguments were plain tensors; its aten ops then come to `aten`.
+
+    If one of them is refused, the function is computed on gathered operands, when they are within the budget.
+    """
+    try:
+        with torch._C.DisableTorchFunctionSubclass(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
+            return op(*args, **kwargs)
+    except UnsupportedOpError as error:
+        refused = error
+    name = getattr(op, "__name__", "")
+    tensors = [leaf for leaf in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(leaf, torch.Tensor)]
+    if name in ("__get__", "__set__"):
+        raise refused
+    written = [0] if name.endswith("_") and not name.endswith("__") else []
+    outs = [id(leaf) for leaf in pytree.tree_leaves(kwargs.get("out")) if isinstance(leaf, torch.Tensor)]
+    written += [number for number, tensor in enumerate(tensors) if id(tensor) in outs]
+    return compute_gathered(op, args, kwargs, refused.reason, written)
+
+
+def aten(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An aten op that was called on a sharded tensor."""
+    if not _is_known(op) and op._can_decompose():
+        return op.decompose(*args, **kwargs)
+    exclude = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
+    with (
+        torch._C._EnableTorchFunction(),
+        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude),
+    ):
+        return _compute(op, args, kwargs)
+
+
+def _is_known(op: Aten) -> bool:
+    packet = op.overloadpacket
+    return op in HANDLERS or packet in HANDLERS or op in RULES or packet in RULES
+
+
+def _compute(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    call = Call(op, args, kwargs)
+    handler = HANDLERS.get(op) or HANDLERS.get(op.overloadpacket)
+    if handler is not None:
+        found = handler(call)
+        if found is not NotImplemented:
+            return found
+    else:
+        maker = RULES.get(op) or RULES.get(op.overloadpacket)
+        rule = maker(call) if maker is not None else None
+        if rule is not None:
+            found = compute(call, rule)
+            if found is not NotImplemented:
+                return found
+    written = call.written()
+    if written:
+        return _in_place(call, written)
+    why = f"no rule keeps the shards apart in {op}"
+    try:
+        return compute_gathered(op, (), call.arguments, why)
+    except UnsupportedOpError:
+        if op not in decomposition_table:
+            raise
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
+        return decomposition_table[op](*args, **kwargs)
+
+
+def _in_place(call: Call, written: list[int]) -> Any:
+    """An op that writes: the one that does not, and its result copied into place."""
+    functional, outs = functional_of(call.op), [call.operands[number] for number in written]
+    if functional is None or not all(isinstance(out, ShardedTensorBase) for out in outs):
+        return compute_gathered(call.op, (), call.arguments, f"no rule keeps the shards apart in {call.op}", written)
+    names = {argument.name for argument in functional._schema.arguments}
+    with torch._C._EnableTorchFunction():
+        result = aten(functional, (), {name: value for name, value in call.arguments.items() if name in names})
+    for out, value in zip(outs, pytree.tree_leaves(result), strict=True):
+        if out.shape != value.shape:
+            raise unsupported(call.op, (), call.arguments, "a sharded tensor cannot be given another size in place")
+        copy_into(out, value)
+    return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def functional_of(op: Aten) -> Aten | None:
+    """The overload that gives a new tensor where this one writes into one."""
+    name = op._schema.name.split("::")[1]
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    if packet is None:
+        return None
+    writes = {argument.name for argument in op._schema.arguments if argument.alias_info is not None and argument.is_out}
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if a.name not in writes]
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        schema = candidate._schema
+        if schema.is_mutable:
+            continue
+        if [(a.name, str(a.type)) for a in schema.arguments] == wanted:
+            return candidate
+    return None
+
+
+registry.verbs["descend"] = descend
+registry.verbs["aten"] = aten

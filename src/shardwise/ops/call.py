@@ -1,0 +1,76 @@
+"""`Call`: one call of an aten op, its arguments by name and its tensors in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardwise.sharded_tensor import ShardedTensorBase
+
+Aten = Any  # an OpOverload of torch.ops.aten
+
+
+class Call:
+    """An aten op and its arguments, which can be called again with other tensors in place of its operands."""
+
+    def __init__(self, op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.op = op
+        names, defaults = _signature(op)
+        self.arguments: dict[str, Any] = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        self._leaves, self._tree = pytree.tree_flatten(self.arguments)
+        self._at = [k for k, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
+        self.operands: list[torch.Tensor] = [self._leaves[k] for k in self._at]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    @property
+    def name(self) -> str:
+        """As in ``aten.add.Tensor``."""
+        return str(self.op)
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """Of the operands."""
+        return [operand.shape for operand in self.operands]
+
+    def sharded(self) -> list[ShardedTensorBase]:
+        """The operands that are sharded."""
+        return [operand for operand in self.operands if isinstance(operand, ShardedTensorBase)]
+
+    def run(self, operands: Sequence[torch.Tensor], **changes: Any) -> Any:
+        """The op on these tensors in place of its operands."""
+        leaves = list(self._leaves)
+        for k, operand in zip(self._at, operands, strict=True):
+            leaves[k] = operand
+        return self.op(**{**pytree.tree_unflatten(leaves, self._tree), **changes})
+
+    def written(self) -> list[int]:
+        """Which operands the op writes into."""
+        names = {argument.name for argument in self.op._schema.arguments if _is_written(argument)}
+        marks = {name: [name in names] * len(pytree.tree_leaves(value)) for name, value in self.arguments.items()}
+        flat = pytree.tree_leaves(marks)
+        return [number for number, k in enumerate(self._at) if flat[k]]
+
+    def key(self) -> tuple[Any, ...]:
+        """What tells this call from others of the same op but for its operands' values; raises if unhashable."""
+        rest = tuple(
+            (tuple(leaf.shape), leaf.dtype, leaf.device.type) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
+            for leaf in self._leaves
+        )
+        return (self.op, rest, str(self._tree))
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+@lru_cache(maxsize=4096)
+def _signature(op: Aten) -> tuple[list[str], dict[str, Any]]:
+    arguments = op._schema.arguments
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return [a.name for a in arguments], defaults

@@ -1,0 +1,46 @@
+"""Whether two tensors hold the same, as one answer that every rank gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.errors import PropertyError
+from shardwise.ops.below import HANDLERS
+from shardwise.ops.call import Call
+from shardwise.ops.compute import meeting
+from shardwise.sharded_tensor import ShardedTensorBase
+
+aten = torch.ops.aten
+
+
+def _equal(call: Call) -> bool:
+    one, other = call.operands
+    meeting(call)
+    if one.shape != other.shape:
+        return False
+    return bool((one == other).all().item())
+
+
+def _allclose(call: Call) -> bool:
+    one, other = call.operands
+    meeting(call)
+    close = torch.isclose(one, other, rtol=call["rtol"], atol=call["atol"], equal_nan=call["equal_nan"])
+    return bool(close.all().item())
+
+
+def _item(call: Call) -> Any:
+    """The one element, which every rank gets."""
+    x = call.operands[0]
+    assert isinstance(x, ShardedTensorBase)
+    if x.numel() != 1:
+        raise PropertyError(f"a Tensor with {x.numel()} elements cannot be converted to Scalar")
+    layout, group = x._layout, x._frame.process_group
+    with torch.no_grad():
+        if group is None or len(set(layout.ranks[layout.boxes.filled].tolist())) == group.size():
+            return next(local.item() for local in x._local_tensors() if local.numel())
+        return x.full_tensor().item()  # type: ignore[attr-defined] # it has a group
+
+
+HANDLERS.update({aten.equal: _equal, aten.allclose: _allclose, aten._local_scalar_dense: _item, aten.item: _item})

@@ -1,0 +1,334 @@
+"""Carrying out a rule: bring the operands where the schedule wants them, call the op on each cell, wrap the results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.utils import _pytree as pytree
+
+from shardwise import settings
+from shardwise.errors import ProcessGroupError, UnsupportedOpError
+from shardwise.layout import Layout
+from shardwise.ops.call import Call
+from shardwise.ops.rule import Rule
+from shardwise.ops.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
+from shardwise.placement import Placement, rank_device
+from shardwise.process_group import Step, group_ranks, is_member
+from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.frame import Frame, Parts
+from shardwise.sharded_tensor.movement import Way, moved_locals, new_anchor, recorded, require_movable
+from shardwise.sharding_spec import spec_of
+from shardwise.transfer import make_plan
+
+Tensors = list[torch.Tensor]
+
+
+def compute(call: Call, rule: Rule, *, lead: int | None = None) -> Any:
+    """The op under this rule, or NotImplemented when no schedule is within the gather budget.
+
+    Where operands move, every rank of the group takes part. With a ``lead``, that operand is written into.
+    """
+    expected = expect(call)
+    _require_agreement_of(rule, expected, call)
+    group, everyone = meeting(call)
+    operands = tuple(
+        Operand(operand._layout if isinstance(operand, ShardedTensorBase) else None, operand.dtype.itemsize)
+        for operand in call.operands
+    )
+    schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
+    if schedule is None:
+        return NotImplemented
+    return _Computation(call, schedule, group, everyone, lead).run(expected)
+
+
+class _Computation:
+    """One call under one schedule."""
+
+    def __init__(
+        self,
+        call: Call,
+        schedule: Schedule,
+        group: ProcessGroup | None,
+        everyone: tuple[Placement, ...],
+        lead: int | None,
+    ) -> None:
+        self.call, self.schedule, self.rule, self.group, self.everyone = call, schedule, schedule.rule, group, everyone
+        self.lead = lead
+        self.here = schedule.here(dist.get_rank() if dist.is_initialized() else -1)
+        self.records = torch.is_grad_enabled() and any(operand.requires_grad for operand in call.operands)
+        self.anchors: Tensors = []
+        talks = group is not None and (schedule.partial or not all(schedule.stays))
+        self.ready = agreement(call, group) if talks else _nothing
+
+    def run(self, expected: list[tuple[torch.Size, torch.dtype]]) -> Any:
+        """The results, as the op gives them, sharded."""
+        brought = [self._bring(number) for number in range(len(self.call.operands))]
+        per_cell = [[tensors[k] for tensors in brought] for k in range(len(self.here))]
+        if self.schedule.partial:
+            return self._reduced(per_cell, expected)
+        found = [self._local(row, tensors) for row, tensors in zip(self.here, per_cell, strict=True)]
+        return self._wrapped(self.schedule.results, found, expected)
+
+    def _bring(self, number: int) -> Tensors:
+        """One tensor of this operand for each cell that is here."""
+        operand, target = self.call.operands[number], self.schedule.operands[number]
+        if not isinstance(operand, ShardedTensorBase):
+            return self._cut(operand, number)
+        if self.schedule.stays[number]:
+            written = number == self.lead  # as it is, not a view of it
+            tensors, anchor = (operand._local_tensors(), operand._anchored()) if written else recorded(operand)
+        else:
+            require_movable(operand)
+            assert target is not None
+            assert self.group is not None
+            record = torch.is_grad_enabled() and operand.requires_grad
+            tensors, anchor = recorded(operand)
+            plan = make_plan(operand._layout, target)
+            way = Way(self.group, ready=self.ready)
+            tensors, anchor = moved_locals(tensors, anchor, plan, way, operand.dtype, record=record)
+            self.ready = _nothing
+        if anchor is not None:
+            self.anchors.append(anchor)
+        return tensors
+
+    def _cut(self, operand: torch.Tensor, number: int) -> Tensors:
+        """What each cell needs of a plain operand, which is the same on every rank."""
+        operand = shared_plain(operand.as_subclass(torch.Tensor), self.group)
+        if operand.requires_grad:
+            self.anchors.append(tie([operand]))
+        boxes = self.schedule.cells.project(self.rule.operands[number])
+        cuts = []
+        for row in self.here:
+            index = zip(boxes.offsets[row].tolist(), boxes.sizes[row].tolist(), strict=True)
+            cuts.append(
+                operand[tuple(slice(begin, begin + size) for begin, size in index)] if operand.ndim else operand
+            )
+        return cuts
+
+    def _local(self, row: int, tensors: Tensors) -> Any:
+        sizes = [boxes.boxes.sizes[row].tolist() for boxes in self.schedule.results]
+        changes = self.rule.adapt(self.call, sizes) if self.rule.adapt is not None else {}
+        return self.call.run(tensors, **changes)
+
+    def _reduced(self, per_cell: list[Tensors], expected: list[tuple[torch.Size, torch.dtype]]) -> Any:
+        """The results of a reduction whose label is cut: each cell's part, stacked where it is reduced again."""
+        reduction, group = self.rule.reduction, self.group
+        assert reduction is not None
+        assert group is not None
+        stacking = make_stacking(self.schedule, self.everyone)
+        meta = expect_partial(self.call, self.rule, reduction)
+        size = tuple(size_of(self.rule, self.rule.results[0]))
+        partials: list[tuple[torch.Tensor, ...]] = []
+        for row, tensors in zip(self.here, per_cell, strict=True):
+            if row not in stacking.rows:
+                self.anchors.append(tie(tensors))
+                continue
+            made = reduction.partial(self.call, tensors) if reduction.partial else self.call.run(tensors)
+            partials.append(made if isinstance(made, tuple) else (made,))
+        stacks: list[Tensors] = []
+        anchor = tie(self.anchors) if self.anchors else None
+        plan = make_plan(stacking.source, stacking.target)
+        for k, dtype in enumerate(meta):
+            parts = [partial[k].reshape(1, *partial[k].shape).contiguous() for partial in partials]
+            way = Way(group, ready=self.ready, fill=reduction.fills(dtype)[k])
+            record = self.records and _differentiable(dtype)
+            stack, anchor_k = moved_locals(parts, anchor, plan, way, dtype, record=record)
+            self.ready = _nothing
+            stacks.append(stack)
+            if anchor_k is not None:
+                self.anchors.append(anchor_k)
+        found = [reduction.again(self.call, list(pieces)) for pieces in zip(*stacks, strict=True)]
+        layouts = (stacking.result,) * len(expected)
+        assert tuple(stacking.result.size) == size
+        return self._wrapped(layouts, found, expected)
+
+    def _wrapped(
+        self, layouts: Sequence[Layout], found: list[Any], expected: list[tuple[torch.Size, torch.dtype]]
+    ) -> Any:
+        """Sharded tensors of what was found in each box."""
+        if self.lead is not None:
+            return self.call.operands[self.lead]
+        flat = [pytree.tree_leaves(one) for one in found]
+        made = []
+        for k, (layout, (_, dtype)) in enumerate(zip(layouts, expected, strict=True)):
+            frame = frame_of(layout, dtype, self.group)
+            tensors = [leaves[k] for leaves in flat]
+            made.append(assemble(type(self.call.sharded()[0]), frame, tensors, self.anchors, self.records))
+        return shaped_as(found[0] if found else self.call.op, made, self.call)
+
+
+def assemble(
+    kind: type[ShardedTensorBase], frame: Frame, tensors: Tensors, anchors: Tensors, records: bool
+) -> ShardedTensorBase:
+    """The result of an op; a rank without shards keeps what its backward must reach as an anchor."""
+    made = kind._wrap(Parts(frame, tensors))
+    if records and not tensors and _differentiable(frame.dtype):
+        made._wants_grad, made._anchor = True, tie(anchors) if anchors else new_anchor()
+    return made
+
+
+def tie(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A scalar zero whose backward reaches these tensors, and brings them nothing but zeros."""
+    total = torch.zeros(())
+    for tensor in tensors:
+        if tensor.requires_grad:
+            total = total + tensor.reshape(-1)[:0].sum().to(total.device, total.dtype)
+    return total
+
+
+def _nothing() -> None:
+    """Nothing to wait for."""
+
+
+def _differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+# What all ranks know -----------------------------------------------------------------------------------------------
+
+
+def meeting(call: Call) -> tuple[ProcessGroup | None, tuple[Placement, ...]]:
+    """The group of the sharded operands, and a place on each of its ranks."""
+    sharded = call.sharded()
+    group = sharded[0]._frame.process_group
+    if any(tensor._frame.process_group is not group for tensor in sharded):
+        raise ProcessGroupError(
+            f"All distributed tensors should use the same ProcessGroup if used together in an op, here '{call.name}': "
+            "redistribute one of them with process_group="
+        )
+    return group, places_of(sharded[0]._layout, group)
+
+
+def places_of(layout: Layout, group: ProcessGroup | None) -> tuple[Placement, ...]:
+    """A place on each rank of a group, of the kind that the layout uses."""
+    if group is None or not is_member(group):
+        return layout.places
+    return _places(layout, tuple(group_ranks(group)))
+
+
+@lru_cache(maxsize=512)
+def _places(layout: Layout, ranks: tuple[int, ...]) -> tuple[Placement, ...]:
+    known = {place.rank: place for place in reversed(layout.places)}
+    kind = layout.places[0].device.type
+    return tuple(known.get(rank) or Placement(rank_device(rank, kind), rank) for rank in ranks)
+
+
+def frame_of(layout: Layout, dtype: torch.dtype, group: ProcessGroup | None) -> Frame:
+    """The frame of a result."""
+    rows = layout.rows_on(dist.get_rank()) if group is not None and is_member(group) else ()
+    return _frame(layout, rows, dtype, group)
+
+
+@lru_cache(maxsize=1024)
+def _frame(layout: Layout, rows: tuple[int, ...], dtype: torch.dtype, group: ProcessGroup | None) -> Frame:
+    return Frame.of(layout, spec_of(layout), rows, dtype, group)
+
+
+def agreement(call: Call, group: ProcessGroup | None) -> Any:
+    """Begin to compare with all ranks what is about to be computed; call the result before anything is sent."""
+    if group is None:
+        return _nothing
+
+    def work() -> tuple[None, dict[str, object]]:
+        fields: dict[str, object] = {"op": call.name, "gather_budget": settings.current().gather_budget}
+        for k, operand in enumerate(call.operands):
+            about = operand._layout.outline if isinstance(operand, ShardedTensorBase) else tuple(operand.shape)
+            fields[f"operand {k}"] = f"{about} {operand.dtype} requires_grad={operand.requires_grad}"
+        return None, fields
+
+    return Step(group, work).finish
+
+
+def expect(call: Call) -> list[tuple[torch.Size, torch.dtype]]:
+    """Size and dtype of each result, known on every rank: the op on whole tensors without data."""
+    try:
+        key: Any = call.key()
+        return _expected[key]
+    except KeyError:
+        found = _expected[key] = _on_meta(call)
+    except TypeError:  # an argument that cannot be hashed
+        return _on_meta(call)
+    if len(_expected) > MOST_EXPECTED:
+        _expected.clear()
+    return found
+
+
+_expected: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}  # a cache, by what the answer depends on
+MOST_EXPECTED = 4096
+
+
+def _on_meta(call: Call) -> list[tuple[torch.Size, torch.dtype]]:
+    with torch.no_grad():
+        stand_ins = [torch.empty(operand.shape, dtype=operand.dtype, device="meta") for operand in call.operands]
+        changes = {"device": "meta"} if call.arguments.get("device") is not None else {}
+        result = call.run(stand_ins, **changes)
+    return [(leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def expect_partial(call: Call, rule: Rule, reduction: Any) -> list[torch.dtype]:
+    """The dtypes of what a cell contributes to a reduction."""
+    if reduction.partial is None:
+        return [dtype for _, dtype in expect(call)]
+    with torch.no_grad():
+        stand_ins = [torch.empty(operand.shape, dtype=operand.dtype, device="meta") for operand in call.operands]
+        return [partial.dtype for partial in reduction.partial(call, stand_ins)]
+
+
+def _require_agreement_of(rule: Rule, expected: list[tuple[torch.Size, torch.dtype]], call: Call) -> None:
+    """A rule must say what torch says: a wrong one raises, and never gives a wrong result."""
+    said = [tuple(size_of(rule, dims)) for dims in rule.results]
+    found = [tuple(size) for size, _ in expected]
+    if said != found:
+        raise UnsupportedOpError(f"the rule for {call.name} gives results of sizes {said}, torch gives {found}")
+
+
+class SharedPlain(torch.autograd.Function):
+    """A plain tensor that is the same on every rank; its gradient is the sum of what all ranks made of it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        """The tensor itself."""
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """On every rank, the sum over all ranks."""
+        return SumOverRanks.apply(grad, ctx.group), None  # type: ignore[no-untyped-call] # torch's
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of a plain tensor over all ranks, on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        """An all-reduce."""
+        ctx.group = group
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """The gradient of a sum that every rank has is the sum of its gradients."""
+        return SumOverRanks.apply(grad, ctx.group), None  # type: ignore[no-untyped-call] # torch's
+
+
+def shared_plain(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+    """A plain operand, ready to be used on every rank for another part of the result."""
+    if group is None or not torch.is_grad_enabled() or not tensor.requires_grad or group.size() == 1:
+        return tensor
+    made: torch.Tensor = SharedPlain.apply(tensor, group)  # type: ignore[no-untyped-call] # torch's
+    return made
+
+
+def shaped_as(example: Any, made: Sequence[Any], call: Call) -> Any:
+    """The results in the form in which the op gives them: one tensor, a tuple, or a list."""
+    if len(call.op._schema.returns) == 1:
+        return list(made) if str(call.op._schema.returns[0].type).startswith("List") else made[0]
+    return tuple(made)

@@ -1,0 +1,126 @@
+"""The last way to compute an op: on whole operands, gathered on every rank, when they are within the gather budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.utils import _pytree as pytree
+
+from shardwise import settings
+from shardwise.dispatch import op_name, unsupported
+from shardwise.errors import ProcessGroupError
+from shardwise.ops.compute import assemble, frame_of, places_of, shared_plain
+from shardwise.process_group import Fields, in_step_sharing, is_member
+from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.movement import Way, copy_into, moved_tensors, require_movable, whole_on
+from shardwise.transfer import make_plan
+
+Function = Callable[..., Any]
+
+
+def compute_gathered(
+    op: Function, args: Sequence[Any], kwargs: dict[str, Any], why: str, written: Iterable[int] = ()
+) -> Any:
+    """The op on whole operands. Results are replicated; what the op writes into, by number among the tensors, gets it.
+
+    Every rank of the group calls it, and computes the same: an op that draws random numbers does so from one seed.
+    """
+    leaves, tree = pytree.tree_flatten((tuple(args), kwargs))
+    at = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    sharded = [leaves[k] for k in at if isinstance(leaves[k], ShardedTensorBase)]
+    group = sharded[0]._frame.process_group
+    _require_budget(op, args, kwargs, why, sharded)
+    if group is None or not is_member(group) or any(one._frame.process_group is not group for one in sharded):
+        raise ProcessGroupError(
+            "All distributed tensors should use the same ProcessGroup if used together in an op, "
+            f"here '{op_name(op)}', and this rank must be in it"
+        )
+    seed = _agreed_seed(op, sharded, group)
+    places = places_of(sharded[0]._layout, group)
+    anchors = []
+    records = torch.is_grad_enabled() and any(leaves[k].requires_grad for k in at)
+    for k in at:
+        one = leaves[k]
+        if isinstance(one, ShardedTensorBase):
+            plan = make_plan(one._layout, whole_on(one.shape, places))
+            (leaves[k], *_), anchor = moved_tensors(one, plan, Way(group))
+            anchors += [] if anchor is None else [anchor]
+        else:
+            leaves[k] = shared_plain(one, group)
+    originals = [leaf for leaf in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(leaf, torch.Tensor)]
+    wholes = [leaves[k] for k in at]
+    for number in written:
+        if isinstance(originals[number], ShardedTensorBase) and wholes[number].requires_grad:
+            wholes[number] = leaves[at[number]] = wholes[number].clone()
+        elif not isinstance(originals[number], ShardedTensorBase):
+            wholes[number] = leaves[at[number]] = originals[number]
+    full_args, full_kwargs = pytree.tree_unflatten(leaves, tree)
+    devices = [sharded[0].device] if sharded[0].device.type != "cpu" else []
+    with torch.random.fork_rng(devices, enabled=True, device_type=sharded[0].device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        result = op(*full_args, **full_kwargs)
+    for number in written:
+        target = originals[number]
+        if isinstance(target, ShardedTensorBase):
+            _write_back(target, wholes[number], places, group)
+
+    def wrap(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        for number in written:
+            if leaf is wholes[number]:
+                return originals[number]
+        frame = frame_of(whole_on(leaf.shape, places), leaf.dtype, group)
+        return assemble(type(sharded[0]), frame, [leaf], anchors, records)
+
+    return pytree.tree_map(wrap, result)
+
+
+def _write_back(target: ShardedTensorBase, whole: torch.Tensor, places: Any, group: ProcessGroup) -> None:
+    if whole.shape != target.shape:
+        raise unsupported(torch.Tensor.resize_, (target,), {}, "a sharded tensor cannot be given another size in place")
+    copy_into(
+        target, assemble(type(target), frame_of(whole_on(whole.shape, places), whole.dtype, group), [whole], [], False)
+    )
+
+
+def _require_budget(
+    op: Function, args: Sequence[Any], kwargs: dict[str, Any], why: str, sharded: list[ShardedTensorBase]
+) -> None:
+    budget = settings.current().gather_budget
+    whole = sum(one.shape.numel() * one.dtype.itemsize for one in sharded if not _is_here(one))
+    if whole > budget:
+        error = unsupported(
+            op,
+            args,
+            kwargs,
+            f"{why}, and computing it on whole operands would gather {whole:,} bytes on every rank, more than the "
+            f"gather budget of {budget:,}. Allow it with shardwise.gather_budget({whole}), or redistribute",
+        )
+        error.reason = why
+        raise error
+
+
+def _is_here(tensor: ShardedTensorBase) -> bool:
+    """Whether every rank holds all of the tensor already."""
+    layout, group = tensor._layout, tensor._frame.process_group
+    whole = layout.boxes.volumes == layout.size.numel()
+    return bool(whole.all()) and group is not None and len(set(layout.ranks.tolist())) == group.size()
+
+
+def _agreed_seed(op: Function, sharded: list[ShardedTensorBase], group: ProcessGroup) -> int:
+    """Compare with all ranks what is about to be computed, and take the first rank's seed."""
+
+    def work() -> tuple[None, Fields, int]:
+        for one in sharded:
+            require_movable(one)
+        fields: dict[str, object] = {"op": op_name(op), "gather_budget": settings.current().gather_budget}
+        for k, one in enumerate(sharded):
+            fields[f"operand {k}"] = f"{one._layout.outline} {one.dtype} requires_grad={one.requires_grad}"
+        return None, fields, int(torch.randint(2**62, ()).item()) if dist.get_rank(group) == 0 else 0
+
+    return int(in_step_sharing(group, work)[1][0])

@@ -1,0 +1,166 @@
+"""Reading and writing at indices that are tensors. The dims that are indexed are whole; all others go apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.ops.below import HANDLERS, RULES
+from shardwise.ops.call import Call
+from shardwise.ops.compute import compute, expect
+from shardwise.ops.rule import Along, Labels, Rule, broadcast_shapes
+
+aten = torch.ops.aten
+
+
+def _index(call: Call) -> Rule | None:
+    """x[i, :, j]: indexed dims whole; the indices, broadcast, are where the first of them stands, if together."""
+    x, indices = call["self"], list(call["indices"])
+    indices += [None] * (x.ndim - len(indices))
+    given = [k for k, index in enumerate(indices) if index is not None]
+    if not given or any(indices[k].dtype in (torch.bool, torch.uint8) for k in given) or len(indices) != x.ndim:
+        return None
+    labels = Labels()
+    dims = [labels.new(size, whole=indices[k] is not None) for k, size in enumerate(x.shape)]
+    shape = broadcast_shapes(*(indices[k].shape for k in given))
+    spot = [labels.new(size) for size in shape]
+    operands: list[list[Along | None]] = [dims]  # type: ignore[list-item] # all are labels
+    for k in given:
+        own = indices[k].shape
+        skip = len(shape) - len(own)
+        operands.append([None if size == 1 and shape[skip + d] != 1 else spot[skip + d] for d, size in enumerate(own)])
+    rest = [along for k, along in enumerate(dims) if k not in given]
+    together = given == list(range(given[0], given[-1] + 1))
+    at = given[0] if together else 0
+    return labels.rule(operands, [[*rest[:at], *spot, *rest[at:]]])
+
+
+def _shared_dims(call: Call, dim: int) -> Rule | None:
+    """gather, scatter and the like: one dim is whole in each operand; the others are shared where all agree."""
+    x = call["self"]
+    if not x.ndim:
+        return None
+    dim %= x.ndim
+    labels = Labels()
+    shapes = [shape for shape in call.shapes if len(shape) == x.ndim]
+    shared: list[Along | None] = []
+    for k in range(x.ndim):
+        agree = k != dim and len({shape[k] for shape in shapes}) == 1
+        shared.append(labels.new(x.shape[k]) if agree else None)
+
+    def dims(shape: torch.Size) -> list[Along | None]:
+        if len(shape) != x.ndim:
+            return labels.along(shape, whole=range(len(shape)))
+        return [along or labels.new(shape[k], whole=True) for k, along in enumerate(shared)]
+
+    operands = [dims(shape) for shape in call.shapes]
+    return labels.rule(operands, [dims(size) for size, _ in expect(call)])
+
+
+def _gather(call: Call) -> Rule | None:
+    """The dim is whole in the source; in the index, it goes apart."""
+    x, index = call["self"], call["index"]
+    if not x.ndim or x.ndim != index.ndim:
+        return None
+    dim = call["dim"] % x.ndim
+    labels = Labels()
+    out = [labels.new(size) for size in index.shape]
+    source = [
+        out[k] if k != dim and size == index.shape[k] else labels.new(size, whole=True)
+        for k, size in enumerate(x.shape)
+    ]
+    labels.whole |= {
+        along.label for k, along in enumerate(out) if k != dim and x.shape[k] != index.shape[k]
+    }  # its places count from the beginning
+    return labels.rule([source, out], [out])
+
+
+def _index_select(call: Call) -> Rule | None:
+    x, index = call["self"], call["index"]
+    if not x.ndim or index.ndim != 1:
+        return None
+    dim = call["dim"] % x.ndim
+    labels = Labels()
+    dims = labels.along(x.shape, whole=[dim])
+    spot = labels.new(index.shape[0])
+    return labels.rule([dims, [spot]], [[spot if k == dim else along for k, along in enumerate(dims)]])
+
+
+def _along_index(call: Call) -> Rule | None:
+    """index_add, index_copy, index_fill, index_reduce: the indexed dim is whole, the others go apart."""
+    x = call["self"]
+    if not x.ndim:
+        return None
+    dim = call["dim"] % x.ndim
+    labels = Labels()
+    dims = labels.along(x.shape, whole=[dim])
+    operands: list[list[Along | None]] = []
+    for operand in call.operands:
+        if operand is x:
+            operands.append(dims)
+        elif operand.ndim == x.ndim and operand is not call["index"]:
+            operands.append([labels.new(operand.shape[dim], whole=True) if k == dim else a for k, a in enumerate(dims)])
+        else:
+            operands.append(labels.along(operand.shape, whole=range(operand.ndim)))
+    return labels.rule(operands, [dims])
+
+
+def _take_along(call: Call) -> Any:
+    rule = _shared_dims(call, call["dim"])
+    return NotImplemented if rule is None else compute(call, rule)
+
+
+def _searched(call: Call) -> Rule | None:
+    """bucketize: the boundaries are whole, the values go apart."""
+    values, edges = call["self"], call["boundaries"]
+    if not isinstance(values, torch.Tensor):
+        return None
+    labels = Labels()
+    dims = labels.along(values.shape)
+    return labels.rule([dims, labels.along(edges.shape, whole=[0])], [dims], hollow=True)
+
+
+def _isin(call: Call) -> Rule | None:
+    elements, tests = call["elements"], call["test_elements"]
+    labels = Labels()
+    dims = labels.along(elements.shape)
+    return labels.rule([dims, labels.along(tests.shape, whole=range(tests.ndim))], [dims])
+
+
+def _scattered(dims_of_source: str) -> Any:
+    """select_scatter, slice_scatter: the dim that is written to is whole."""
+
+    def rule(call: Call) -> Rule | None:
+        x, source = call["self"], call["src"]
+        dim = call["dim"] % x.ndim
+        labels = Labels()
+        dims = labels.along(x.shape, whole=[dim])
+        other = [along for k, along in enumerate(dims) if k != dim]
+        if dims_of_source == "same":
+            other = list(dims)
+            other[dim] = labels.new(source.shape[dim], whole=True)
+        return labels.rule([dims, other], [dims])
+
+    return rule
+
+
+RULES.update(
+    {
+        aten.index.Tensor: _index,
+        aten._unsafe_index.Tensor: _index,
+        aten.gather: _gather,
+        aten.index_select: _index_select,
+        aten.index_add: _along_index,
+        aten.index_copy: _along_index,
+        aten.index_fill: _along_index,
+        aten.index_reduce: _along_index,
+        aten.bucketize.Tensor: _searched,
+        aten.isin.Tensor_Tensor: _isin,
+        aten.select_scatter: _scattered("without"),
+        aten.slice_scatter: _scattered("same"),
+    }
+)
+HANDLERS.update(
+    dict.fromkeys((aten.scatter, aten.scatter_add, aten.scatter_reduce), _take_along),
+)

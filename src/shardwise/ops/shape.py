@@ -1,0 +1,485 @@
+"""Ops that show the same elements in another shape: views, transposes, slices, and putting tensors together.
+
+Where they can, shards stay where they are and their results are views of them. What moves is a copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.geometry import Boxes
+from shardwise.layout import Layout
+from shardwise.ops.below import HANDLERS, RULES
+from shardwise.ops.call import Call
+from shardwise.ops.compute import assemble, compute, expect, frame_of, places_of, shared_plain, tie
+from shardwise.ops.rule import Along, Labels, Rule
+from shardwise.ops.schedule import cells_of
+from shardwise.placement import Placement
+from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.movement import recorded, whole_on
+from shardwise.sharding_spec import even_cut, spec_of
+
+aten = torch.ops.aten
+
+# Under a rule --------------------------------------------------------------------------------------------------------
+
+
+def _permuted(order: Callable[[Call], Sequence[int]]) -> Callable[[Call], Rule]:
+    def rule(call: Call) -> Rule:
+        labels = Labels()
+        dims = labels.along(call.operands[0].shape)
+        return labels.rule([dims], [[dims[dim] for dim in order(call)]], hollow=True)
+
+    return rule
+
+
+def _transposition(call: Call) -> Sequence[int]:
+    ndim = call.operands[0].ndim
+    order = list(range(ndim))
+    first, second = (call.arguments.get(name, default) for name, default in (("dim0", 0), ("dim1", 1)))
+    if ndim:
+        order[first % ndim], order[second % ndim] = order[second % ndim], order[first % ndim]
+    return order
+
+
+def _turned(call: Call) -> Sequence[int]:
+    return range(call.operands[0].ndim - 1, -1, -1)
+
+
+def _unsqueeze(call: Call) -> Rule:
+    labels = Labels()
+    dims = labels.along(call.operands[0].shape)
+    out = list(dims)
+    out.insert(call["dim"] % (len(dims) + 1), None)
+    return labels.rule([dims], [out], hollow=True)
+
+
+def _squeezed_dims(call: Call) -> list[int]:
+    shape = call.operands[0].shape
+    given = call.arguments.get("dim")
+    named = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
+    return [dim for dim in {d % max(len(shape), 1) for d in named} if dim < len(shape) and shape[dim] == 1]
+
+
+def _squeeze(call: Call) -> Any:
+    """On every shard the dims that have one element in the whole tensor, and no others."""
+    x, gone = call.operands[0], _squeezed_dims(call)
+    if call.written():
+        return NotImplemented
+    labels = Labels()
+    dims = [None if dim in gone else labels.new(size) for dim, size in enumerate(x.shape)]
+    named = Call(aten.squeeze.dims, (x, gone), {})
+    return compute(
+        named, labels.rule([dims], [[along for dim, along in enumerate(dims) if dim not in gone]], hollow=True)
+    )
+
+
+def _expand(call: Call) -> Rule | None:
+    """New dims, and those that were one element, are cut with nothing to move."""
+    shape, (size, _) = call.operands[0].shape, expect(call)[0]
+    labels = Labels()
+    out = [labels.new(extent) for extent in size]
+    skip = len(size) - len(shape)
+    dims = [None if extent == 1 and size[skip + k] != 1 else out[skip + k] for k, extent in enumerate(shape)]
+    return labels.rule([dims], [out], hollow=True, adapt=_sized("size"))
+
+
+def _sized(name: str) -> Callable[[Call, list[list[int]]], dict[str, Any]]:
+    """The argument that says the size of the result is that of the cell's."""
+    return lambda call, sizes: {name: sizes[0]}
+
+
+def view_rule(call: Call) -> Rule | None:
+    """Runs of dims that hold the same elements before and after go together, along the first dim of each."""
+    before, (after, _) = call.operands[0].shape, expect(call)[0]
+    if 0 in before:
+        return None
+    labels = Labels()
+    dims: list[Along | None] = [None] * len(before)
+    out: list[Along | None] = [None] * len(after)
+    for old, new in _runs(before, after):
+        total = math.prod(before[dim] for dim in old)
+        heads = [next((dim for dim in run if shape[dim] > 1), None) for run, shape in ((old, before), (new, after))]
+        if heads[0] is None or heads[1] is None:
+            continue
+        inner = [total // before[heads[0]], total // after[heads[1]]]
+        step = math.lcm(*inner)
+        label = labels.new(total // step)
+        dims[heads[0]], out[heads[1]] = (Along(label.label, step // each) for each in inner)
+        for run, shape, found, head in ((old, before, dims, heads[0]), (new, after, out, heads[1])):
+            for dim in run:
+                if dim != head and shape[dim] > 1:
+                    found[dim] = labels.new(shape[dim], whole=True)
+    return labels.rule([dims], [out], adapt=_view_size)
+
+
+def _view_size(call: Call, sizes: list[list[int]]) -> dict[str, Any]:
+    name = "size" if "size" in call.arguments else "shape"
+    return {name: sizes[0]}
+
+
+def _runs(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The shortest runs of dims, before and after, that have the same number of elements."""
+    runs = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        old, new = ([i] if i < len(before) else []), ([j] if j < len(after) else [])
+        i, j = i + len(old), j + len(new)
+        a, b = math.prod(before[d] for d in old), math.prod(after[d] for d in new)
+        while a != b:
+            if a < b:
+                old.append(i)
+                a *= before[i]
+                i += 1
+            else:
+                new.append(j)
+                b *= after[j]
+                j += 1
+        runs.append((old, new))
+    return runs
+
+
+def _view(call: Call) -> Any:
+    """A view, where shards allow it; their memory need not lie as the view would want it, so they are reshaped."""
+    if call.arguments.get("dtype") is not None:
+        return NotImplemented
+    name = "size" if "size" in call.arguments else "shape"
+    reshape = Call(aten.reshape.default, (call.operands[0], call[name]), {})
+    rule = view_rule(reshape)
+    made = NotImplemented if rule is None else compute(reshape, rule)
+    return _through_flat(call.operands[0], expect(reshape)[0][0]) if made is NotImplemented else made
+
+
+def _through_flat(x: Any, after: Sequence[int]) -> Any:
+    """Any reshape: in rows, as runs of the flattened tensor, in the rows of the new shape."""
+    group = x._frame.process_group
+    if group is None or not x.numel() or max(x.shape) == 1 or max(after) == 1:
+        return NotImplemented
+    places = places_of(x._layout, group)
+    flat = torch.Size([x.numel()])
+    layouts = [_in_rows(torch.Size(size), places) for size in (x.shape, after)]
+    if any(_holds_all(layout) for layout in layouts):
+        return NotImplemented
+    runs = []
+    for layout in layouts:
+        inner = layout.boxes.volumes
+        boxes = Boxes((np.cumsum(inner) - inner).reshape(-1, 1), inner.reshape(-1, 1))
+        runs.append(Layout.of(flat, boxes, [layout.place(row) for row in range(len(layout))]))
+    rows = x.redistribute(spec_of(layouts[0]))
+    runs_of = _reshaped(rows, runs[0]).redistribute(spec_of(runs[1]))
+    return _reshaped(runs_of, layouts[1])
+
+
+def _in_rows(size: torch.Size, places: Sequence[Any]) -> Layout:
+    """The first dim that can be cut, in chunks."""
+    dim = next(dim for dim, extent in enumerate(size) if extent > 1)
+    offsets, sizes = (np.tile(np.array(row, dtype=np.int64), (len(places), 1)) for row in ([0] * len(size), size))
+    offsets[:, dim], sizes[:, dim] = even_cut(size[dim], len(places))
+    return Layout.of(size, Boxes(offsets, sizes), places)
+
+
+def _holds_all(layout: Layout) -> bool:
+    return bool((layout.boxes.volumes == layout.size.numel()).any())
+
+
+def _reshaped(x: Any, layout: Layout) -> Any:
+    """The same local tensors as boxes of another layout."""
+    tensors, anchor = recorded(x)
+    sizes = layout.boxes.sizes
+    frame = frame_of(layout, x.dtype, x._frame.process_group)
+    found = [local.reshape(sizes[row].tolist()) for local, row in zip(tensors, frame.rows, strict=True)]
+    return assemble(
+        type(x), frame, found, [] if anchor is None else [anchor], torch.is_grad_enabled() and x.requires_grad
+    )
+
+
+def _real(call: Call) -> Rule:
+    labels = Labels()
+    dims = labels.along(call.operands[0].shape)
+    return labels.rule([dims], [[*dims, labels.new(2, whole=True)]], hollow=True)
+
+
+def _complex(call: Call) -> Rule:
+    labels = Labels()
+    dims = labels.along(call.operands[0].shape, whole=[-1])
+    return labels.rule([dims], [dims[:-1]])
+
+
+def _repeat(call: Call) -> Any:
+    """Dims that are repeated must be whole; others go apart."""
+    x, times = call.operands[0], call["repeats"]
+    skip = len(times) - x.ndim
+    (size, _), *_ = expect(call)
+    labels = Labels()
+    dims = [labels.new(extent, whole=times[skip + k] != 1) for k, extent in enumerate(x.shape)]
+    out: list[Along | None] = [labels.new(extent, whole=True) for extent in size[:skip]]
+    out += [along if times[skip + k] == 1 else labels.new(size[skip + k], whole=True) for k, along in enumerate(dims)]
+    return compute(call, labels.rule([dims], [out]))
+
+
+def _diag_embed(call: Call) -> Rule | None:
+    x, ndim = call.operands[0], call.operands[0].ndim + 1
+    pair = {call["dim1"] % ndim, call["dim2"] % ndim}
+    labels = Labels()
+    dims = labels.along(x.shape, whole=[-1])
+    (size, _), *_ = expect(call)
+    rest = iter(dims[:-1])
+    return labels.rule([dims], [[labels.new(e, whole=True) if k in pair else next(rest) for k, e in enumerate(size)]])
+
+
+def _unfold(call: Call) -> Rule | None:
+    x = call.operands[0]
+    if not x.ndim:
+        return None
+    dim = call["dimension"] % x.ndim
+    labels = Labels()
+    dims = labels.along(x.shape, whole=[dim])
+    (size, _), *_ = expect(call)
+    out = [labels.new(size[k], whole=True) if k == dim else along for k, along in enumerate(dims)]
+    return labels.rule([dims], [[*out, labels.new(size[-1], whole=True)]])
+
+
+# By boxes: parts of a tensor, and tensors behind each other ---------------------------------------------------------
+
+
+def part(x: ShardedTensorBase, dim: int, start: int, stop: int, step: int = 1) -> ShardedTensorBase:
+    """Every so many elements of a dim from start to stop: each rank the part of it that it holds, as views."""
+    layout = x._layout
+    count = max(-(-(stop - start) // step), 0)
+    first = np.clip(-(-(layout.boxes.offsets[:, dim] - start) // step), 0, count)
+    last = np.clip(-(-(layout.boxes.ends[:, dim] - start) // step), 0, count)
+    last = np.maximum(first, last)
+    offsets, sizes = layout.boxes.offsets.copy(), layout.boxes.sizes.copy()
+    offsets[:, dim], sizes[:, dim] = first, last - first
+    size = list(layout.size)
+    size[dim] = count
+    was = layout.boxes.volumes > 0
+    rows = np.flatnonzero((Boxes(offsets, sizes).volumes > 0) | ~was | (not count))
+    rows = rows if len(rows) else np.arange(len(layout))[:1] if not size or 0 in size else rows
+    made = Layout.of(torch.Size(size), Boxes(offsets, sizes).take(rows), [layout.place(int(row)) for row in rows])
+    tensors, anchor = recorded(x)
+    local = dict(zip(x._frame.rows, tensors, strict=True))
+    found = []
+    for row in rows.tolist():
+        if row in local:
+            begin = start + int(first[row]) * step - int(layout.boxes.offsets[row, dim])
+            length = int(last[row] - first[row])
+            end = begin + (length - 1) * step + 1 if length else begin
+            index = (slice(None),) * dim
+            found.append(local[row][(*index, slice(max(begin, 0), max(end, 0), step))])
+    anchors = ([] if anchor is None else [anchor]) + ([tie(tensors)] if tensors else [])
+    records = torch.is_grad_enabled() and x.requires_grad
+    return assemble(type(x), frame_of(made, x.dtype, x._frame.process_group), found, anchors, records)
+
+
+def _slice(call: Call) -> Any:
+    x = call.operands[0]
+    dim = call["dim"] % x.ndim
+    start, stop, step = slice(call["start"], call["end"], call["step"]).indices(x.shape[dim])
+    if (start, stop, step) == (0, x.shape[dim], 1):
+        return part(x, dim, 0, x.shape[dim])  # type: ignore[arg-type] # sharded
+    return part(x, dim, start, max(stop, start), step)  # type: ignore[arg-type] # sharded
+
+
+def _select(call: Call) -> Any:
+    x, dim, index = call.operands[0], call["dim"], call["index"]
+    expect(call)  # raises as torch does
+    dim, index = dim % x.ndim, index % x.shape[dim]
+    return part(x, dim, index, index + 1).squeeze(dim)  # type: ignore[arg-type] # sharded
+
+
+def _split_at(x: Any, dim: int, sizes: Sequence[int]) -> list[Any]:
+    made, begin = [], 0
+    for size in sizes:
+        made.append(part(x, dim % x.ndim, begin, begin + size))
+        begin += size
+    return made
+
+
+def _split(call: Call) -> Any:
+    x, dim = call.operands[0], call.arguments.get("dim", 0)
+    return _split_at(x, dim, [size[dim % x.ndim] for size, _ in expect(call)])
+
+
+def _unbind(call: Call) -> Any:
+    x, dim = call.operands[0], call["dim"]
+    return [one.squeeze(dim) for one in _split_at(x, dim, [1] * x.shape[dim])]
+
+
+def _flip(call: Call) -> Any:
+    """Each shard is flipped where it is, and is then the mirror box."""
+    x = call.operands[0]
+    assert isinstance(x, ShardedTensorBase)
+    layout, dims = x._layout, [dim % x.ndim for dim in call["dims"]]
+    offsets = layout.boxes.offsets.copy()
+    for dim in dims:
+        offsets[:, dim] = x.shape[dim] - layout.boxes.ends[:, dim]
+    made = Layout.of(layout.size, Boxes(offsets, layout.boxes.sizes), [layout.place(row) for row in range(len(layout))])
+    tensors, anchor = recorded(x)
+    frame = frame_of(made, x.dtype, x._frame.process_group)
+    anchors = [] if anchor is None else [anchor]
+    return assemble(type(x), frame, [local.flip(dims) for local in tensors], anchors, x.requires_grad)
+
+
+def _diagonal(call: Call) -> Any:
+    """Each shard holds one run of the diagonal, if any."""
+    x = call.operands[0]
+    assert isinstance(x, ShardedTensorBase)
+    (size, _), *_ = expect(call)
+    layout, first, second = x._layout, call["dim1"] % x.ndim, call["dim2"] % x.ndim
+    offset = call["offset"]
+    shift = {first: max(-offset, 0), second: max(offset, 0)}
+    low = np.maximum(*(layout.boxes.offsets[:, dim] - by for dim, by in shift.items())).clip(0)
+    high = np.minimum(*(layout.boxes.ends[:, dim] - by for dim, by in shift.items())).clip(0, size[-1])
+    rest = [dim for dim in range(x.ndim) if dim not in shift]
+    run = np.stack([low, np.maximum(high - low, 0)])
+    rows = np.flatnonzero((run[1] > 0) & (layout.boxes.volumes > 0))
+    rows = rows if len(rows) else np.arange(1)
+    offsets = np.concatenate([layout.boxes.offsets[:, rest], run[0][:, None]], 1)[rows]
+    sizes = np.concatenate([layout.boxes.sizes[:, rest], run[1][:, None]], 1)[rows]
+    made = Layout.of(size, Boxes(offsets, sizes), [layout.place(int(row)) for row in rows])
+    tensors, anchor = recorded(x)
+    local = dict(zip(x._frame.rows, tensors, strict=True))
+    found = []
+    for row in (row for row in rows.tolist() if row in local):
+        begins = [int(low[row]) + shift[dim] - int(layout.boxes.offsets[row, dim]) for dim in (first, second)]
+        inner = local[row].narrow(first, begins[0], int(run[1][row])).narrow(second, begins[1], int(run[1][row]))
+        found.append(inner.diagonal(0, first, second))
+    anchors = ([] if anchor is None else [anchor]) + ([tie(tensors)] if tensors else [])
+    records = torch.is_grad_enabled() and x.requires_grad
+    return assemble(type(x), frame_of(made, x.dtype, x._frame.process_group), found, anchors, records)
+
+
+def _cat(call: Call) -> Any:
+    """Where all are cut alike in the other dims, shard by shard; else each keeps its boxes, behind the others'."""
+    dim = call.arguments.get("dim", 0)
+    (size, dtype), *_ = expect(call)
+    pieces = [one for one in call.operands if one.ndim != 1 or one.numel() or len(size) == 1]
+    dim %= len(size)
+    if pieces and all(isinstance(one, ShardedTensorBase) for one in pieces):
+        sharded = Call(call.op, (pieces, dim), {})
+        labels = Labels()
+        shared = [None if k == dim else labels.new(extent) for k, extent in enumerate(size)]
+        whole = [labels.new(one.shape[dim], whole=True) for one in pieces]
+        dims = [[along if k != dim else whole[n] for k, along in enumerate(shared)] for n in range(len(pieces))]
+        out = [along if k != dim else labels.new(size[dim], whole=True) for k, along in enumerate(shared)]
+        if all(one._layout.place_of.tolist() == pieces[0]._layout.place_of.tolist() for one in pieces):  # type: ignore[attr-defined] # sharded
+            rule = labels.rule(dims, [out])
+            if _stays(sharded, rule):
+                return compute(sharded, rule)
+        return _behind(pieces, dim, size, dtype)
+    return _cat_mixed(pieces, dim, size, dtype)
+
+
+def _stays(call: Call, rule: Rule) -> bool:
+    """Whether the rule moves nothing."""
+    cells = cells_of(rule, 0, call.sharded()[0]._layout)
+    if cells is None:
+        return False
+    return all(
+        cells.layout(dims, one.shape) == one._layout for dims, one in zip(rule.operands, call.sharded(), strict=True)
+    )
+
+
+def _cat_mixed(pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.dtype) -> Any:
+    """Plain tensors among sharded ones: each is cut as a sharded one is, or lies on one of its ranks."""
+    model = next(one for one in pieces if isinstance(one, ShardedTensorBase))
+    group = model._frame.process_group
+    places = places_of(model._layout, group)
+    made = []
+    for one in pieces:
+        if isinstance(one, ShardedTensorBase):
+            made.append(one)
+            continue
+        frame = frame_of(whole_on(one.shape, places[:1]), one.dtype, group)
+        shared = shared_plain(one, group)
+        records = torch.is_grad_enabled() and one.requires_grad
+        made.append(assemble(type(model), frame, [shared] if frame.rows else [], [tie([shared])], records))
+    return _behind(made, dim, size, dtype)
+
+
+def _behind(pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.dtype) -> Any:
+    """Boxes of all, one tensor's behind another's; nothing moves."""
+    offsets, sizes, found, anchors = [], [], {}, []
+    places: list[Placement] = []
+    begin = 0
+    for one in pieces:
+        layout, rows = one._layout, range(len(one._layout))
+        tensors, anchor = recorded(one)
+        anchors += [] if anchor is None else [anchor]
+        moved = layout.boxes.offsets.copy()
+        moved[:, dim] += begin
+        for row, local in zip(one._frame.rows, tensors, strict=True):
+            found[len(places) + row] = local.to(dtype)
+        offsets.append(moved)
+        sizes.append(layout.boxes.sizes)
+        places += [layout.place(row) for row in rows]
+        begin += one.shape[dim]
+    boxes = Boxes(np.concatenate(offsets), np.concatenate(sizes))
+    made = Layout.of(torch.Size(size), boxes, places)
+    frame = frame_of(made, dtype, pieces[0]._frame.process_group)
+    records = torch.is_grad_enabled() and any(one.requires_grad for one in pieces)
+    return assemble(type(pieces[0]), frame, [found[row] for row in frame.rows], anchors, records)
+
+
+def _stack(call: Call) -> Any:
+    tensors, dim = call["tensors"], call["dim"]
+    dim %= tensors[0].ndim + 1
+    return torch.cat([one.unsqueeze(dim) for one in tensors], dim)
+
+
+RULES.update(
+    {
+        aten.transpose: _permuted(_transposition),
+        aten.t: _permuted(_turned),
+        aten.numpy_T: _permuted(_turned),
+        aten.permute: _permuted(lambda call: [dim % call.operands[0].ndim for dim in call["dims"]]),
+        aten.unsqueeze: _unsqueeze,
+        aten.expand: _expand,
+        aten.view_as_real: _real,
+        aten.view_as_complex: _complex,
+        aten.diag_embed: _diag_embed,
+        aten.unfold: _unfold,
+        aten.transpose_copy: _permuted(_transposition),
+        aten.t_copy: _permuted(_turned),
+        aten.permute_copy: _permuted(lambda call: [dim % call.operands[0].ndim for dim in call["dims"]]),
+        aten.unsqueeze_copy: _unsqueeze,
+        aten.expand_copy: _expand,
+        aten.unfold_copy: _unfold,
+    }
+)
+HANDLERS.update(
+    {
+        aten.view.default: _view,
+        aten._unsafe_view: _view,
+        aten.view_copy.default: _view,
+        aten.reshape: _view,
+        aten._reshape_copy: _view,
+        aten.squeeze: _squeeze,
+        aten.squeeze_copy: _squeeze,
+        aten.repeat: _repeat,
+        aten.slice.Tensor: _slice,
+        aten.slice_copy.Tensor: _slice,
+        aten.narrow_copy: lambda call: call.operands[0].narrow(call["dim"], call["start"], call["length"]).clone(),
+        aten.select.int: _select,
+        aten.select_copy.int: _select,
+        aten.split.Tensor: _split,
+        aten.split_copy.Tensor: _split,
+        aten.split_with_sizes: _split,
+        aten.split_with_sizes_copy: _split,
+        aten.unsafe_split: _split,
+        aten.unsafe_split_with_sizes: _split,
+        aten.unbind: _unbind,
+        aten.unbind_copy: _unbind,
+        aten.flip: _flip,
+        aten.diagonal: _diagonal,
+        aten.diagonal_copy: _diagonal,
+        aten.cat: _cat,
+        aten.stack: _stack,
+    }
+)

@@ -1,0 +1,183 @@
+"""Whole values on every rank: each a part of a sum (`PartialTensor`), or the same on all (`ReplicatedTensor`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.utils import _pytree as pytree
+
+from shardwise.dispatch import Distributed
+from shardwise.errors import PropertyError, RankMismatchError
+from shardwise.geometry import Boxes
+from shardwise.layout import Layout
+from shardwise.placement import Placement, rank_device
+from shardwise.process_group import Fields, group_ranks, in_step, locate_all, or_default
+from shardwise.sharded_tensor import ShardedTensor
+from shardwise.sharded_tensor.assembly import require_spec
+from shardwise.sharded_tensor.frame import Frame, Parts
+from shardwise.sharded_tensor.movement import Way, moved_locals, whole_on
+from shardwise.sharding_spec import ChunkShardingSpec, FixedShardingSpec, ShardingSpec
+from shardwise.transfer import make_plan
+
+REDUCTIONS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
+    ReduceOp.SUM: lambda stack: stack.sum(0, dtype=stack.dtype),
+    ReduceOp.AVG: lambda stack: stack.sum(0, dtype=stack.dtype) / len(stack),
+    ReduceOp.PRODUCT: lambda stack: stack.prod(0, dtype=stack.dtype),
+    ReduceOp.MAX: lambda stack: stack.amax(0),
+    ReduceOp.MIN: lambda stack: stack.amin(0),
+}
+
+
+class PartialTensor(Distributed, torch.Tensor):
+    """A tensor that is the sum (or product, maximum, ...) of one tensor on each rank.
+
+    It is reduced when its value is wanted, into the layout that is asked for: each rank receives only its own part of
+    every other rank's tensor. An op on it first reduces it into chunks of its first dim. Every rank of the group makes
+    it and takes part in what is asked of it::
+
+        PartialTensor(x @ w).redistribute(ChunkShardingSpec(0, places))
+    """
+
+    _local: torch.Tensor
+    _group: ProcessGroup
+    _reduce_op: Any
+
+    def __new__(
+        cls, local_shard: torch.Tensor, process_group: ProcessGroup | None = None, reduce_op: Any = ReduceOp.SUM
+    ) -> PartialTensor:
+        """From this rank's contribution, which has the same size on every rank."""
+        if not isinstance(local_shard, torch.Tensor):
+            raise PropertyError(f"a partial tensor is made from a tensor, found {type(local_shard).__name__}")
+        if reduce_op not in REDUCTIONS:
+            raise PropertyError(f"a partial tensor cannot be reduced by {reduce_op}")
+        self: PartialTensor = torch.Tensor._make_wrapper_subclass(
+            cls, local_shard.shape, dtype=local_shard.dtype, device=local_shard.device
+        )
+        self._local, self._group, self._reduce_op = local_shard, or_default(process_group), reduce_op
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Everything is done in `__new__`."""
+
+    @property
+    def _process_group(self) -> ProcessGroup:
+        return self._group
+
+    def redistribute(self, sharding_spec: ShardingSpec) -> ShardedTensor:
+        """The reduced tensor, sharded by this spec. Every rank of the group calls it. Differentiable."""
+        local, group = self._local, self._group
+
+        def work() -> tuple[Layout, Fields]:
+            require_spec(sharding_spec)
+            layout = locate_all(sharding_spec.layout(local.shape), group)
+            fields = {"verb": "reduce", "reduce_op": self._reduce_op, "spec": layout.outline, "dtype": local.dtype}
+            return layout, {**fields, "requires_grad": local.requires_grad}
+
+        layout = in_step(group, work)
+        ranks = group_ranks(group)
+        mine = Placement(local.device, dist.get_rank())
+        places = [
+            mine if rank == mine.rank else Placement(rank_device(rank, local.device.type), rank) for rank in ranks
+        ]
+        source, target = _stacked(layout, places)
+        record = torch.is_grad_enabled() and local.requires_grad
+        part = local.reshape(1, *local.shape).contiguous()
+        stacks, anchor = moved_locals([part], None, make_plan(source, target), Way(group), local.dtype, record=record)
+        frame = Frame.of(layout, sharding_spec, layout.rows_on(dist.get_rank()), local.dtype, group)
+        made = ShardedTensor._wrap(Parts(frame, [REDUCTIONS[self._reduce_op](stack) for stack in stacks]))
+        if record and not stacks:
+            made._wants_grad, made._anchor = True, anchor
+        return made
+
+    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """The old name of `redistribute`; nothing changes in place."""
+        return self.redistribute(resharding_spec)
+
+    def full_tensor(self) -> torch.Tensor:
+        """The reduced tensor, whole on every rank. Every rank of the group calls it. Differentiable."""
+        return self._reduced().full_tensor()
+
+    def _reduced(self) -> ShardedTensor:
+        """The reduced tensor, in chunks of its first dim; whole on the first rank if it has no dims."""
+        kind = self._local.device.type
+        places = [Placement(rank_device(rank, kind), rank).remote_device() for rank in group_ranks(self._group)]
+        if not self._local.ndim:
+            return self.redistribute(FixedShardingSpec.of(whole_on(self._local.shape, [Placement.of(places[0])])))
+        return self.redistribute(ChunkShardingSpec(0, places))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # torch says Any
+        how = str(self._reduce_op).rsplit(".", 1)[-1].lower()
+        return f"PartialTensor({tuple(self.shape)}, {self.dtype}, a {how} over {self._group.size()} ranks)"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in ("__get__", "__repr__", "size", "dim", "numel", "__len__", "stride"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return func(*_resolved(args), **_resolved(kwargs or {}))
+
+
+def _resolved(tree: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf._reduced() if isinstance(leaf, PartialTensor) else leaf, tree)
+
+
+def _stacked(layout: Layout, places: Sequence[Placement]) -> tuple[Layout, Layout]:
+    """Every rank's tensor as a slice of a stack; and the stack in boxes of the layout, all slices of each."""
+    count, size = len(places), layout.size
+    stack = torch.Size([count, *size])
+    first = np.arange(count, dtype=np.int64).reshape(-1, 1)
+    rest = np.tile(np.array(size, dtype=np.int64), (count, 1)).reshape(count, len(size))
+    slices = Boxes(np.concatenate([first, np.zeros_like(rest)], 1), np.concatenate([np.ones_like(first), rest], 1))
+    zeros = np.zeros((len(layout), 1), dtype=np.int64)
+    wanted = Boxes(
+        np.concatenate([zeros, layout.boxes.offsets], 1), np.concatenate([zeros + count, layout.boxes.sizes], 1)
+    )
+    return (
+        Layout.of(stack, slices, list(places)),
+        Layout.of(stack, wanted, [layout.place(row) for row in range(len(layout))]),
+    )
+
+
+class ReplicatedTensor(torch.Tensor):
+    """A plain tensor that is promised to be the same on every rank of a group."""
+
+    _process_group: ProcessGroup
+
+    def __new__(cls, data: torch.Tensor | None = None, process_group: ProcessGroup | None = None) -> ReplicatedTensor:
+        """The tensor with this promise; its memory is shared."""
+        data = torch.empty(0) if data is None else data
+        self = data.as_subclass(cls)
+        self._process_group = or_default(process_group)
+        return self
+
+    def validate(self) -> bool:
+        """Raise on every rank unless the tensor is the same on all of them. Every rank of the group calls it."""
+        plain = self.detach().as_subclass(torch.Tensor).contiguous()
+
+        def work() -> tuple[None, Fields]:
+            return None, {"verb": "validate", "size": tuple(plain.shape), "dtype": plain.dtype}
+
+        in_step(self._process_group, work)
+        ranks = group_ranks(self._process_group)
+        everyone = [torch.empty_like(plain) for _ in ranks]
+        dist.all_gather(everyone, plain, group=self._process_group)
+        for rank, other in zip(ranks, everyone, strict=True):
+            same = torch.equal(other.reshape(-1).view(torch.uint8), everyone[0].reshape(-1).view(torch.uint8))
+            if not same:
+                raise RankMismatchError(f"ReplicatedTensor have different values on rank {ranks[0]} and {rank}")
+        return True
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, Distributed) for kind in types):
+            return NotImplemented  # theirs to compute
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call] # torch's
