@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench coverage-ops clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,7 @@ help:
 	@echo "make test   ruff, mypy --strict, import-linter, then pytest on real gloo ranks"
 	@echo "make lint   the first three of those"
 	@echo "make bench  measure against torch.distributed._shard, DTensor and plain tensors"
+	@echo "make coverage-ops  try every op of torch's own database, forward and backward, here and on DTensor"
 	@echo "make clean  remove the virtual environment and every cache"
 
 $(READY): pyproject.toml constraints.txt
@@ -34,6 +35,9 @@ test: lint
 
 bench: $(READY)
 	@$(BIN)/python -m benchmarks
+
+coverage-ops: $(READY)
+	@$(BIN)/python -m benchmarks.coverage
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
-COLUMNS = ("shardwise", "plain", "DTensor", "_shard")
+COLUMNS = ("shardwise", "plain", "by hand", "DTensor", "_shard")  # shown where somebody runs in them
 
 
 @dataclass(frozen=True)
 class Row:
-    """One piece of work: seconds per contender, and the budget it is held to."""
+    """One piece of work: seconds per contender, infinite for one that raises, and the budget it is held to."""
 
     work: str
     seconds: dict[str, float]
     budget: str = ""
     limit: tuple[str, float] | None = None  # contender, most times its seconds
+    raised: dict[str, str] = field(default_factory=dict)  # by contender, what it said
 
     @property
     def verdict(self) -> str:
+        if "shardwise" in self.raised:
+            return "RAISES"
         if self.limit is None:
             return ""
         other, most = self.limit
@@ -34,17 +38,36 @@ def duration(seconds: float) -> str:
 def cell(row: Row, name: str) -> str:
     if name not in row.seconds:
         return "–"
+    if math.isinf(row.seconds[name]):
+        return "raises"
     text = duration(row.seconds[name])
-    return text if name == "shardwise" else f"{text} ({row.seconds['shardwise'] / row.seconds[name]:.2f}x)"
+    if name == "shardwise" or math.isinf(row.seconds["shardwise"]):
+        return text
+    return f"{text} ({row.seconds['shardwise'] / row.seconds[name]:.2f}x)"
 
 
 def show(title: str, rows: list[Row]) -> None:
     print(f"\n{title}")
     print("(in brackets: shardwise's time divided by that one's; below 1 is faster)\n")
-    lines = [["work", *COLUMNS, "budget", ""]]
-    lines += [[row.work, *(cell(row, name) for name in COLUMNS), row.budget, row.verdict] for row in rows]
+    columns = [name for name in COLUMNS if any(name in row.seconds for row in rows)]
+    lines = [["work", *columns, "budget", ""]]
+    lines += [[row.work, *(cell(row, name) for name in columns), row.budget, row.verdict] for row in rows]
     widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
     for number, line in enumerate(lines):
         print("  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
         if number == 0:
             print("  " + "  ".join("─" * width for width in widths))
+    for row in rows:
+        for name, why in row.raised.items():
+            print(f"  {row.work}: {name} raises {why}")
+
+
+def show_fractions(title: str, found: list[tuple[str, dict[str, float]]]) -> None:
+    """Each contender's figure and, beside it, how many times shardwise's that is."""
+    print(f"\n{title}")
+    for what, fractions in found:
+        print(f"\n  {what}")
+        least = fractions["shardwise"]
+        for name, fraction in fractions.items():
+            ratio = "" if name == "shardwise" else f"  ({fraction / least:.2f}x shardwise's)"
+            print(f"    {name.ljust(max(map(len, fractions)))}  {fraction:.3f}{ratio}")

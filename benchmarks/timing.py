@@ -6,6 +6,8 @@ import gc
 import time
 from collections.abc import Callable, Mapping
 
+import torch.distributed as dist
+
 Work = Callable[[], object]
 
 
@@ -29,3 +31,17 @@ def best_of(contenders: Mapping[str, Work], *, calls: int, repeats: int = 9) -> 
     finally:
         gc.enable()
     return best
+
+
+def best_together(contenders: Mapping[str, Work], repeats: int = 9) -> dict[str, float]:
+    """As `best_of`, for collectives: all ranks begin together, and each round ends when the last one is done."""
+
+    def together(work: Work) -> Work:
+        def run() -> object:
+            result = work()
+            dist.barrier()
+            return result
+
+        return run
+
+    return best_of({name: together(work) for name, work in contenders.items()}, calls=1, repeats=repeats)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +16,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardwise
 from benchmarks.table import Row
-from benchmarks.timing import best_of
+from benchmarks.timing import best_of, best_together
+from benchmarks.traffic import Received, dtensor_all_to_all
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout
 
 SIDE = 4096  # of a float32 square of 64 MiB
-
-
-def best_together(contenders: Mapping[str, Callable[[], object]], repeats: int = 9) -> dict[str, float]:
-    """As `best_of`, for collectives: all ranks begin together, and each round ends when the last one is done."""
-
-    def together(work: Callable[[], object]) -> Callable[[], object]:
-        def run() -> object:
-            result = work()
-            dist.barrier()
-            return result
-
-        return run
-
-    return best_of({name: together(work) for name, work in contenders.items()}, calls=1, repeats=repeats)
 
 
 def places(ranks: int) -> list[str]:
@@ -59,7 +46,8 @@ def reshard() -> list[Row]:
     old_columns = ChunkShardingSpec(1, list(where))
     source, target = torch.rand(plain.numel() // world), torch.empty(plain.numel() // world)
 
-    begin = dist.get_rank() * SIDE // world
+    height = SIDE // world  # of a row shard; as wide is a column shard
+    begin = dist.get_rank() * height
 
     def upstream() -> object:
         shard = OldShard.from_tensor_and_offsets(ours.local_tensor(), [begin, 0], dist.get_rank())
@@ -71,8 +59,17 @@ def reshard() -> list[Row]:
         with shardwise.validation(False):
             return ours.redistribute(columns)
 
+    def by_hand() -> torch.Tensor:
+        """What one would write for this one case: pack, exchange; what arrives is the column shard as it lies."""
+        packed = ours.local_tensor().view(height, world, height).transpose(0, 1).contiguous()
+        arrived = torch.empty_like(packed)
+        dist.all_to_all_single(arrived, packed)
+        return arrived.view(SIDE, height)
+
+    assert torch.equal(by_hand(), ours.redistribute(columns).local_tensor())
     others = {
         "plain": lambda: dist.all_to_all_single(target, source),
+        "by hand": by_hand,
         "DTensor": lambda: theirs.redistribute(mesh, [Shard(1)]),
         "_shard": upstream,
     }
@@ -157,14 +154,43 @@ def layout_of(edges: Any, size: int) -> Layout:
     return Layout.of(torch.Size([size, size]), Boxes(low, high - low), where)
 
 
-def mesh_bytes() -> list[tuple[str, float]]:
+def mesh_bytes() -> list[tuple[str, dict[str, float]]]:
     """What each of 8 ranks receives on average, as a fraction of the tensor, when a mesh comes to cut other dims."""
-    found = []
-    for mesh, before, after in [((4, 2), (0, 1), (1, 0)), ((2, 2, 2), (0, 1, 2), (2, 0, 1))]:
-        size = (64,) * max(2, len(mesh))
-        ranks = np.array(places(8)).reshape(mesh).tolist()
-        src, dst = (shardwise.GridShardingSpec(dims, ranks).layout(size) for dims in (before, after))
-        for name, target in (("", dst), (", ranks relabelled", shardwise.relabel(src, dst))):
-            moved = shardwise.make_plan(src, target).moved / src.size.numel() / 8
-            found.append((f"mesh {mesh}: dims {before} to {after}{name}", moved))
-    return found
+    warnings.simplefilter("ignore")
+    cases = [((4, 2), (0, 1), (1, 0), (1024, 1024)), ((2, 2, 2), (0, 1, 2), (2, 0, 1), (128, 128, 128))]
+    return [(f"mesh {case[0]}: dims {case[1]} to {case[2]}", mesh_case(*case)) for case in cases]
+
+
+def mesh_case(
+    shape: tuple[int, ...], before: tuple[int, ...], after: tuple[int, ...], size: tuple[int, ...]
+) -> dict[str, float]:
+    """One redistribution by each contender, counted alike: where collectives pass torch's dispatcher."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    plain = torch.rand(size)
+    ranks = np.array(places(dist.get_world_size())).reshape(shape).tolist()
+    src, dst = (shardwise.GridShardingSpec(dims, ranks) for dims in (before, after))
+    ours = shardwise.shard_tensor(plain, src)
+    mesh = init_device_mesh("cpu", shape)
+    theirs = distribute_tensor(plain, mesh, [Shard(dim) for dim in before])
+
+    def dtensor() -> Any:
+        return theirs.redistribute(mesh, [Shard(dim) for dim in after])
+
+    found = {
+        "shardwise": received(lambda: ours.redistribute(dst), plain),
+        "shardwise, ranks relabelled": received(lambda: ours.redistribute(dst, relabel=True), plain),
+        "DTensor": received(dtensor, plain),
+    }
+    with dtensor_all_to_all():
+        return {**found, "DTensor, by all-to-all as on GPUs": received(dtensor, plain)}
+
+
+def received(work: Callable[[], Any], plain: torch.Tensor) -> float:
+    """What a rank receives on average while this makes a tensor of these values, as a fraction of them."""
+    with Received() as count:
+        made = work()
+    assert torch.equal(made.full_tensor(), plain)
+    total = torch.tensor(count.bytes, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size() / plain.nbytes

@@ -123,6 +123,12 @@ class PartialTensor(Distributed, torch.Tensor):
                 return func(*args, **(kwargs or {}))
         return func(*_resolved(args), **_resolved(kwargs or {}))
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch's is no method
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*_resolved(args), **_resolved(kwargs or {}))
+
 
 def _resolved(tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf._reduced() if isinstance(leaf, PartialTensor) else leaf, tree)

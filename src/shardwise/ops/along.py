@@ -172,7 +172,9 @@ def _group_norm(call: Call) -> Rule | None:
     dims = labels.along(x.shape, whole=range(1, x.ndim))
     operands = [dims] + [[dims[1]] for _ in call.operands[1:]]
     groups = labels.new(call["group"], whole=True)
-    return labels.rule(operands, [dims, [dims[0], groups], [dims[0], groups]])
+    return labels.rule(
+        operands, [dims, [dims[0], groups], [dims[0], groups]], adapt=lambda call, sizes: {"N": sizes[0][0]}
+    )
 
 
 def _batch_norm(call: Call) -> Rule | None:
@@ -260,7 +262,7 @@ ALONG_DIM = [
 MATRIX = [  # square or not, one operand
     *("_linalg_svd", "_linalg_eigh", "linalg_eig", "linalg_qr", "linalg_inv_ex", "linalg_cholesky_ex", "cholesky"),
     *("linalg_lu_factor_ex", "linalg_lu", "_linalg_slogdet", "_linalg_det", "linalg_matrix_exp", "cholesky_inverse"),
-    *("linalg_ldl_factor_ex", "geqrf", "_linalg_check_errors", "inverse", "pinverse", "linalg_pinv"),
+    *("linalg_ldl_factor_ex", "geqrf", "inverse", "pinverse", "linalg_pinv"),
 ]
 SPACE = {
     **dict.fromkeys(["reflection_pad1d", "replication_pad1d", "upsample_nearest1d", "upsample_linear1d"], 1),

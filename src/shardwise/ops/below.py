@@ -7,6 +7,7 @@ are within the budget; by torch's own decomposition into other aten ops; else it
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,23 @@ RULES: dict[Any, RuleMaker] = {}
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.ADInplaceOrView
 )
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+def _dispatch_state() -> tuple[Any, Any]:
+    """Which of torch's dispatch keys are included and excluded in this thread: autograd, autocast, conjugation, ..."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+class _Outside(threading.local):
+    """The dispatch state in which the op was called that is now broken down; shards are computed on in that state."""
+
+    def __init__(self) -> None:
+        self.state = _AT_IMPORT
+
+
+_AT_IMPORT = _dispatch_state()
+_outside = _Outside()
 
 
 def descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -39,11 +57,14 @@ def descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
     If one of them is refused, the function is computed on gathered operands, when they are within the budget.
     """
+    before, _outside.state = _outside.state, _dispatch_state()
     try:
         with torch._C.DisableTorchFunctionSubclass(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
             return op(*args, **kwargs)
     except UnsupportedOpError as error:
         refused = error
+    finally:
+        _outside.state = before
     name = getattr(op, "__name__", "")
     tensors = [leaf for leaf in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(leaf, torch.Tensor)]
     if name in ("__get__", "__set__"):
@@ -56,13 +77,12 @@ def descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
 def aten(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An aten op that was called on a sharded tensor."""
-    if not _is_known(op) and op._can_decompose():
+    in_python = op.py_kernels.get(_COMPOSITE)
+    if not _is_known(op) and in_python is None and op._can_decompose():
         return op.decompose(*args, **kwargs)
-    exclude = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
-    with (
-        torch._C._EnableTorchFunction(),
-        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude),
-    ):
+    with torch._C._EnableTorchFunction(), torch._C._ForceDispatchKeyGuard(*_outside.state):
+        if not _is_known(op) and in_python is not None:
+            return in_python(*args, **kwargs)
         return _compute(op, args, kwargs)
 
 
@@ -73,6 +93,8 @@ def _is_known(op: Aten) -> bool:
 
 def _compute(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     call = Call(op, args, kwargs)
+    if any(one.numel() == 0 for one in call.sharded()) and torch.Tag.pointwise not in op.tags:
+        return _without_rule(call)  # nothing to gather
     handler = HANDLERS.get(op) or HANDLERS.get(op.overloadpacket)
     if handler is not None:
         found = handler(call)
@@ -85,7 +107,12 @@ def _compute(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             found = compute(call, rule)
             if found is not NotImplemented:
                 return found
-    written = call.written()
+    return _without_rule(call)
+
+
+def _without_rule(call: Call) -> Any:
+    """An op that no rule computes: in place as out of place, gathered, or as torch breaks it down."""
+    op, written = call.op, call.written()
     if written:
         return _in_place(call, written)
     why = f"no rule keeps the shards apart in {op}"
@@ -94,8 +121,8 @@ def _compute(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     except UnsupportedOpError:
         if op not in decomposition_table:
             raise
-    with torch._C.DisableTorchFunctionSubclass(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
-        return decomposition_table[op](*args, **kwargs)
+    by_position, by_name = call.as_given()
+    return decomposition_table[op](*by_position, **by_name)
 
 
 def _in_place(call: Call, written: list[int]) -> Any:

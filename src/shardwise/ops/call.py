@@ -20,7 +20,8 @@ class Call:
     def __init__(self, op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self.op = op
         names, defaults = _signature(op)
-        self.arguments: dict[str, Any] = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        self.arguments: dict[str, Any] = {name: given[name] for name in names if name in given}
         self._leaves, self._tree = pytree.tree_flatten(self.arguments)
         self._at = [k for k, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
         self.operands: list[torch.Tensor] = [self._leaves[k] for k in self._at]
@@ -48,6 +49,12 @@ class Call:
         for k, operand in zip(self._at, operands, strict=True):
             leaves[k] = operand
         return self.op(**{**pytree.tree_unflatten(leaves, self._tree), **changes})
+
+    def as_given(self) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments by position and, those that have no other way, by name."""
+        named = {a.name for a in self.op._schema.arguments if a.kwarg_only}
+        values = self.arguments.items()
+        return [v for name, v in values if name not in named], {name: v for name, v in values if name in named}
 
     def written(self) -> list[int]:
         """Which operands the op writes into."""

@@ -43,4 +43,12 @@ def _item(call: Call) -> Any:
         return x.full_tensor().item()  # type: ignore[attr-defined] # it has a group
 
 
+def _check_errors(call: Call) -> None:
+    """What linear algebra found wrong, on any rank, is raised on every rank."""
+    info = call["info"]
+    if (info != 0).any().item():
+        call.run([info.full_tensor()])
+
+
+HANDLERS[aten._linalg_check_errors] = _check_errors
 HANDLERS.update({aten.equal: _equal, aten.allclose: _allclose, aten._local_scalar_dense: _item, aten.item: _item})

@@ -43,7 +43,7 @@ def compute(call: Call, rule: Rule, *, lead: int | None = None) -> Any:
     schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
     if schedule is None:
         return NotImplemented
-    return _Computation(call, schedule, group, everyone, lead).run(expected)
+    return _Computation(call, rule, schedule, group, everyone, lead).run(expected)
 
 
 class _Computation:
@@ -52,12 +52,14 @@ class _Computation:
     def __init__(
         self,
         call: Call,
+        rule: Rule,
         schedule: Schedule,
         group: ProcessGroup | None,
         everyone: tuple[Placement, ...],
         lead: int | None,
     ) -> None:
-        self.call, self.schedule, self.rule, self.group, self.everyone = call, schedule, schedule.rule, group, everyone
+        # The schedule may be one that was made for another rule with the same labels: its arguments are not ours.
+        self.call, self.rule, self.schedule, self.group, self.everyone = call, rule, schedule, group, everyone
         self.lead = lead
         self.here = schedule.here(dist.get_rank() if dist.is_initialized() else -1)
         self.records = torch.is_grad_enabled() and any(operand.requires_grad for operand in call.operands)
@@ -147,19 +149,32 @@ class _Computation:
         assert tuple(stacking.result.size) == size
         return self._wrapped(layouts, found, expected)
 
+    def _written(self, target: ShardedTensorBase) -> ShardedTensorBase:
+        """The operand that was written into; a rank without its shards keeps what its backward must reach."""
+        if self.records and not target._local_tensors() and _differentiable(target.dtype):
+            target._wants_grad, target._anchor = True, tie(self.anchors) if self.anchors else new_anchor()
+        return target
+
+    def _frame(self, layout: Layout, dtype: torch.dtype) -> Frame:
+        """The frame of an operand that is sharded alike, and so its spec; else a new one."""
+        for operand in self.call.sharded():
+            if operand._layout == layout:
+                return operand._frame.with_dtype(dtype)
+        return frame_of(layout, dtype, self.group)
+
     def _wrapped(
         self, layouts: Sequence[Layout], found: list[Any], expected: list[tuple[torch.Size, torch.dtype]]
     ) -> Any:
         """Sharded tensors of what was found in each box."""
         if self.lead is not None:
-            return self.call.operands[self.lead]
+            return self._written(self.call.sharded()[0])
         flat = [pytree.tree_leaves(one) for one in found]
         made = []
         for k, (layout, (_, dtype)) in enumerate(zip(layouts, expected, strict=True)):
-            frame = frame_of(layout, dtype, self.group)
+            frame = self._frame(layout, dtype)
             tensors = [leaves[k] for leaves in flat]
             made.append(assemble(type(self.call.sharded()[0]), frame, tensors, self.anchors, self.records))
-        return shaped_as(found[0] if found else self.call.op, made, self.call)
+        return shaped_as(made, self.call)
 
 
 def assemble(
@@ -247,14 +262,14 @@ def agreement(call: Call, group: ProcessGroup | None) -> Any:
 def expect(call: Call) -> list[tuple[torch.Size, torch.dtype]]:
     """Size and dtype of each result, known on every rank: the op on whole tensors without data."""
     try:
-        key: Any = call.key()
-        return _expected[key]
-    except KeyError:
-        found = _expected[key] = _on_meta(call)
+        key = call.key()
+        found = _expected.get(key)
     except TypeError:  # an argument that cannot be hashed
         return _on_meta(call)
-    if len(_expected) > MOST_EXPECTED:
-        _expected.clear()
+    if found is None:
+        if len(_expected) > MOST_EXPECTED:
+            _expected.clear()
+        found = _expected[key] = _on_meta(call)
     return found
 
 
@@ -327,8 +342,10 @@ def shared_plain(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tens
     return made
 
 
-def shaped_as(example: Any, made: Sequence[Any], call: Call) -> Any:
+def shaped_as(made: Sequence[Any], call: Call) -> Any:
     """The results in the form in which the op gives them: one tensor, a tuple, or a list."""
+    if not call.op._schema.returns:
+        return None
     if len(call.op._schema.returns) == 1:
         return list(made) if str(call.op._schema.returns[0].type).startswith("List") else made[0]
     return tuple(made)

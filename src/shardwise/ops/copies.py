@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardwise.dispatch import Op, registry, unsupported
+from shardwise.ops.below import descend
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.base import call_directly
 from shardwise.sharded_tensor.movement import copy_into
@@ -19,6 +21,8 @@ def _on_each_shard(op: Op) -> None:
         tensor = args[0]
         if kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
             raise unsupported(op, args, kwargs, "sharded tensors are contiguous")
+        if tensor._layout.has_replicas and tensor.requires_grad:
+            return descend(op, args, kwargs)
         if kwargs or len(args) > 1:
             return tensor._like([op(local, *args[1:], **kwargs) for local in tensor._local_tensors()])
         return tensor._like([op(local) for local in tensor._local_tensors()])
@@ -52,9 +56,13 @@ def _copy(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
 
 
 def _set_data(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
+    """Other memory, and with it another dtype or device; the tensor and its local tensors stay the objects they are."""
     tensor, data = args
     for local, other in zip(tensor._local_tensors(), tensor._locals_of(data), strict=True):
         local.data = other
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined] # a property to Python
+    tensor._frame, tensor._known_metadata = replace(data._frame, spec=tensor._frame.spec), None
 
 
 for _op in (torch.clone, torch.Tensor.clone):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def compute_gathered(
             "All distributed tensors should use the same ProcessGroup if used together in an op, "
             f"here '{op_name(op)}', and this rank must be in it"
         )
-    seed = _agreed_seed(op, sharded, group)
+    seed = _agreed_seed(op, [leaves[k] for k in at], group)
     places = places_of(sharded[0]._layout, group)
     anchors = []
     records = torch.is_grad_enabled() and any(leaves[k].requires_grad for k in at)
@@ -112,15 +113,29 @@ def _is_here(tensor: ShardedTensorBase) -> bool:
     return bool(whole.all()) and group is not None and len(set(layout.ranks.tolist())) == group.size()
 
 
-def _agreed_seed(op: Function, sharded: list[ShardedTensorBase], group: ProcessGroup) -> int:
-    """Compare with all ranks what is about to be computed, and take the first rank's seed."""
+MOST_COMPARED = 2**16  # bytes of a plain operand that are compared between ranks
+
+
+def _agreed_seed(op: Function, operands: list[torch.Tensor], group: ProcessGroup) -> int:
+    """Compare with all ranks what is about to be computed, small plain operands too, and take the first rank's seed."""
 
     def work() -> tuple[None, Fields, int]:
-        for one in sharded:
-            require_movable(one)
         fields: dict[str, object] = {"op": op_name(op), "gather_budget": settings.current().gather_budget}
-        for k, one in enumerate(sharded):
-            fields[f"operand {k}"] = f"{one._layout.outline} {one.dtype} requires_grad={one.requires_grad}"
+        for k, one in enumerate(operands):
+            if isinstance(one, ShardedTensorBase):
+                require_movable(one)
+                about = one._layout.outline
+            else:
+                about = f"{tuple(one.shape)} {_digest(one)}"
+            fields[f"operand {k}"] = f"{about} {one.dtype} requires_grad={one.requires_grad}"
         return None, fields, int(torch.randint(2**62, ()).item()) if dist.get_rank(group) == 0 else 0
 
     return int(in_step_sharing(group, work)[1][0])
+
+
+def _digest(plain: torch.Tensor) -> str:
+    """Something that differs when the values do, for tensors that are quickly read."""
+    if plain.device.type != "cpu" or plain.layout != torch.strided or plain.nbytes > MOST_COMPARED:
+        return ""
+    data = plain.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(data.numpy().tobytes(), digest_size=8).hexdigest()

@@ -13,6 +13,7 @@ import torch
 
 from shardwise.dispatch import Op, registry
 from shardwise.random import TileGenerator, current_generator
+from shardwise.sharded_tensor.replicas import make_alike
 
 RANDOM = (
     torch.Tensor.uniform_,
@@ -44,6 +45,7 @@ def _fill_randomly(op: Op) -> None:
         else:
             for local in tensor._local_tensors():
                 op(local, *rest, **kwargs)
+            make_alike(tensor._layout, tensor._local_tensors(), tensor.dtype, tensor._frame.process_group)
         return tensor
 
     registry.built_in[op] = handler
@@ -71,7 +73,9 @@ def _initialise(function: Op, whole: Op) -> None:
                 whole(tensor, *args[1:], **{**options, "generator": generator})
         else:
             for local in tensor._local_tensors():
-                function(local, *args[1:], **options)
+                if local.numel():  # of others torch warns
+                    function(local, *args[1:], **options)
+            make_alike(tensor._layout, tensor._local_tensors(), tensor.dtype, tensor._frame.process_group)
         return tensor
 
     registry.built_in[function] = handler

@@ -28,8 +28,6 @@ def _linear(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     if "input" not in given and args:  # moved to the front by name
         given["input"] = args[0]
     x, weight, bias = given["input"], given["weight"], given.get("bias")
-    if bias is not None and not isinstance(bias, torch.Tensor):
-        raise PropertyError(f"Expected Linear.bias to be a Tensor, but found {type(bias).__name__}")
     if isinstance(weight, ShardedTensorBase) and weight.ndim == 2 and not isinstance(x, ShardedTensorBase):
         x = x.as_subclass(torch.Tensor) if isinstance(x, ReplicatedTensor) else joined_batches(x, weight)
     if not isinstance(weight, ShardedTensorBase) or weight.ndim != 2:

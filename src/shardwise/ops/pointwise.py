@@ -11,7 +11,7 @@ from torch.nn import functional
 from shardwise.dispatch import Op, registry
 from shardwise.ops.below import HANDLERS, descend
 from shardwise.ops.call import Aten, Call
-from shardwise.ops.compute import compute, tie
+from shardwise.ops.compute import compute
 from shardwise.ops.rule import Rule, broadcast
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.base import call_directly
@@ -86,19 +86,7 @@ def pointwise(call: Call) -> Any:
     target = call.operands[written[0]]
     if written != [0] or call.arguments.get("out") is not None or not isinstance(target, ShardedTensorBase):
         return NotImplemented
-    found = compute(call, rule, lead=0)
-    if found is not NotImplemented:
-        written_into(target, call.operands[1:])
-    return found
-
-
-def written_into(target: ShardedTensorBase, operands: list[Any]) -> None:
-    """On a rank without shards, an op in place leaves its trace in the anchor."""
-    if not target._local_tensors() and torch.is_grad_enabled():
-        sharded = [one for one in operands if isinstance(one, ShardedTensorBase) and one.requires_grad]
-        if sharded or any(isinstance(one, torch.Tensor) and one.requires_grad for one in operands):
-            anchors = [anchor for one in [target, *sharded] if (anchor := one._anchored()) is not None]
-            target._wants_grad, target._anchor = True, tie(anchors)
+    return compute(call, rule, lead=0)
 
 
 # The short way, for operands that are sharded alike -----------------------------------------------------------------

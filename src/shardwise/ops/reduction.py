@@ -10,7 +10,7 @@ import torch
 
 from shardwise.ops.below import HANDLERS, RULES
 from shardwise.ops.call import Call
-from shardwise.ops.compute import compute
+from shardwise.ops.compute import assemble, compute
 from shardwise.ops.rule import Along, Labels, Reduction, Rule
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.movement import recorded
@@ -166,7 +166,8 @@ class Nothing(torch.autograd.Function):
 def nothing_of(x: Any) -> Any:
     """Zeros that are sharded as the tensor is, and give it their gradient."""
     apply: Callable[[torch.Tensor], torch.Tensor] = Nothing.apply
-    return x._like([apply(local) for local in recorded(x)[0]])
+    tensors, anchor = recorded(x)
+    return assemble(type(x), x._frame, [apply(local) for local in tensors], [] if anchor is None else [anchor], True)
 
 
 def _spread(name: str) -> Callable[[Call], Any]:
@@ -289,10 +290,10 @@ RULES.update(
         aten.linalg_vector_norm: _norm_rule,
         aten.norm: _norm_rule,
         aten.mean: _with(MEAN),
-        aten.var: _with(VARIANCE),
-        aten.std: _with(VARIANCE),
-        aten.var_mean: _with(VARIANCE),
-        aten.std_mean: _with(VARIANCE),
+        aten.var.correction: _with(VARIANCE),
+        aten.std.correction: _with(VARIANCE),
+        aten.var_mean.correction: _with(VARIANCE),
+        aten.std_mean.correction: _with(VARIANCE),
         **dict.fromkeys(
             (aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim, aten.mode, aten.kthvalue), _whole_dim_rule
         ),

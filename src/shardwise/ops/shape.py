@@ -21,7 +21,7 @@ from shardwise.ops.rule import Along, Labels, Rule
 from shardwise.ops.schedule import cells_of
 from shardwise.placement import Placement
 from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.movement import recorded, whole_on
+from shardwise.sharded_tensor.movement import new_anchor, recorded, whole_on
 from shardwise.sharding_spec import even_cut, spec_of
 
 aten = torch.ops.aten
@@ -115,7 +115,7 @@ def view_rule(call: Call) -> Rule | None:
             for dim in run:
                 if dim != head and shape[dim] > 1:
                     found[dim] = labels.new(shape[dim], whole=True)
-    return labels.rule([dims], [out], adapt=_view_size)
+    return labels.rule([dims], [out], hollow=True, adapt=_view_size)
 
 
 def _view_size(call: Call, sizes: list[list[int]]) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def part(x: ShardedTensorBase, dim: int, start: int, stop: int, step: int = 1) -
     size[dim] = count
     was = layout.boxes.volumes > 0
     rows = np.flatnonzero((Boxes(offsets, sizes).volumes > 0) | ~was | (not count))
-    rows = rows if len(rows) else np.arange(len(layout))[:1] if not size or 0 in size else rows
+    rows = rows if len(rows) else np.arange(1)  # a tensor has at least one box
     made = Layout.of(torch.Size(size), Boxes(offsets, sizes).take(rows), [layout.place(int(row)) for row in rows])
     tensors, anchor = recorded(x)
     local = dict(zip(x._frame.rows, tensors, strict=True))
@@ -424,6 +424,10 @@ def _behind(pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.d
     made = Layout.of(torch.Size(size), boxes, places)
     frame = frame_of(made, dtype, pieces[0]._frame.process_group)
     records = torch.is_grad_enabled() and any(one.requires_grad for one in pieces)
+    if records:  # every shard, and through the first one what this rank has no shards of
+        zero = tie(anchors or [new_anchor()])
+        first = min(found, default=-1) if anchors else -1
+        found = {row: local if local.requires_grad and row != first else local + zero for row, local in found.items()}
     return assemble(type(pieces[0]), frame, [found[row] for row in frame.rows], anchors, records)
 
 

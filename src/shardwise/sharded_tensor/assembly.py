@@ -37,6 +37,7 @@ from shardwise.process_group import (
 from shardwise.random import Draw, TileGenerator
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.joining import build_metadata_from_local_shards, decode, encode, joined, work_out
+from shardwise.sharded_tensor.replicas import make_alike
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharding_spec import ShardingSpec, infer_chunk_or_enumerable
 
@@ -129,6 +130,8 @@ def allocate(
     parts = in_step(group, work)
     if generator is not None:
         generator.drawn += 1  # only now, so that ranks stay together when one fails
+    elif draw is not None:
+        make_alike(parts.frame.layout, parts.tensors, parts.frame.dtype, group)
     return parts
 
 

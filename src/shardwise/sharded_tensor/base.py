@@ -366,14 +366,16 @@ class ShardedTensorBase(Distributed, torch.Tensor):
 def call_directly(name: str) -> None:
     """Let a method of often called ops go straight to its handler, which spares the way through C++ and back.
 
-    Where a torch function mode is active, the call takes the usual way, so that the mode sees it.
+    Where a torch function mode is active, the call takes the usual way, so that the mode sees it; and where torch
+    function dispatch is disabled, as inside an op that is broken down into others.
     """
     method = getattr(torch.Tensor, name)
     mode_is_active = torch._C._is_torch_function_mode_enabled
+    dispatches = torch._C._is_torch_function_enabled
 
     @functools.wraps(method)
     def direct(self: ShardedTensorBase, *args: Any, **kwargs: Any) -> Any:
-        if mode_is_active():
+        if mode_is_active() or not dispatches():
             return method(self, *args, **kwargs)
         return self.__torch_function__(method, (type(self),), (self, *args), kwargs)
 

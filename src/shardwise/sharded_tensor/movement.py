@@ -421,8 +421,8 @@ def converted(
     dtype: torch.dtype,
     process_group: ProcessGroup | None,
     convert: Callable[[torch.Tensor, torch.device | None], torch.Tensor],
-) -> tuple[Frame, list[torch.Tensor]]:
-    """The frame and local tensors on another device or of another dtype; every rank stays with its own boxes."""
+) -> tuple[Frame, list[torch.Tensor], torch.Tensor | None]:
+    """Frame, local tensors and anchor on another device or of another dtype; every rank stays with its own boxes."""
     group = tensor._process_group if process_group is None else process_group
     layout = tensor._layout
     target = device
@@ -441,7 +441,8 @@ def converted(
         layout = locate_all(layout, group)
     spec = tensor._sharding_spec if layout is tensor._layout else placed(tensor._sharding_spec, layout)
     frame = Frame.of(layout, spec, tensor._frame.rows, dtype, group)
-    return frame, [convert(local, target) for local in tensor._local_tensors()]
+    tensors, anchor = recorded(tensor)
+    return frame, [convert(local, target) for local in tensors], anchor
 
 
 def _global_rank(group_rank: int, group: ProcessGroup, name: str) -> int:

@@ -215,6 +215,8 @@ class ShardedTensor(ShardedTensorBase):
         Each rank moves its own shards, to its current device when no index is given. When the device changes, every
         rank of the group calls it, and each learns the others' devices. Takes ``process_group`` for the new tensor.
         """
+        if not torch._C._is_torch_function_enabled():  # inside an op that is broken down into others
+            return super().to(*args, **kwargs)  # type: ignore[return-value] # sharded
         process_group, copy = kwargs.pop("process_group", None), kwargs.pop("copy", False)
         if args and isinstance(args[0], torch.Tensor):  # as that tensor is
             args = (args[0].device, args[0].dtype, *args[1:])
@@ -228,8 +230,8 @@ class ShardedTensor(ShardedTensorBase):
             return local.to(target or local.device, dtype, non_blocking, copy)
 
         moves = None if same_device else device
-        frame, tensors = movement.converted(self, moves, dtype, process_group, convert)
-        new: ShardedTensor = self._derived(frame, tensors, self._anchored())
+        frame, tensors, anchor = movement.converted(self, moves, dtype, process_group, convert)
+        new: ShardedTensor = self._derived(frame, tensors, anchor)
         return new
 
     def cpu(

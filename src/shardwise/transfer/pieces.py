@@ -70,4 +70,5 @@ def _comes_in(view: torch.Tensor, unit: torch.dtype) -> bool:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, whatever its dtype."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # Of one element, any stride is contiguous; `view` wants 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,101 @@
+"""Tries every op, each as a task of its own, and goes on with new ranks where some hung, died or diverged."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.coverage.ranks import all_names, try_op
+from benchmarks.coverage.verdict import Findings, OpResult
+from shardwise.testing import RankFailure, pool, run_on_ranks
+
+WORLD_SIZE = 2
+LIMIT = 600.0  # seconds for an op on all systems; a rank that hangs is ended long before by its watch
+DATABASE = "benchmarks.coverage.loaded"
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What to try: at most so many samples per op, for about so many seconds per op and system."""
+
+    systems: list[str]
+    most: int
+    seconds: float
+
+    def run(self, patterns: list[str], progress: Callable[[int, int, str], None]) -> Findings:
+        """Try every op that fits a pattern."""
+        if DATABASE not in pool.PRELOADED:
+            pool.PRELOADED.append(DATABASE)  # then new ranks need not load it
+        findings = Findings(self.systems)
+        names: list[str] = run_on_ranks(WORLD_SIZE, all_names, patterns, timeout=180)[0]
+        if not names:
+            raise SystemExit(f"torch's database has no op that fits {', '.join(patterns)}")
+        for number, name in enumerate(names):
+            progress(number, len(names), name)
+            self._try(name, findings)
+        return findings
+
+    def _try(self, name: str, findings: Findings) -> None:
+        """Try an op on every system; after a failure of the ranks, on those that are left."""
+        left = list(self.systems)
+        while left:
+            with tempfile.TemporaryDirectory(prefix="shardwise-coverage-") as folder:
+                failure = self._attempt(name, left, folder)
+                records = _records(Path(folder))
+                reason = next((record["left_out"] for record in records if "left_out" in record), None)
+                if reason is None and not any("system" in record for record in records):
+                    reason = f"the ranks failed before any trial: {failure}"
+                if reason is not None:
+                    findings.left_out[name] = reason
+                    return
+                results = findings.results.setdefault(name, {})
+                for system in left:
+                    found = [record for record in records if record.get("system") == system]
+                    if found:
+                        results[system] = _result(found, _last_words(failure, Path(folder)))
+                left = [system for system in left if system not in results]
+
+    def _attempt(self, name: str, systems: list[str], folder: str) -> str:
+        """Run the op on the ranks; give what went wrong with them, if anything did."""
+        try:
+            run_on_ranks(WORLD_SIZE, try_op, name, systems, folder, self.most, self.seconds, timeout=LIMIT)
+        except RankFailure as error:
+            return str(error)
+        return ""
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    journal = folder / "journal"
+    return [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+
+
+def _result(records: list[dict[str, Any]], failure: str) -> OpResult:
+    """What the journal says about one system; a trial that began and did not end has diverged."""
+    result, open_way, where = OpResult(), "", ""
+    for record in records:
+        open_way = record.get("begins", "")
+        if "cut" in record:
+            where = f"of ({record['of']}) cut in the {record['cut']} dim"
+        if "verdict" in record:
+            result.way(record["way"]).add(record["verdict"], f"{where}: {record['note']}")
+            if record["way"] == "forward":  # a gradient may well be spread to all
+                result.gathered.update(tuple(size) for size in record["gathered"])
+        result.capped += record.get("capped", 0)
+        result.seconds += record.get("seconds", 0.0)
+    if open_way:
+        result.way(open_way).add("diverged", f"{where}: {failure}")
+    return result
+
+
+def _last_words(failure: str, folder: Path) -> str:
+    """What is known about the rank that hung or died."""
+    hung = [f"rank {file.name.removeprefix('hung-')} {file.read_text()}" for file in sorted(folder.glob("hung-*"))]
+    if hung:
+        return "; ".join(hung)
+    lines = [line.strip() for line in failure.splitlines() if line.strip()]
+    telling = [line for line in lines if "exit code" in line or "did not finish" in line]
+    return "; ".join(telling or lines[-2:])[:400]

@@ -1,0 +1,26 @@
+"""Keeping the replicas of a box the same, where each rank has drawn its own random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardwise.layout import Layout
+from shardwise.process_group import is_member
+from shardwise.transfer import make_plan, move
+
+
+def make_alike(
+    layout: Layout, tensors: Sequence[torch.Tensor], dtype: torch.dtype, process_group: ProcessGroup | None
+) -> None:
+    """Give every replica the values of the first one. Every rank of the group calls it; without replicas, nothing."""
+    if not layout.has_replicas or process_group is None or not is_member(process_group):
+        return
+    rows = layout.rows_on(dist.get_rank())
+    first = {int(row) for row in layout.primary}
+    mine = [tensor.detach().clone() for row, tensor in zip(rows, tensors, strict=True) if row in first]
+    plan = make_plan(layout.once, layout)
+    move(plan, mine, process_group, dtype=dtype, outs=[tensor.detach() for tensor in tensors]).wait()

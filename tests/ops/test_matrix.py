@@ -1,0 +1,89 @@
+"""Every op on every kind of layout gives what the plain tensors give, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.cases import ALL, SIZE, boxes, chunks, places
+from tests.ops.matrix import FAMILIES
+
+import shardwise
+from shardwise import GridShardingSpec, ShardedTensor, ShardingSpec, shard_tensor
+from shardwise.testing import ranks
+
+TWO: dict[str, ShardingSpec] = {
+    "chunk dim 0": chunks(0, 0, 1),
+    "chunk dim 1": chunks(1, 1, 0),
+    "uneven, several per rank": boxes(
+        ([0, 0], [3, 2], 0), ([0, 2], [3, 4], 1), ([3, 0], [1, 6], 0), ([4, 0], [3, 1], 1), ([4, 1], [3, 5], 0)
+    ),
+    "grid": GridShardingSpec((0, 1), [places(0, 1), places(1, 0)]),
+}
+
+
+def twins(spec: ShardingSpec, other: ShardingSpec) -> tuple[list[torch.Tensor], list[ShardedTensor]]:
+    """Two plain leaves, and the same sharded."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(SIZE, generator=generator) for _ in range(2)]
+    sharded = [shard_tensor(value, one) for value, one in zip(values, (spec, other), strict=True)]
+    return [value.requires_grad_() for value in values], [tensor.requires_grad_() for tensor in sharded]
+
+
+def compare(name: str, function: Any, spec: ShardingSpec, other: ShardingSpec) -> None:
+    """One op: its result, what it says of it, and the gradients of both operands."""
+    plains, tensors = twins(spec, other)
+    expected, found = function(*plains), function(*tensors)
+    assert isinstance(found, ShardedTensor), name
+    assert found.shape == expected.shape, name
+    assert found.dtype == expected.dtype, name
+    assert found.requires_grad == expected.requires_grad, name
+    torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{name}: {text}")
+    if not expected.requires_grad:
+        return
+    weights = torch.rand(expected.shape, generator=torch.Generator().manual_seed(1)).to(expected.dtype)
+    expected.backward(weights)
+    found.backward(shard_tensor(weights, found.sharding_spec()))
+    for plain, tensor in zip(plains, tensors, strict=True):
+        assert (tensor.grad is None) == (plain.grad is None), name
+        if plain.grad is not None:
+            got = tensor.grad.full_tensor()
+            torch.testing.assert_close(
+                got, plain.grad, rtol=1e-4, atol=1e-4, msg=lambda text: f"gradient of {name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", TWO)
+@ranks(2)
+def test_on_two_ranks(layout: str, family: str) -> None:
+    """Both operands sharded alike."""
+    for name, function in FAMILIES[family].items():
+        compare(name, function, TWO[layout], TWO[layout])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ALL)
+@ranks(4)
+def test_on_four_ranks(layout: str, family: str) -> None:
+    """Operands sharded in different ways; with ranks that hold several shards, empty ones, none, or replicas."""
+    other = ALL["chunk dim -1" if layout != "chunk dim -1" else "uneven, several per rank"]
+    for name, function in FAMILIES[family].items():
+        compare(name, function, ALL[layout], other)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["chunk dim 0", "uneven, several per rank"])
+@ranks(4)
+def test_without_gathering(layout: str, family: str) -> None:
+    """With a budget of 0, an op is right or refused, the same on every rank; most are right."""
+    refused: list[tuple[str, str]] = []
+    with shardwise.gather_budget(0):
+        for name, function in FAMILIES[family].items():
+            try:
+                compare(name, function, ALL[layout], ALL[layout])
+            except shardwise.errors.UnsupportedOpError as error:
+                refused.append((name, str(error)))
+    assert all("gather_budget" in message for _, message in refused)
+    assert len(refused) <= len(FAMILIES[family]) // 8, refused

@@ -1,0 +1,149 @@
+"""Plain torch optimizers and torch's own helpers train a model with sharded parameters as they train its plain twin."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from tests.cases import ALL, chunks, places
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+import shardwise
+from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedTensor, ShardingSpec, shard_tensor
+from shardwise.testing import ranks
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
+    "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.5, eps=1e-2),
+}
+
+
+def model() -> nn.Sequential:
+    """Two layers and a norm, the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 6), nn.LayerNorm(6))
+
+
+def sharded(plain: nn.Sequential, spec: ShardingSpec) -> nn.Sequential:
+    """The first weight by this spec, the second in rows, a bias replicated; the rest stays plain."""
+    twin = copy.deepcopy(plain)
+    twin[0].weight = nn.Parameter(shard_tensor(plain[0].weight.data, spec))
+    twin[2].weight = nn.Parameter(shard_tensor(plain[2].weight.data, chunks(0, 0, 1, 2, 3)))
+    twin[2].bias = nn.Parameter(shard_tensor(plain[2].bias.data, ReplicatedShardingSpec(places(0, 1, 2, 3))))
+    return twin
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor, sharded or not."""
+    return tensor.full_tensor().detach() if isinstance(tensor, ShardedTensor) else tensor.detach()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("layout", ["chunk dim 0", "chunk dim -1", "uneven, several per rank", "replicated"])
+@ranks(4)
+def test_training_is_that_of_the_plain_twin(layout: str, optimizer: str) -> None:
+    """Step by step, with the gradient clipped over plain, sharded and replicated parameters together."""
+    plain = model()
+    twin = sharded(plain, ALL[layout])
+    steps = [OPTIMIZERS[optimizer](one.parameters()) for one in (plain, twin)]
+    for batch in torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(1)):
+        losses, norms = [], []
+        for one, x, step in zip((plain, twin), (batch, ReplicatedTensor(batch)), steps, strict=True):
+            step.zero_grad()
+            loss = one(x).pow(2).mean()
+            loss.backward()
+            losses.append(loss.item())
+            norms.append(float(clip_grad_norm_(one.parameters(), 0.5)))
+            step.step()
+        assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+        assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(whole(parameter), plain.get_parameter(name).detach(), rtol=1e-3, atol=1e-4)
+        state = steps[1].state[parameter]
+        assert not isinstance(parameter, ShardedTensor) or any(isinstance(v, ShardedTensor) for v in state.values())
+
+
+@ranks(4)
+def test_total_norm_counts_every_element_once() -> None:
+    """Of plain, sharded and replicated tensors, for several orders; the same on every rank."""
+    values = [torch.arange(1.0, 43).reshape(7, 6), torch.arange(5.0), torch.ones(7, 6)]
+    mixed = [shard_tensor(values[0], ALL["uneven grid"]), values[1], shard_tensor(values[2], ALL["replicated"])]
+    for order in (1.0, 2.0, float("inf")):
+        torch.testing.assert_close(whole(get_total_norm(mixed, order)), get_total_norm(values, order))
+
+
+@ranks(4)
+def test_the_life_of_a_module() -> None:
+    """state_dict, load_state_dict, deepcopy, dtype, apply, save and print."""
+    twin = sharded(model(), ALL["chunk on two ranks"])
+    state = twin.state_dict()
+    assert isinstance(state["0.weight"], ShardedTensor)
+    other = copy.deepcopy(twin)
+    with torch.no_grad():
+        other[0].weight.zero_()
+    assert not torch.equal(other[0].weight, twin[0].weight)
+    other.load_state_dict(state)
+    assert torch.equal(other[0].weight, twin[0].weight)
+    assert other.double()[0].weight.dtype == torch.float64
+    other.apply(lambda module: nn.init.ones_(module.weight) if isinstance(module, nn.Linear) else None)
+    assert (other[0].weight == 1).all().item()
+    file = io.BytesIO()
+    torch.save(twin.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert torch.equal(loaded["0.weight"], twin[0].weight)
+    assert "ShardedTensor((7, 6)" in repr(twin[0].weight)
+    assert "Linear(in_features=6" in repr(twin)
+    assert [name for name, _ in twin.named_parameters()] == list(state)
+
+
+@ranks(2)
+def test_own_batches_go_through_a_linear_layer() -> None:
+    """A plain input is this rank's own batch, of its own size; the result is over all batches, in order of rank."""
+    rank = torch.distributed.get_rank()
+    weight, bias = torch.arange(12.0).reshape(4, 3), torch.arange(4.0)
+    batches = [torch.arange(6.0).reshape(2, 3), torch.ones(3, 3)]
+    for spec in (chunks(0, 0, 1), chunks(1, 0, 1)):
+        parameter = shard_tensor(weight, spec).requires_grad_()
+        mine = batches[rank].clone().requires_grad_()
+        found = nn.functional.linear(mine, parameter, bias)
+        plain_weight, joined = weight.clone().requires_grad_(), torch.cat(batches).requires_grad_()
+        expected = nn.functional.linear(joined, plain_weight, bias)
+        assert torch.equal(found.full_tensor(), expected)
+        found.pow(2).sum().backward()
+        expected.pow(2).sum().backward()
+        torch.testing.assert_close(parameter.grad.full_tensor(), plain_weight.grad)
+        grads = joined.grad.split([2, 3])
+        torch.testing.assert_close(mine.grad, grads[rank])
+
+
+@ranks(4)
+def test_every_init_function() -> None:
+    """Each fills the whole tensor as it would a plain one."""
+    for name in ("ones_", "zeros_", "eye_", "uniform_", "normal_", "trunc_normal_", "xavier_uniform_", "xavier_normal_",
+                 "kaiming_uniform_", "kaiming_normal_", "orthogonal_"):  # fmt: skip
+        tensor = shardwise.zeros(ALL["uneven grid"], 7, 6)
+        with torch.no_grad():
+            getattr(nn.init, name)(tensor)
+        values = whole(tensor)
+        assert values.isfinite().all()
+        assert (name == "zeros_") == (not values.any())
+        if name == "orthogonal_":
+            torch.testing.assert_close(values.t() @ values, torch.eye(6), rtol=1e-4, atol=1e-5)
+        if name == "eye_":
+            assert torch.equal(values, torch.eye(7, 6))
+    sparse = shardwise.ones(ALL["chunk dim 0"], 7, 6)
+    # Which rows it zeroes, it draws beside the tensor, from each rank's own generator: here they are the same.
+    torch.manual_seed(0)
+    nn.init.sparse_(sparse, 0.5, generator=shardwise.random.TileGenerator(0))
+    assert ((whole(sparse) == 0).sum(0) == 4).all()
+    kernel = shardwise.zeros(chunks(0, 0, 1, 2, 3), 4, 4, 3)
+    nn.init.dirac_(kernel)
+    assert torch.equal(whole(kernel), nn.init.dirac_(torch.empty(4, 4, 3)))
