@@ -60,10 +60,7 @@ def compute_gathered(
         elif not isinstance(originals[number], ShardedTensorBase):
             wholes[number] = leaves[at[number]] = originals[number]
     full_args, full_kwargs = pytree.tree_unflatten(leaves, tree)
-    devices = [sharded[0].device] if sharded[0].device.type != "cpu" else []
-    with torch.random.fork_rng(devices, enabled=True, device_type=sharded[0].device.type if devices else "cuda"):
-        torch.manual_seed(seed)
-        result = op(*full_args, **full_kwargs)
+    result = _drawing_alike(seed, sharded[0].device, lambda: op(*full_args, **full_kwargs))
     for number in written:
         target = originals[number]
         if isinstance(target, ShardedTensorBase):
@@ -113,6 +110,19 @@ def _is_here(tensor: ShardedTensorBase) -> bool:
     return bool(whole.all()) and group is not None and len(set(layout.ranks.tolist())) == group.size()
 
 
+def _drawing_alike(seed: int, device: torch.device, work: Callable[[], Any]) -> Any:
+    """Do the same work as all ranks; what it draws, it draws from this seed, and each rank's generator goes on."""
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        result = work()
+        drew = bool(devices) or not torch.equal(before, torch.get_rng_state())
+    if drew:
+        torch.rand(())
+    return result
+
+
 MOST_COMPARED = 2**16  # bytes of a plain operand that are compared between ranks
 
 
@@ -128,7 +138,8 @@ def _agreed_seed(op: Function, operands: list[torch.Tensor], group: ProcessGroup
             else:
                 about = f"{tuple(one.shape)} {_digest(one)}"
             fields[f"operand {k}"] = f"{about} {one.dtype} requires_grad={one.requires_grad}"
-        return None, fields, int(torch.randint(2**62, ()).item()) if dist.get_rank(group) == 0 else 0
+        state = torch.get_rng_state().numpy().tobytes() if dist.get_rank(group) == 0 else b""
+        return None, fields, int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "little")
 
     return int(in_step_sharing(group, work)[1][0])
 
