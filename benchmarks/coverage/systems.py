@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import shardwise
 from benchmarks.coverage.control import Control
 from benchmarks.coverage.gathers import Gathers
+from shardwise.ops.autograd import backward
 
 Weights = list[torch.Tensor | None]
 
@@ -53,9 +54,11 @@ class Shardwise:
         self.gathers = Gathers() if budget == 0 else None
 
     def shard(self, tensor: torch.Tensor, dim: int) -> Any:
+        places = [f"rank:{rank}/cpu" for rank in range(dist.get_world_size())]
+        if tensor.ndim == 0 and tensor.dtype == torch.int64:  # a plain id would be this rank's own batch
+            return shardwise.shard_tensor(tensor, shardwise.ReplicatedShardingSpec(places))
         if tensor.ndim == 0:
             return tensor
-        places = [f"rank:{rank}/cpu" for rank in range(dist.get_world_size())]
         return shardwise.shard_tensor(tensor, shardwise.ChunkShardingSpec(dim, places))
 
     def whole(self, value: Any) -> Any:
@@ -74,13 +77,15 @@ class Shardwise:
     def backward(self, outputs: list[Any], weights: Weights, control: Control) -> None:
         flows = [isinstance(out, torch.Tensor) and out.requires_grad for out in outputs]
         told = control.exchange("asking for graphs", flows)
+        roots, grads = [], []
         for out, weight, *flowing in zip(outputs, weights, *told, strict=True):
             if weight is None or not any(flowing):
                 continue
-            if isinstance(out, shardwise.ShardedTensor):
-                out.backward(shardwise.shard_tensor(weight.contiguous(), out.sharding_spec()), retain_graph=True)
-            else:
-                out.backward(weight, retain_graph=True)
+            roots.append(out)
+            sharded = isinstance(out, shardwise.ShardedTensor)
+            grads.append(shardwise.shard_tensor(weight.contiguous(), out.sharding_spec()) if sharded else weight)
+        if roots:
+            backward(roots, grads)
 
     def gradients(self, leaves: list[Any], control: Control) -> list[torch.Tensor]:
         grads = [leaf.grad for leaf in leaves]

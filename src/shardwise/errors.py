@@ -12,6 +12,7 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     ├── PlacementError(ValueError, RuntimeError)
     │                                       a placement that names no place
     ├── PropertyError(ValueError)           a local shard that contradicts its metadata
+    │   ├── IdRangeError(IndexError)        an id that is no row of the table
     │   └── MemoryFormatError(RuntimeError) a memory format that sharded tensors do not have
     ├── RankMismatchError(ValueError)       ranks that disagree about one tensor
     ├── ShardCountError(RuntimeError)       more or fewer local shards than the metadata says
@@ -69,6 +70,10 @@ class PlacementError(ShardwiseError, ValueError, RuntimeError):
 
 class PropertyError(ShardwiseError, ValueError):
     """A local shard whose tensor contradicts its metadata or its neighbours."""
+
+
+class IdRangeError(PropertyError, IndexError):
+    """An id that is not a row of the table it is looked up in."""
 
 
 class MemoryFormatError(PropertyError, RuntimeError):

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import shardwise
 from shardwise import ReplicatedShardingSpec, ShardedTensor, shard_tensor
-from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError, UnsupportedOpError
+from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError
 from shardwise.ops import embedding as embedding_ops
 from shardwise.ops.embedding_route import make_route
 from shardwise.testing import ranks
@@ -417,7 +417,7 @@ def test_a_mistake_of_one_rank_stops_all(mistake: str) -> None:
 
 @ranks(2)
 def test_what_is_no_table_and_what_ranks_disagree_on() -> None:
-    """Tensors of other dims, options that differ, ids that are sharded."""
+    """Tensors of other dims, options that differ."""
     ids = torch.tensor([0])
     with pytest.raises(PropertyError, match="two dims"):
         functional.embedding(ids, shardwise.zeros(chunks(0, 0, 1), 4))
@@ -428,9 +428,21 @@ def test_what_is_no_table_and_what_ranks_disagree_on() -> None:
         functional.embedding(ids, weight, padding_idx=dist.get_rank())
     with pytest.raises(RankMismatchError, match="requires_grad"), torch.set_grad_enabled(dist.get_rank() == 0):
         functional.embedding(ids, shard_tensor(table(), chunks(0, 0, 1)).requires_grad_())
-    sharded_ids = shardwise.zeros(chunks(0, 0, 1), 4, dtype=torch.int64)
-    for table_ in (weight, table()):
-        with pytest.raises(UnsupportedOpError, match="ids must be a plain tensor"):
-            functional.embedding(sharded_ids, table_)
-    with pytest.raises(UnsupportedOpError, match="ids must be a plain tensor"):
-        functional.embedding_bag(torch.tensor([1, 1]), weight, sharded_ids)
+
+
+@ranks(2)
+def test_sharded_ids_are_one_batch() -> None:
+    """Then the op is one on whole values as any other: with a sharded table, or a plain one that all ranks have."""
+    ids = torch.tensor([3, 0, 3, 1])
+    sharded_ids = shard_tensor(ids, chunks(0, 0, 1))
+    for given in (shard_tensor(table(), chunks(0, 0, 1)), table()):
+        weight, plain = given.detach().clone().requires_grad_(), table().requires_grad_()
+        found = functional.embedding(sharded_ids, weight)
+        expected = functional.embedding(ids, plain)
+        assert torch.equal(found.full_tensor(), expected)
+        found.pow(2).sum().backward()
+        expected.pow(2).sum().backward()
+        grad = weight.grad.full_tensor() if isinstance(weight, shardwise.ShardedTensor) else weight.grad
+        assert torch.equal(grad, plain.grad)
+        bags = functional.embedding_bag(sharded_ids, weight, torch.tensor([0, 2]))
+        assert torch.equal(bags.full_tensor(), functional.embedding_bag(ids, plain, torch.tensor([0, 2])))

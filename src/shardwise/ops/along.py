@@ -6,12 +6,13 @@ An operand that is cut along a dim that must be whole is first cut along another
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from shardwise.ops.below import RULES, RuleMaker
+from shardwise.ops.below import HANDLERS, RULES, RuleMaker
 from shardwise.ops.call import Call
-from shardwise.ops.compute import expect
+from shardwise.ops.compute import compute, expect
 from shardwise.ops.reduction import SUM
 from shardwise.ops.rule import Along, Dims, Labels, Rule, broadcast_shapes
 
@@ -131,23 +132,20 @@ def _padding(call: Call) -> Sequence[int]:
 def _convolution(call: Call) -> Rule | None:
     """Samples and output channels go apart; input channels are summed over, unless there are groups or a bias."""
     x, weight = call["input"], call["weight"]
-    if call["groups"] != 1 or x.ndim != weight.ndim or call["transposed"]:
-        channels_apart = False
-    else:
-        channels_apart = True
     labels = Labels()
     sample = labels.new(x.shape[0])
-    if not channels_apart:
+    if call["groups"] != 1 or x.ndim != weight.ndim:
         operands = [[sample, *labels.along(x.shape[1:], whole=range(x.ndim - 1))]]
         operands += [labels.along(shape, whole=range(len(shape))) for shape in call.shapes[1:]]
         (size, _), *_ = expect(call)
         return labels.rule(operands, [[sample, *labels.along(size[1:], whole=range(len(size) - 1))]])
     inner = labels.new(x.shape[1], whole=call["bias"] is not None)
-    outer = labels.new(weight.shape[0])
+    outer = labels.new(weight.shape[1] if call["transposed"] else weight.shape[0])
     space = range(x.ndim - 2)
+    channels = [inner, outer] if call["transposed"] else [outer, inner]
     operands = [
         [sample, inner, *labels.along(x.shape[2:], whole=space)],
-        [outer, inner, *labels.along(weight.shape[2:], whole=space)],
+        [*channels, *labels.along(weight.shape[2:], whole=space)],
     ]
     if call["bias"] is not None:
         operands.append([outer])
@@ -179,7 +177,7 @@ def _group_norm(call: Call) -> Rule | None:
 
 def _batch_norm(call: Call) -> Rule | None:
     """Channels go apart. Running statistics that would be written into are not for a rule."""
-    if call.written():
+    if call.written() or call.arguments.get("training") is False:
         return None
     x = call["input"]
     labels = Labels()
@@ -306,7 +304,6 @@ RULES.update(
         aten._native_batch_norm_legit: _batch_norm,
         aten._native_batch_norm_legit_no_training: _batch_norm,
         aten.native_batch_norm: _batch_norm,
-        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         aten.linalg_solve_triangular: batched(2, 2),
         aten.triangular_solve: batched(2, 2),
         aten.cholesky_solve: batched(2, 2),
@@ -319,3 +316,17 @@ RULES.update(
         aten._cdist_forward: batched(2, 2),
     }
 )
+
+
+def _flash(call: Call) -> Any:
+    """Attention; a mask that wants a gradient is for the formula that gives it one."""
+    mask = call["attn_mask"]
+    if mask is not None and mask.requires_grad:
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        result, _ = aten._scaled_dot_product_attention_math(*(call[name] for name in names), scale=call["scale"])
+        return result, result.detach().sum(-1)
+    rule = _attention(call)
+    return NotImplemented if rule is None else compute(call, rule)
+
+
+HANDLERS[aten._scaled_dot_product_flash_attention_for_cpu] = _flash

@@ -40,15 +40,27 @@ def _roots(tensor: ShardedTensorBase, gradient: Any) -> tuple[list[torch.Tensor]
     return roots, grads
 
 
+def backward(tensors: Any, grad_tensors: Any = None, **options: Any) -> None:
+    """`torch.autograd.backward` from several tensors at once, sharded or plain. Every rank calls it."""
+    each = _listed(tensors)
+    seeds = _listed(grad_tensors) or [None] * len(each)
+    roots: list[torch.Tensor] = []
+    grads: list[Any] = []
+    for tensor, seed in zip(each, seeds, strict=True):
+        more = _roots(tensor, seed) if isinstance(tensor, ShardedTensorBase) else ([tensor], [seed])
+        roots += more[0]
+        grads += more[1]
+    if options.get("inputs") is not None:
+        options["inputs"] = _locals(options["inputs"])
+    if roots:
+        torch.autograd.backward(roots, grads, **options)
+
+
 def _backward(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
-    tensor = args[0]
     names = ("gradient", "retain_graph", "create_graph", "inputs")
     given = {**dict(zip(names, args[1:], strict=False)), **kwargs}
-    roots, grads = _roots(tensor, given.pop("gradient", None))
-    if given.get("inputs") is not None:
-        given["inputs"] = _locals(given["inputs"])
-    if roots:
-        torch.autograd.backward(roots, grads, **given)
+    gradient = given.pop("gradient", None)
+    backward([args[0]], [gradient], **given)
 
 
 def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from shardwise.dispatch import registry, unsupported
 from shardwise.errors import UnsupportedOpError
 from shardwise.ops.call import Aten, Call
-from shardwise.ops.compute import compute
+from shardwise.ops.compute import UnknownResultError, compute
 from shardwise.ops.gathered import compute_gathered
 from shardwise.ops.rule import Rule
 from shardwise.sharded_tensor import ShardedTensorBase
@@ -93,20 +93,21 @@ def _is_known(op: Aten) -> bool:
 
 def _compute(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     call = Call(op, args, kwargs)
-    if any(one.numel() == 0 for one in call.sharded()) and torch.Tag.pointwise not in op.tags:
+    elementwise = torch.Tag.pointwise in op.tags or op.overloadpacket is torch.ops.aten.copy_
+    if not elementwise and any(one.numel() == 0 for one in call.sharded()):
         return _without_rule(call)  # nothing to gather
     handler = HANDLERS.get(op) or HANDLERS.get(op.overloadpacket)
-    if handler is not None:
-        found = handler(call)
-        if found is not NotImplemented:
-            return found
-    else:
-        maker = RULES.get(op) or RULES.get(op.overloadpacket)
-        rule = maker(call) if maker is not None else None
-        if rule is not None:
-            found = compute(call, rule)
-            if found is not NotImplemented:
-                return found
+    maker = RULES.get(op) or RULES.get(op.overloadpacket)
+    try:
+        if handler is not None:
+            found = handler(call)
+        else:
+            rule = maker(call) if maker is not None else None
+            found = NotImplemented if rule is None else compute(call, rule)
+    except UnknownResultError:
+        found = NotImplemented
+    if found is not NotImplemented:
+        return found
     return _without_rule(call)
 
 

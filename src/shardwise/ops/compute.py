@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
 from shardwise import settings
+from shardwise.dispatch import unsupported
 from shardwise.errors import ProcessGroupError, UnsupportedOpError
 from shardwise.layout import Layout
 from shardwise.ops.call import Call
@@ -149,6 +150,14 @@ class _Computation:
         assert tuple(stacking.result.size) == size
         return self._wrapped(layouts, found, expected)
 
+    def _require_sizes(self, layouts: Sequence[Layout], flat: list[list[torch.Tensor]]) -> None:
+        """What was computed must fill the boxes: torch may give results that it did not announce."""
+        rank = dist.get_rank() if dist.is_initialized() else -1
+        for k, layout in enumerate(layouts):
+            for row, leaves in zip(layout.rows_on(rank), flat, strict=True):
+                if list(leaves[k].shape) != layout.boxes.sizes[row].tolist():
+                    raise unsupported(self.call.op, (), self.call.arguments, "its results have other sizes than said")
+
     def _written(self, target: ShardedTensorBase) -> ShardedTensorBase:
         """The operand that was written into; a rank without its shards keeps what its backward must reach."""
         if self.records and not target._local_tensors() and _differentiable(target.dtype):
@@ -169,6 +178,7 @@ class _Computation:
         if self.lead is not None:
             return self._written(self.call.sharded()[0])
         flat = [pytree.tree_leaves(one) for one in found]
+        self._require_sizes(layouts, flat)
         made = []
         for k, (layout, (_, dtype)) in enumerate(zip(layouts, expected, strict=True)):
             frame = self._frame(layout, dtype)
@@ -277,11 +287,18 @@ _expected: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}  # a cache, by w
 MOST_EXPECTED = 4096
 
 
+class UnknownResultError(Exception):
+    """torch cannot say what an op gives without computing it: then no rule can."""
+
+
 def _on_meta(call: Call) -> list[tuple[torch.Size, torch.dtype]]:
     with torch.no_grad():
         stand_ins = [torch.empty(operand.shape, dtype=operand.dtype, device="meta") for operand in call.operands]
         changes = {"device": "meta"} if call.arguments.get("device") is not None else {}
-        result = call.run(stand_ins, **changes)
+        try:
+            result = call.run(stand_ins, **changes)
+        except NotImplementedError as error:
+            raise UnknownResultError from error
     return [(leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 

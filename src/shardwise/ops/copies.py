@@ -49,8 +49,9 @@ def _copy(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     kwargs = dict(kwargs)
     by_name = [kwargs.pop(name) for name in ("src", "other") if name in kwargs]
     into, source, *rest = list(args) + by_name
-    if not isinstance(into, ShardedTensorBase) or not isinstance(source, ShardedTensorBase):
-        raise unsupported(torch.Tensor.copy_, args, kwargs, "copy_ needs two sharded tensors")
+    both_sharded = isinstance(into, ShardedTensorBase) and isinstance(source, ShardedTensorBase)
+    if not both_sharded or into.shape != source.shape:
+        return descend(torch.Tensor.copy_, (into, source, *rest), kwargs)
     copy_into(into, source, *rest, **kwargs)
     return into
 

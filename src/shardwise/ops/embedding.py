@@ -7,6 +7,7 @@ ranks' losses together. What travels are ids and their rows. What is made of the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,8 @@ import torch
 from torch.nn import functional
 
 from shardwise.dispatch import Distributed, Op, op_name, registry, unsupported
-from shardwise.errors import ProcessGroupError, PropertyError
+from shardwise.errors import IdRangeError, ProcessGroupError, PropertyError
+from shardwise.ops.below import descend
 from shardwise.ops.embedding_batch import Batch
 from shardwise.ops.embedding_rows import Lookup, Table, rows_of
 from shardwise.process_group import Fields, Step, is_member
@@ -86,7 +88,7 @@ def _require_rows(ids: torch.Tensor, rows: int) -> None:
     """Raise unless the table has a row for every id."""
     for found in torch.stack(ids.aminmax()).tolist() if ids.numel() else []:
         if not 0 <= found < rows:
-            raise PropertyError(f"index out of range: id {found} in a table of {rows} rows")
+            raise IdRangeError(f"index out of range: id {found} in a table of {rows} rows")
 
 
 def _row(padding_idx: int | None, rows: int) -> int | None:
@@ -186,7 +188,17 @@ def _embedding_bag_below(
 
 
 def _register(op: Op, function: Callable[..., Any]) -> None:
-    registry.built_in[op] = lambda types, args, kwargs, process_group: function(*args, **kwargs)
+    signature = inspect.signature(function)
+
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        """Own batches in a sharded table; if anything else is sharded, it is an op on whole values as any other."""
+        given = signature.bind(*args, **kwargs).arguments
+        others = [value for name, value in given.items() if name != "weight"]
+        if not isinstance(given["weight"], ShardedTensor) or any(isinstance(value, Distributed) for value in others):
+            return descend(op, args, kwargs)
+        return function(*args, **kwargs)
+
+    registry.built_in[op] = handler
 
 
 _register(functional.embedding, _embedding)

@@ -69,6 +69,10 @@ def compute_gathered(
     def wrap(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        if leaf.layout != torch.strided:  # every rank has it; but its gradient would count once for each
+            if leaf.requires_grad:
+                raise unsupported(op, args, kwargs, "a sparse result has no gradient here: detach the operands")
+            return leaf
         for number in written:
             if leaf is wholes[number]:
                 return originals[number]

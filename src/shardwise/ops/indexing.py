@@ -9,6 +9,7 @@ import torch
 from shardwise.ops.below import HANDLERS, RULES
 from shardwise.ops.call import Call
 from shardwise.ops.compute import compute, expect
+from shardwise.ops.gathered import compute_gathered
 from shardwise.ops.rule import Along, Labels, Rule, broadcast_shapes
 
 aten = torch.ops.aten
@@ -145,8 +146,24 @@ def _scattered(dims_of_source: str) -> Any:
     return rule
 
 
+def _embedding(call: Call) -> Rule | None:
+    """weight[indices]: all rows of the columns that a cell has."""
+    weight, indices = call["weight"], call["indices"]
+    labels = Labels()
+    rows, columns = labels.along(weight.shape, whole=[0])
+    spot = labels.along(indices.shape)
+    return labels.rule([[rows, columns], spot], [[*spot, columns]])
+
+
+def _embedding_bag(call: Call) -> Any:
+    """torch chooses the form without gradient, for the wrapper wants none; its shards may."""
+    op = aten._embedding_bag.default if call["weight"].requires_grad else call.op
+    return compute_gathered(op, (), call.arguments, f"no rule keeps the shards apart in {call.op}")
+
+
 RULES.update(
     {
+        aten.embedding: _embedding,
         aten.index.Tensor: _index,
         aten._unsafe_index.Tensor: _index,
         aten.gather: _gather,
@@ -161,6 +178,7 @@ RULES.update(
         aten.slice_scatter: _scattered("same"),
     }
 )
+HANDLERS[aten._embedding_bag_forward_only] = _embedding_bag
 HANDLERS.update(
     dict.fromkeys((aten.scatter, aten.scatter_add, aten.scatter_reduce), _take_along),
 )

@@ -24,6 +24,7 @@ ALSO = [
     "alias_copy",
     "bernoulli",
     "complex",
+    "copy",
     "floor_divide",
     "hardswish",
     "log_sigmoid_forward",

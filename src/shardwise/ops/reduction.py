@@ -212,8 +212,8 @@ def _arg_extreme(largest: bool) -> Callable[[Call], Any]:
     def handler(call: Call) -> Any:
         x = call.operands[0]
         if call["dim"] is not None:
-            rule = _whole_dim_rule(call)
-            return NotImplemented if rule is None else compute(call, rule)
+            found = _extreme_along(call, largest)
+            return found if found is NotImplemented else found[1] if isinstance(found, tuple) else found
         if not isinstance(x, ShardedTensorBase) or x.dtype.is_complex:
             return NotImplemented
         with torch.no_grad():
@@ -225,6 +225,28 @@ def _arg_extreme(largest: bool) -> Callable[[Call], Any]:
             return found.reshape((1,) * x.ndim) if call["keepdim"] else found
 
     return handler
+
+
+def _extreme_along(call: Call, largest: bool) -> Any:
+    """The largest along a dim and where it is: on whole dims, or from positions where the only dim is cut."""
+    rule = _whole_dim_rule(call)
+    found = NotImplemented if rule is None else compute(call, rule)
+    x = call.operands[0]
+    if found is not NotImplemented or not isinstance(x, ShardedTensorBase) or x.dtype.is_complex or not x.ndim:
+        return found
+    dim, keep = call["dim"] % x.ndim, call["keepdim"]
+    with torch.no_grad():
+        best = (x.amax if largest else x.amin)(dim, keepdim=True)
+        chosen = (x == best) | (best != best) & (x != x)
+        places = (flat_indices(x) // math.prod(x.shape[dim + 1 :])) % x.shape[dim]
+        at = torch.where(chosen, places, torch.full((), x.shape[dim], dtype=torch.int64)).amin(dim, keepdim=True)
+        picked = places == at
+    values = torch.where(picked, x, torch.zeros((), dtype=x.dtype)).sum(dim, keepdim=keep, dtype=x.dtype)
+    return values, at if keep else at.squeeze(dim)
+
+
+def _max_along(largest: bool) -> Callable[[Call], Any]:
+    return lambda call: _extreme_along(call, largest)
 
 
 def flat_indices(x: ShardedTensorBase) -> ShardedTensorBase:
@@ -294,9 +316,7 @@ RULES.update(
         aten.std.correction: _with(VARIANCE),
         aten.var_mean.correction: _with(VARIANCE),
         aten.std_mean.correction: _with(VARIANCE),
-        **dict.fromkeys(
-            (aten.max.dim, aten.min.dim, aten.median.dim, aten.nanmedian.dim, aten.mode, aten.kthvalue), _whole_dim_rule
-        ),
+        **dict.fromkeys((aten.median.dim, aten.nanmedian.dim, aten.mode, aten.kthvalue), _whole_dim_rule),
     }
 )
 HANDLERS.update(
@@ -306,6 +326,8 @@ HANDLERS.update(
         aten.max.default: _extreme_of_all("amax"),
         aten.min.default: _extreme_of_all("amin"),
         aten.aminmax: _aminmax,
+        aten.max.dim: _max_along(largest=True),
+        aten.min.dim: _max_along(largest=False),
         aten.argmax: _arg_extreme(True),
         aten.argmin: _arg_extreme(False),
         aten.count_nonzero: _count_nonzero,

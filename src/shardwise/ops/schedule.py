@@ -174,7 +174,7 @@ def _on_cells(rule: Rule, operands: tuple[Operand, ...], cells: Cells, budget: i
             continue
         plan = make_plan(operand.layout, target)
         moved += plan.moved * operand.itemsize
-        if plan.moved and _gathers(operand.layout, target):
+        if plan.moved and _gathers(operand.layout, target) and not _is_repeated(rule, dims, operand.layout, cells):
             gathered += math.prod(target.size) * operand.itemsize
     if gathered > budget:
         return None
@@ -194,6 +194,18 @@ def _gathers(source: Layout, target: Layout) -> bool:
         for layout in (source, target)
     )
     return bool(after - before)
+
+
+def _is_repeated(rule: Rule, dims: Dims, layout: Layout, cells: Cells) -> bool:
+    """Whether an operand is broadcast along what is cut, and is no larger than what each rank gets of the result.
+
+    Then every rank that computes a part of the result needs all of it, and has room for it.
+    """
+    own = {along.label for along in dims if along is not None}
+    if own & rule.whole or own - rule.kept():
+        return False
+    share = cells.project(rule.results[0]).volumes[cells.filled]
+    return bool(len(share)) and layout.size.numel() <= int(share.min())
 
 
 def size_of(rule: Rule, dims: Dims) -> list[int]:

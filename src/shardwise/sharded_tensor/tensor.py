@@ -218,6 +218,8 @@ class ShardedTensor(ShardedTensorBase):
         if not torch._C._is_torch_function_enabled():  # inside an op that is broken down into others
             return super().to(*args, **kwargs)  # type: ignore[return-value] # sharded
         process_group, copy = kwargs.pop("process_group", None), kwargs.pop("copy", False)
+        if len(args) > 2 and isinstance(args[-1], bool) and isinstance(args[-2], bool):  # non_blocking and copy
+            args, copy = args[:-1], args[-1]
         if args and isinstance(args[0], torch.Tensor):  # as that tensor is
             args = (args[0].device, args[0].dtype, *args[1:])
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
