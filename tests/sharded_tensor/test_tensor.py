@@ -177,7 +177,7 @@ def test_copies_keep_everything_but_the_memory(name: str) -> None:
 
 @ranks(2)
 def test_copies_are_paired_by_box_not_by_position() -> None:
-    """Tensors with the same boxes in another order; a plain tensor is refused."""
+    """Tensors with the same boxes in another order; of a plain tensor, each shard takes its part."""
     one, two = shardwise.zeros(chunks(0, 0, 1), 4, 4), shardwise.rand(chunks(0, 0, 1), 4, 4)
     assert one.copy_(two) is one
     assert torch.equal(whole(one), whole(two))
@@ -186,8 +186,7 @@ def test_copies_are_paired_by_box_not_by_position() -> None:
     turned.data = two
     assert torch.equal(whole(turned), whole(two))
     assert torch.equal(whole(turned.grad), whole(two))
-    with pytest.raises(RuntimeError, match="not supported for ShardedTensor!"):
-        one.copy_(torch.ones(4, 4))
+    assert torch.equal(whole(one.copy_(torch.arange(4.0))), torch.arange(4.0).expand(4, 4))
     with pytest.raises(ValueError, match="expected a tensor that is sharded as"):
         one.data = torch.ones(4, 4)
 

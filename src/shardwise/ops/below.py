@@ -15,10 +15,11 @@ import torch
 from torch._decomp import decomposition_table
 from torch.utils import _pytree as pytree
 
+from shardwise import settings
 from shardwise.dispatch import registry, unsupported
 from shardwise.errors import UnsupportedOpError
 from shardwise.ops.call import Aten, Call
-from shardwise.ops.compute import UnknownResultError, compute
+from shardwise.ops.compute import Prepared, UnknownResultError, compute, prepare
 from shardwise.ops.gathered import compute_gathered
 from shardwise.ops.rule import Rule
 from shardwise.sharded_tensor import ShardedTensorBase
@@ -83,7 +84,17 @@ def aten(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     with torch._C._EnableTorchFunction(), torch._C._ForceDispatchKeyGuard(*_outside.state):
         if not _is_known(op) and in_python is not None:
             return in_python(*args, **kwargs)
-        return _compute(op, args, kwargs)
+        found = _compute(op, args, kwargs)
+        must_alias = op.is_view and op.overloadpacket is not torch.ops.aten.reshape
+        return _marked(found, args[0]) if must_alias and args else found
+
+
+def _marked(views: Any, base: Any) -> Any:
+    """Views, those marked that are copies: made by moving shards, or of a tensor that is marked."""
+    for view in pytree.tree_leaves(views):
+        if isinstance(view, ShardedTensorBase) and view is not base:
+            view._copy_of_view = view._moved or getattr(base, "_copy_of_view", False)
+    return views
 
 
 def _is_known(op: Aten) -> bool:
@@ -102,13 +113,35 @@ def _compute(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if handler is not None:
             found = handler(call)
         else:
-            rule = maker(call) if maker is not None else None
-            found = NotImplemented if rule is None else compute(call, rule)
+            found = NotImplemented if maker is None else _under_rule(call, maker)
     except UnknownResultError:
         found = NotImplemented
     if found is not NotImplemented:
         return found
     return _without_rule(call)
+
+
+def _under_rule(call: Call, maker: RuleMaker) -> Any:
+    """The op under its rule, prepared once for calls that differ in their values only."""
+    try:
+        key = (settings.current().gather_budget, call.where())
+        prepared = _prepared.get(key)
+    except TypeError:  # an argument that cannot be hashed
+        rule = maker(call)
+        return NotImplemented if rule is None else compute(call, rule)
+    if prepared is None:
+        rule = maker(call)
+        prepared = None if rule is None else prepare(call, rule)
+        if prepared is None:
+            return NotImplemented
+        if len(_prepared) >= MOST_PREPARED:
+            _prepared.clear()
+        _prepared[key] = prepared
+    return prepared.run(call)
+
+
+_prepared: dict[Any, Prepared] = {}  # a cache, by all that a schedule depends on
+MOST_PREPARED = 1024
 
 
 def _without_rule(call: Call) -> Any:
@@ -129,6 +162,9 @@ def _without_rule(call: Call) -> Any:
 def _in_place(call: Call, written: list[int]) -> Any:
     """An op that writes: the one that does not, and its result copied into place."""
     functional, outs = functional_of(call.op), [call.operands[number] for number in written]
+    for out in outs:
+        if isinstance(out, ShardedTensorBase):
+            out._require_writable()
     if functional is None or not all(isinstance(out, ShardedTensorBase) for out in outs):
         return compute_gathered(call.op, (), call.arguments, f"no rule keeps the shards apart in {call.op}", written)
     names = {argument.name for argument in functional._schema.arguments}

@@ -7,7 +7,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardwise.sharded_tensor import ShardedTensorBase
 
@@ -22,7 +21,16 @@ class Call:
         names, defaults = _signature(op)
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         self.arguments: dict[str, Any] = {name: given[name] for name in names if name in given}
-        self._leaves, self._tree = pytree.tree_flatten(self.arguments)
+        # aten's arguments are single values or lists of them: flattened here, for it is done for every op.
+        self._leaves: list[Any] = []
+        self._lengths: list[int] = []  # of lists; -1 for a single value
+        for value in self.arguments.values():
+            if isinstance(value, list | tuple):
+                self._leaves += value
+                self._lengths.append(len(value))
+            else:
+                self._leaves.append(value)
+                self._lengths.append(-1)
         self._at = [k for k, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
         self.operands: list[torch.Tensor] = [self._leaves[k] for k in self._at]
 
@@ -48,7 +56,11 @@ class Call:
         leaves = list(self._leaves)
         for k, operand in zip(self._at, operands, strict=True):
             leaves[k] = operand
-        return self.op(**{**pytree.tree_unflatten(leaves, self._tree), **changes})
+        arguments, position = {}, 0
+        for name, length in zip(self.arguments, self._lengths, strict=True):
+            arguments[name] = leaves[position] if length < 0 else leaves[position : position + length]
+            position += 1 if length < 0 else length
+        return self.op(**{**arguments, **changes})
 
     def as_given(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments by position and, those that have no other way, by name."""
@@ -59,9 +71,24 @@ class Call:
     def written(self) -> list[int]:
         """Which operands the op writes into."""
         names = {argument.name for argument in self.op._schema.arguments if _is_written(argument)}
-        marks = {name: [name in names] * len(pytree.tree_leaves(value)) for name, value in self.arguments.items()}
-        flat = pytree.tree_leaves(marks)
+        flat = [
+            name in names
+            for name, length in zip(self.arguments, self._lengths, strict=True)
+            for _ in range(1 if length < 0 else length)
+        ]
         return [number for number, k in enumerate(self._at) if flat[k]]
+
+    def where(self) -> tuple[Any, ...]:
+        """The same, and where each operand lies: all that a schedule depends on; raises if unhashable."""
+        rest = tuple(
+            (leaf._frame.layout, leaf.dtype, leaf._frame.process_group)
+            if isinstance(leaf, ShardedTensorBase)
+            else (leaf.shape, leaf.dtype, leaf.device)
+            if isinstance(leaf, torch.Tensor)
+            else (type(leaf), leaf)
+            for leaf in self._leaves
+        )
+        return (self.op, rest, tuple(self._lengths))
 
     def key(self) -> tuple[Any, ...]:
         """What tells this call from others of the same op but for its operands' values; raises if unhashable."""
@@ -69,7 +96,7 @@ class Call:
             (tuple(leaf.shape), leaf.dtype, leaf.device.type) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
             for leaf in self._leaves
         )
-        return (self.op, rest, str(self._tree))
+        return (self.op, rest, tuple(self._lengths))
 
 
 def _is_written(argument: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,32 @@ from shardwise.transfer import make_plan
 Tensors = list[torch.Tensor]
 
 
+class Prepared(NamedTuple):
+    """Everything about computing a call that does not depend on its operands' values."""
+
+    rule: Rule
+    schedule: Schedule
+    group: ProcessGroup | None
+    everyone: tuple[Placement, ...]
+    expected: list[tuple[torch.Size, torch.dtype]]
+    lead: int | None
+
+    def run(self, call: Call) -> Any:
+        """Compute the call."""
+        return _Computation(call, self).run()
+
+
 def compute(call: Call, rule: Rule, *, lead: int | None = None) -> Any:
     """The op under this rule, or NotImplemented when no schedule is within the gather budget.
 
     Where operands move, every rank of the group takes part. With a ``lead``, that operand is written into.
     """
+    prepared = prepare(call, rule, lead=lead)
+    return NotImplemented if prepared is None else prepared.run(call)
+
+
+def prepare(call: Call, rule: Rule, *, lead: int | None = None) -> Prepared | None:
+    """The same without computing it: None when no schedule is within the gather budget."""
     expected = expect(call)
     _require_agreement_of(rule, expected, call)
     group, everyone = meeting(call)
@@ -42,40 +63,30 @@ def compute(call: Call, rule: Rule, *, lead: int | None = None) -> Any:
         for operand in call.operands
     )
     schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
-    if schedule is None:
-        return NotImplemented
-    return _Computation(call, rule, schedule, group, everyone, lead).run(expected)
+    return None if schedule is None else Prepared(rule, schedule, group, everyone, expected, lead)
 
 
 class _Computation:
     """One call under one schedule."""
 
-    def __init__(
-        self,
-        call: Call,
-        rule: Rule,
-        schedule: Schedule,
-        group: ProcessGroup | None,
-        everyone: tuple[Placement, ...],
-        lead: int | None,
-    ) -> None:
-        # The schedule may be one that was made for another rule with the same labels: its arguments are not ours.
-        self.call, self.rule, self.schedule, self.group, self.everyone = call, rule, schedule, group, everyone
-        self.lead = lead
+    def __init__(self, call: Call, prepared: Prepared) -> None:
+        self.call = call
+        self.rule, self.schedule, self.group, self.everyone, self.expected, self.lead = prepared
+        schedule, group = self.schedule, self.group
         self.here = schedule.here(dist.get_rank() if dist.is_initialized() else -1)
         self.records = torch.is_grad_enabled() and any(operand.requires_grad for operand in call.operands)
         self.anchors: Tensors = []
         talks = group is not None and (schedule.partial or not all(schedule.stays))
         self.ready = agreement(call, group) if talks else _nothing
 
-    def run(self, expected: list[tuple[torch.Size, torch.dtype]]) -> Any:
+    def run(self) -> Any:
         """The results, as the op gives them, sharded."""
         brought = [self._bring(number) for number in range(len(self.call.operands))]
         per_cell = [[tensors[k] for tensors in brought] for k in range(len(self.here))]
         if self.schedule.partial:
-            return self._reduced(per_cell, expected)
+            return self._reduced(per_cell)
         found = [self._local(row, tensors) for row, tensors in zip(self.here, per_cell, strict=True)]
-        return self._wrapped(self.schedule.results, found, expected)
+        return self._wrapped(self.schedule.results, found)
 
     def _bring(self, number: int) -> Tensors:
         """One tensor of this operand for each cell that is here."""
@@ -118,14 +129,13 @@ class _Computation:
         changes = self.rule.adapt(self.call, sizes) if self.rule.adapt is not None else {}
         return self.call.run(tensors, **changes)
 
-    def _reduced(self, per_cell: list[Tensors], expected: list[tuple[torch.Size, torch.dtype]]) -> Any:
+    def _reduced(self, per_cell: list[Tensors]) -> Any:
         """The results of a reduction whose label is cut: each cell's part, stacked where it is reduced again."""
         reduction, group = self.rule.reduction, self.group
         assert reduction is not None
         assert group is not None
         stacking = make_stacking(self.schedule, self.everyone)
         meta = expect_partial(self.call, self.rule, reduction)
-        size = tuple(size_of(self.rule, self.rule.results[0]))
         partials: list[tuple[torch.Tensor, ...]] = []
         for row, tensors in zip(self.here, per_cell, strict=True):
             if row not in stacking.rows:
@@ -146,9 +156,7 @@ class _Computation:
             if anchor_k is not None:
                 self.anchors.append(anchor_k)
         found = [reduction.again(self.call, list(pieces)) for pieces in zip(*stacks, strict=True)]
-        layouts = (stacking.result,) * len(expected)
-        assert tuple(stacking.result.size) == size
-        return self._wrapped(layouts, found, expected)
+        return self._wrapped((stacking.result,) * len(self.expected), found)
 
     def _require_sizes(self, layouts: Sequence[Layout], flat: list[list[torch.Tensor]]) -> None:
         """What was computed must fill the boxes: torch may give results that it did not announce."""
@@ -171,19 +179,18 @@ class _Computation:
                 return operand._frame.with_dtype(dtype)
         return frame_of(layout, dtype, self.group)
 
-    def _wrapped(
-        self, layouts: Sequence[Layout], found: list[Any], expected: list[tuple[torch.Size, torch.dtype]]
-    ) -> Any:
+    def _wrapped(self, layouts: Sequence[Layout], found: list[Any]) -> Any:
         """Sharded tensors of what was found in each box."""
         if self.lead is not None:
             return self._written(self.call.sharded()[0])
         flat = [pytree.tree_leaves(one) for one in found]
         self._require_sizes(layouts, flat)
         made = []
-        for k, (layout, (_, dtype)) in enumerate(zip(layouts, expected, strict=True)):
+        for k, (layout, (_, dtype)) in enumerate(zip(layouts, self.expected, strict=True)):
             frame = self._frame(layout, dtype)
             tensors = [leaves[k] for leaves in flat]
             made.append(assemble(type(self.call.sharded()[0]), frame, tensors, self.anchors, self.records))
+            made[-1]._moved = not all(self.schedule.stays)
         return shaped_as(made, self.call)
 
 

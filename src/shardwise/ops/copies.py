@@ -45,13 +45,20 @@ def _detach_in_place(types: Any, args: Any, kwargs: Any, process_group: Any) -> 
     return tensor
 
 
+def _repeats(into: Any, source: Any) -> bool:
+    """Whether the source is of another size, and is copied more than once."""
+    sizes = zip(reversed(source.shape), reversed(into.shape), strict=False)
+    fits = source.ndim <= into.ndim and all(size in (1, wanted) for size, wanted in sizes)
+    return fits and source.shape != into.shape
+
+
 def _copy(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     kwargs = dict(kwargs)
     by_name = [kwargs.pop(name) for name in ("src", "other") if name in kwargs]
     into, source, *rest = list(args) + by_name
-    both_sharded = isinstance(into, ShardedTensorBase) and isinstance(source, ShardedTensorBase)
-    if not both_sharded or into.shape != source.shape:
+    if not (isinstance(into, ShardedTensorBase) and isinstance(source, ShardedTensorBase)) or _repeats(into, source):
         return descend(torch.Tensor.copy_, (into, source, *rest), kwargs)
+    into._require_writable()
     copy_into(into, source, *rest, **kwargs)
     return into
 

@@ -77,7 +77,9 @@ def compute_gathered(
             if leaf is wholes[number]:
                 return originals[number]
         frame = frame_of(whole_on(leaf.shape, places), leaf.dtype, group)
-        return assemble(type(sharded[0]), frame, [leaf], anchors, records)
+        made = assemble(type(sharded[0]), frame, [leaf], anchors, records)
+        made._moved = True
+        return made
 
     return pytree.tree_map(wrap, result)
 

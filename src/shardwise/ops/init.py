@@ -33,6 +33,7 @@ def _fill_randomly(op: Op) -> None:
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         tensor, *rest = args
+        tensor._require_writable()
         options = {name: value for name, value in kwargs.items() if name != "generator"}
         generator = kwargs.get("generator") or current_generator()
         if isinstance(generator, TileGenerator):
@@ -53,6 +54,7 @@ def _fill_randomly(op: Op) -> None:
 
 def _fill_alike(op: Op) -> None:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        args[0]._require_writable()
         for local in args[0]._local_tensors():
             op(local, *args[1:], **kwargs)
         return args[0]

@@ -87,6 +87,7 @@ def pointwise(call: Call) -> Any:
     target = call.operands[written[0]]
     if written != [0] or call.arguments.get("out") is not None or not isinstance(target, ShardedTensorBase):
         return NotImplemented
+    target._require_writable()
     return compute(call, rule, lead=0)
 
 
@@ -100,6 +101,21 @@ def _register(op: Op, *, in_place: bool) -> None:
         first = args[0]
         if not isinstance(first, ShardedTensorBase):
             return descend(op, args, kwargs)
+        if not kwargs and len(args) <= 2 and first._shards is None and len(first._tensors) == 1:
+            other = args[1] if len(args) == 2 else 0
+            if isinstance(other, int | float):  # the most frequent calls, as short as can be
+                operands = (first._tensors[0], *args[1:])
+            elif isinstance(other, ShardedTensorBase) and other._frame is first._frame and other._shards is None:
+                operands = (first._tensors[0], other._tensors[0])
+            else:
+                operands = ()
+            if operands and not first._frame.layout.has_replicas:
+                if in_place:
+                    first._require_writable()
+                    op(*operands)
+                    return first
+                one = op(*operands)
+                return first._like([one], one.dtype)
         layout = first._frame.layout
         tensors = first._local_tensors()
         columns: list[Any] = [tensors]
@@ -118,6 +134,8 @@ def _register(op: Op, *, in_place: bool) -> None:
             return descend(op, args, kwargs)
         if not tensors or (layout.has_replicas and not in_place):
             return descend(op, args, kwargs)
+        if in_place:
+            first._require_writable()
         if len(columns) == 1:
             made = [op(local, **kwargs) for local in tensors]
         elif len(tensors) == 1:

@@ -1,4 +1,4 @@
-"""Ops that show the same elements in another shape: views, transposes, slices, and putting tensors together.
+"""Ops that show the same elements in another shape: views, transposes, expansions.
 
 Where they can, shards stay where they are and their results are views of them. What moves is a copy.
 """
@@ -16,12 +16,9 @@ from shardwise.geometry import Boxes
 from shardwise.layout import Layout
 from shardwise.ops.below import HANDLERS, RULES
 from shardwise.ops.call import Call
-from shardwise.ops.compute import assemble, compute, expect, frame_of, places_of, shared_plain, tie
+from shardwise.ops.compute import assemble, compute, expect, frame_of, places_of
 from shardwise.ops.rule import Along, Labels, Rule
-from shardwise.ops.schedule import cells_of
-from shardwise.placement import Placement
-from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.movement import new_anchor, recorded, whole_on
+from shardwise.sharded_tensor.movement import recorded
 from shardwise.sharding_spec import even_cut, spec_of
 
 aten = torch.ops.aten
@@ -172,7 +169,9 @@ def _through_flat(x: Any, after: Sequence[int]) -> Any:
         runs.append(Layout.of(flat, boxes, [layout.place(row) for row in range(len(layout))]))
     rows = x.redistribute(spec_of(layouts[0]))
     runs_of = _reshaped(rows, runs[0]).redistribute(spec_of(runs[1]))
-    return _reshaped(runs_of, layouts[1])
+    made = _reshaped(runs_of, layouts[1])
+    made._moved = True
+    return made
 
 
 def _in_rows(size: torch.Size, places: Sequence[Any]) -> Layout:
@@ -244,199 +243,6 @@ def _unfold(call: Call) -> Rule | None:
     return labels.rule([dims], [[*out, labels.new(size[-1], whole=True)]])
 
 
-# By boxes: parts of a tensor, and tensors behind each other ---------------------------------------------------------
-
-
-def part(x: ShardedTensorBase, dim: int, start: int, stop: int, step: int = 1) -> ShardedTensorBase:
-    """Every so many elements of a dim from start to stop: each rank the part of it that it holds, as views."""
-    layout = x._layout
-    count = max(-(-(stop - start) // step), 0)
-    first = np.clip(-(-(layout.boxes.offsets[:, dim] - start) // step), 0, count)
-    last = np.clip(-(-(layout.boxes.ends[:, dim] - start) // step), 0, count)
-    last = np.maximum(first, last)
-    offsets, sizes = layout.boxes.offsets.copy(), layout.boxes.sizes.copy()
-    offsets[:, dim], sizes[:, dim] = first, last - first
-    size = list(layout.size)
-    size[dim] = count
-    was = layout.boxes.volumes > 0
-    rows = np.flatnonzero((Boxes(offsets, sizes).volumes > 0) | ~was | (not count))
-    rows = rows if len(rows) else np.arange(1)  # a tensor has at least one box
-    made = Layout.of(torch.Size(size), Boxes(offsets, sizes).take(rows), [layout.place(int(row)) for row in rows])
-    tensors, anchor = recorded(x)
-    local = dict(zip(x._frame.rows, tensors, strict=True))
-    found = []
-    for row in rows.tolist():
-        if row in local:
-            begin = start + int(first[row]) * step - int(layout.boxes.offsets[row, dim])
-            length = int(last[row] - first[row])
-            end = begin + (length - 1) * step + 1 if length else begin
-            index = (slice(None),) * dim
-            found.append(local[row][(*index, slice(max(begin, 0), max(end, 0), step))])
-    anchors = ([] if anchor is None else [anchor]) + ([tie(tensors)] if tensors else [])
-    records = torch.is_grad_enabled() and x.requires_grad
-    return assemble(type(x), frame_of(made, x.dtype, x._frame.process_group), found, anchors, records)
-
-
-def _slice(call: Call) -> Any:
-    x = call.operands[0]
-    dim = call["dim"] % x.ndim
-    start, stop, step = slice(call["start"], call["end"], call["step"]).indices(x.shape[dim])
-    if (start, stop, step) == (0, x.shape[dim], 1):
-        return part(x, dim, 0, x.shape[dim])  # type: ignore[arg-type] # sharded
-    return part(x, dim, start, max(stop, start), step)  # type: ignore[arg-type] # sharded
-
-
-def _select(call: Call) -> Any:
-    x, dim, index = call.operands[0], call["dim"], call["index"]
-    expect(call)  # raises as torch does
-    dim, index = dim % x.ndim, index % x.shape[dim]
-    return part(x, dim, index, index + 1).squeeze(dim)  # type: ignore[arg-type] # sharded
-
-
-def _split_at(x: Any, dim: int, sizes: Sequence[int]) -> list[Any]:
-    made, begin = [], 0
-    for size in sizes:
-        made.append(part(x, dim % x.ndim, begin, begin + size))
-        begin += size
-    return made
-
-
-def _split(call: Call) -> Any:
-    x, dim = call.operands[0], call.arguments.get("dim", 0)
-    return _split_at(x, dim, [size[dim % x.ndim] for size, _ in expect(call)])
-
-
-def _unbind(call: Call) -> Any:
-    x, dim = call.operands[0], call["dim"]
-    return [one.squeeze(dim) for one in _split_at(x, dim, [1] * x.shape[dim])]
-
-
-def _flip(call: Call) -> Any:
-    """Each shard is flipped where it is, and is then the mirror box."""
-    x = call.operands[0]
-    assert isinstance(x, ShardedTensorBase)
-    layout, dims = x._layout, [dim % x.ndim for dim in call["dims"]]
-    offsets = layout.boxes.offsets.copy()
-    for dim in dims:
-        offsets[:, dim] = x.shape[dim] - layout.boxes.ends[:, dim]
-    made = Layout.of(layout.size, Boxes(offsets, layout.boxes.sizes), [layout.place(row) for row in range(len(layout))])
-    tensors, anchor = recorded(x)
-    frame = frame_of(made, x.dtype, x._frame.process_group)
-    anchors = [] if anchor is None else [anchor]
-    return assemble(type(x), frame, [local.flip(dims) for local in tensors], anchors, x.requires_grad)
-
-
-def _diagonal(call: Call) -> Any:
-    """Each shard holds one run of the diagonal, if any."""
-    x = call.operands[0]
-    assert isinstance(x, ShardedTensorBase)
-    (size, _), *_ = expect(call)
-    layout, first, second = x._layout, call["dim1"] % x.ndim, call["dim2"] % x.ndim
-    offset = call["offset"]
-    shift = {first: max(-offset, 0), second: max(offset, 0)}
-    low = np.maximum(*(layout.boxes.offsets[:, dim] - by for dim, by in shift.items())).clip(0)
-    high = np.minimum(*(layout.boxes.ends[:, dim] - by for dim, by in shift.items())).clip(0, size[-1])
-    rest = [dim for dim in range(x.ndim) if dim not in shift]
-    run = np.stack([low, np.maximum(high - low, 0)])
-    rows = np.flatnonzero((run[1] > 0) & (layout.boxes.volumes > 0))
-    rows = rows if len(rows) else np.arange(1)
-    offsets = np.concatenate([layout.boxes.offsets[:, rest], run[0][:, None]], 1)[rows]
-    sizes = np.concatenate([layout.boxes.sizes[:, rest], run[1][:, None]], 1)[rows]
-    made = Layout.of(size, Boxes(offsets, sizes), [layout.place(int(row)) for row in rows])
-    tensors, anchor = recorded(x)
-    local = dict(zip(x._frame.rows, tensors, strict=True))
-    found = []
-    for row in (row for row in rows.tolist() if row in local):
-        begins = [int(low[row]) + shift[dim] - int(layout.boxes.offsets[row, dim]) for dim in (first, second)]
-        inner = local[row].narrow(first, begins[0], int(run[1][row])).narrow(second, begins[1], int(run[1][row]))
-        found.append(inner.diagonal(0, first, second))
-    anchors = ([] if anchor is None else [anchor]) + ([tie(tensors)] if tensors else [])
-    records = torch.is_grad_enabled() and x.requires_grad
-    return assemble(type(x), frame_of(made, x.dtype, x._frame.process_group), found, anchors, records)
-
-
-def _cat(call: Call) -> Any:
-    """Where all are cut alike in the other dims, shard by shard; else each keeps its boxes, behind the others'."""
-    dim = call.arguments.get("dim", 0)
-    (size, dtype), *_ = expect(call)
-    pieces = [one for one in call.operands if one.ndim != 1 or one.numel() or len(size) == 1]
-    dim %= len(size)
-    if pieces and all(isinstance(one, ShardedTensorBase) for one in pieces):
-        sharded = Call(call.op, (pieces, dim), {})
-        labels = Labels()
-        shared = [None if k == dim else labels.new(extent) for k, extent in enumerate(size)]
-        whole = [labels.new(one.shape[dim], whole=True) for one in pieces]
-        dims = [[along if k != dim else whole[n] for k, along in enumerate(shared)] for n in range(len(pieces))]
-        out = [along if k != dim else labels.new(size[dim], whole=True) for k, along in enumerate(shared)]
-        if all(one._layout.place_of.tolist() == pieces[0]._layout.place_of.tolist() for one in pieces):  # type: ignore[attr-defined] # sharded
-            rule = labels.rule(dims, [out])
-            if _stays(sharded, rule):
-                return compute(sharded, rule)
-        return _behind(pieces, dim, size, dtype)
-    return _cat_mixed(pieces, dim, size, dtype)
-
-
-def _stays(call: Call, rule: Rule) -> bool:
-    """Whether the rule moves nothing."""
-    cells = cells_of(rule, 0, call.sharded()[0]._layout)
-    if cells is None:
-        return False
-    return all(
-        cells.layout(dims, one.shape) == one._layout for dims, one in zip(rule.operands, call.sharded(), strict=True)
-    )
-
-
-def _cat_mixed(pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.dtype) -> Any:
-    """Plain tensors among sharded ones: each is cut as a sharded one is, or lies on one of its ranks."""
-    model = next(one for one in pieces if isinstance(one, ShardedTensorBase))
-    group = model._frame.process_group
-    places = places_of(model._layout, group)
-    made = []
-    for one in pieces:
-        if isinstance(one, ShardedTensorBase):
-            made.append(one)
-            continue
-        frame = frame_of(whole_on(one.shape, places[:1]), one.dtype, group)
-        shared = shared_plain(one, group)
-        records = torch.is_grad_enabled() and one.requires_grad
-        made.append(assemble(type(model), frame, [shared] if frame.rows else [], [tie([shared])], records))
-    return _behind(made, dim, size, dtype)
-
-
-def _behind(pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.dtype) -> Any:
-    """Boxes of all, one tensor's behind another's; nothing moves."""
-    offsets, sizes, found, anchors = [], [], {}, []
-    places: list[Placement] = []
-    begin = 0
-    for one in pieces:
-        layout, rows = one._layout, range(len(one._layout))
-        tensors, anchor = recorded(one)
-        anchors += [] if anchor is None else [anchor]
-        moved = layout.boxes.offsets.copy()
-        moved[:, dim] += begin
-        for row, local in zip(one._frame.rows, tensors, strict=True):
-            found[len(places) + row] = local.to(dtype)
-        offsets.append(moved)
-        sizes.append(layout.boxes.sizes)
-        places += [layout.place(row) for row in rows]
-        begin += one.shape[dim]
-    boxes = Boxes(np.concatenate(offsets), np.concatenate(sizes))
-    made = Layout.of(torch.Size(size), boxes, places)
-    frame = frame_of(made, dtype, pieces[0]._frame.process_group)
-    records = torch.is_grad_enabled() and any(one.requires_grad for one in pieces)
-    if records:  # every shard, and through the first one what this rank has no shards of
-        zero = tie(anchors or [new_anchor()])
-        first = min(found, default=-1) if anchors else -1
-        found = {row: local if local.requires_grad and row != first else local + zero for row, local in found.items()}
-    return assemble(type(pieces[0]), frame, [found[row] for row in frame.rows], anchors, records)
-
-
-def _stack(call: Call) -> Any:
-    tensors, dim = call["tensors"], call["dim"]
-    dim %= tensors[0].ndim + 1
-    return torch.cat([one.unsqueeze(dim) for one in tensors], dim)
-
-
 RULES.update(
     {
         aten.transpose: _permuted(_transposition),
@@ -467,23 +273,5 @@ HANDLERS.update(
         aten.squeeze: _squeeze,
         aten.squeeze_copy: _squeeze,
         aten.repeat: _repeat,
-        aten.slice.Tensor: _slice,
-        aten.slice_copy.Tensor: _slice,
-        aten.narrow_copy: lambda call: call.operands[0].narrow(call["dim"], call["start"], call["length"]).clone(),
-        aten.select.int: _select,
-        aten.select_copy.int: _select,
-        aten.split.Tensor: _split,
-        aten.split_copy.Tensor: _split,
-        aten.split_with_sizes: _split,
-        aten.split_with_sizes_copy: _split,
-        aten.unsafe_split: _split,
-        aten.unsafe_split_with_sizes: _split,
-        aten.unbind: _unbind,
-        aten.unbind_copy: _unbind,
-        aten.flip: _flip,
-        aten.diagonal: _diagonal,
-        aten.diagonal_copy: _diagonal,
-        aten.cat: _cat,
-        aten.stack: _stack,
     }
 )

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import ProcessGroup, rpc
 
 from shardwise.dispatch import Distributed, distributed_in, registry, summary, unsupported
-from shardwise.errors import LocalTensorError, PropertyError
+from shardwise.errors import LocalTensorError, PropertyError, UnsupportedOpError
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.sharded_tensor import assembly, pickling
@@ -40,6 +40,8 @@ class ShardedTensorBase(Distributed, torch.Tensor):
     _shardless_grad: ShardedTensorBase | None = None  # what `grad` says there
     _anchor: torch.Tensor | None = None  # stands in the autograd graph for the tensors that a rank does not have
     _root: torch.Tensor | None = None  # the same where this tensor is a leaf; it gets a gradient when the shards do
+    _moved = False  # whether an op made it of data that came from other ranks
+    _copy_of_view = False  # whether it is so though torch calls it a view: then nothing may be written into it
     _init_rrefs = False
     _sharded_tensor_id: int | None = None
     _remote_shards: dict[int, list[rpc.RRef[Shard]]] | None = None
@@ -61,6 +63,11 @@ class ShardedTensorBase(Distributed, torch.Tensor):
 
     def _like(self, tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> Any:
         """The same layout, filled with these local tensors: the result of an op that keeps shards where they are."""
+        if tensors and dtype in (None, self._frame.dtype):  # the usual case, as short as can be
+            frame = self._frame
+            new = _make_wrapper(type(self), frame.size, dtype=frame.dtype, device=frame.device)
+            new._frame, new._tensors = frame, tensors
+            return new
         return self._derived(self._frame if dtype is None else self._frame.with_dtype(dtype), tensors, self._anchored())
 
     def _derived(self, frame: Frame, tensors: list[torch.Tensor], anchor: torch.Tensor | None) -> Any:
@@ -80,6 +87,14 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         if self._root is None:
             self._root = new_anchor()
         return self._root
+
+    def _require_writable(self) -> None:
+        """Raise where torch would write through a view, and this is a copy."""
+        if self._copy_of_view:
+            raise UnsupportedOpError(
+                "this tensor would be a view, but its shards had to be moved to make it: what is written into it would "
+                "not reach the tensor it was made from. Write into that one, or into a clone()"
+            )
 
     def _become(self, frame: Frame, tensors: list[torch.Tensor]) -> None:
         """Take on another frame and other local tensors, in place."""
@@ -375,8 +390,10 @@ def call_directly(name: str) -> None:
 
     @functools.wraps(method)
     def direct(self: ShardedTensorBase, *args: Any, **kwargs: Any) -> Any:
-        if mode_is_active() or not dispatches():
+        frame = self._frame
+        handler = registry.find(method, frame.spec)
+        if handler is None or mode_is_active() or not dispatches():
             return method(self, *args, **kwargs)
-        return self.__torch_function__(method, (type(self),), (self, *args), kwargs)
+        return handler((type(self),), (self, *args), kwargs, frame.process_group)
 
     setattr(ShardedTensorBase, name, direct)

@@ -1,0 +1,112 @@
+"""Tensors behind each other: shard by shard where they are cut alike, else each keeps its boxes. Nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.geometry import Boxes
+from shardwise.layout import Layout
+from shardwise.ops.below import HANDLERS
+from shardwise.ops.call import Call
+from shardwise.ops.compute import assemble, compute, expect, frame_of, places_of, shared_plain, tie
+from shardwise.ops.rule import Labels, Rule
+from shardwise.ops.schedule import cells_of
+from shardwise.placement import Placement
+from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.movement import new_anchor, recorded, whole_on
+
+aten = torch.ops.aten
+
+
+def _cat(call: Call) -> Any:
+    """Where all are cut alike in the other dims, shard by shard; else each keeps its boxes, behind the others'."""
+    dim = call.arguments.get("dim", 0)
+    (size, dtype), *_ = expect(call)
+    pieces = [one for one in call.operands if one.ndim != 1 or one.numel() or len(size) == 1]
+    dim %= len(size)
+    if pieces and all(isinstance(one, ShardedTensorBase) for one in pieces):
+        sharded = Call(call.op, (pieces, dim), {})
+        labels = Labels()
+        shared = [None if k == dim else labels.new(extent) for k, extent in enumerate(size)]
+        whole = [labels.new(one.shape[dim], whole=True) for one in pieces]
+        dims = [[along if k != dim else whole[n] for k, along in enumerate(shared)] for n in range(len(pieces))]
+        out = [along if k != dim else labels.new(size[dim], whole=True) for k, along in enumerate(shared)]
+        if all(one._layout.place_of.tolist() == pieces[0]._layout.place_of.tolist() for one in pieces):  # type: ignore[attr-defined] # sharded
+            rule = labels.rule(dims, [out])
+            if _stays(sharded, rule):
+                return compute(sharded, rule)
+        return _behind(pieces, dim, size, dtype)
+    return _cat_mixed(pieces, dim, size, dtype)
+
+
+def _stays(call: Call, rule: Rule) -> bool:
+    """Whether the rule moves nothing."""
+    cells = cells_of(rule, 0, call.sharded()[0]._layout)
+    if cells is None:
+        return False
+    return all(
+        cells.layout(dims, one.shape) == one._layout for dims, one in zip(rule.operands, call.sharded(), strict=True)
+    )
+
+
+def _cat_mixed(pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.dtype) -> Any:
+    """Plain tensors among sharded ones: each is cut as a sharded one is, or lies on one of its ranks."""
+    model = next(one for one in pieces if isinstance(one, ShardedTensorBase))
+    group = model._frame.process_group
+    places = places_of(model._layout, group)
+    made = []
+    for one in pieces:
+        if isinstance(one, ShardedTensorBase):
+            made.append(one)
+            continue
+        frame = frame_of(whole_on(one.shape, places[:1]), one.dtype, group)
+        shared = shared_plain(one, group)
+        records = torch.is_grad_enabled() and one.requires_grad
+        made.append(assemble(type(model), frame, [shared] if frame.rows else [], [tie([shared])], records))
+    return _behind(made, dim, size, dtype)
+
+
+def _behind(pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.dtype) -> Any:
+    """Boxes of all, one tensor's behind another's; nothing moves."""
+    offsets, sizes, found, anchors = [], [], {}, []
+    places: list[Placement] = []
+    begin = 0
+    for one in pieces:
+        layout, rows = one._layout, range(len(one._layout))
+        tensors, anchor = recorded(one)
+        anchors += [] if anchor is None else [anchor]
+        moved = layout.boxes.offsets.copy()
+        moved[:, dim] += begin
+        for row, local in zip(one._frame.rows, tensors, strict=True):
+            found[len(places) + row] = local.to(dtype)
+        offsets.append(moved)
+        sizes.append(layout.boxes.sizes)
+        places += [layout.place(row) for row in rows]
+        begin += one.shape[dim]
+    boxes = Boxes(np.concatenate(offsets), np.concatenate(sizes))
+    made = Layout.of(torch.Size(size), boxes, places)
+    frame = frame_of(made, dtype, pieces[0]._frame.process_group)
+    records = torch.is_grad_enabled() and any(one.requires_grad for one in pieces)
+    if records:  # every shard, and through the first one what this rank has no shards of
+        zero = tie(anchors or [new_anchor()])
+        first = min(found, default=-1) if anchors else -1
+        found = {row: local if local.requires_grad and row != first else local + zero for row, local in found.items()}
+    return assemble(type(pieces[0]), frame, [found[row] for row in frame.rows], anchors, records)
+
+
+def _stack(call: Call) -> Any:
+    tensors, dim = call["tensors"], call["dim"]
+    dim %= tensors[0].ndim + 1
+    return torch.cat([one.unsqueeze(dim) for one in tensors], dim)
+
+
+HANDLERS.update(
+    {
+        aten.cat: _cat,
+        aten.stack: _stack,
+    }
+)

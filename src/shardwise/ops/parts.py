@@ -1,0 +1,149 @@
+"""Parts of a tensor: slices, splits, diagonals, mirrors. Boxes are cut or shifted, and nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.geometry import Boxes
+from shardwise.layout import Layout
+from shardwise.ops.below import HANDLERS
+from shardwise.ops.call import Call
+from shardwise.ops.compute import assemble, expect, frame_of, tie
+from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.movement import recorded
+
+aten = torch.ops.aten
+
+
+def part(x: ShardedTensorBase, dim: int, start: int, stop: int, step: int = 1) -> ShardedTensorBase:
+    """Every so many elements of a dim from start to stop: each rank the part of it that it holds, as views."""
+    layout = x._layout
+    count = max(-(-(stop - start) // step), 0)
+    first = np.clip(-(-(layout.boxes.offsets[:, dim] - start) // step), 0, count)
+    last = np.clip(-(-(layout.boxes.ends[:, dim] - start) // step), 0, count)
+    last = np.maximum(first, last)
+    offsets, sizes = layout.boxes.offsets.copy(), layout.boxes.sizes.copy()
+    offsets[:, dim], sizes[:, dim] = first, last - first
+    size = list(layout.size)
+    size[dim] = count
+    was = layout.boxes.volumes > 0
+    rows = np.flatnonzero((Boxes(offsets, sizes).volumes > 0) | ~was | (not count))
+    rows = rows if len(rows) else np.arange(1)  # a tensor has at least one box
+    made = Layout.of(torch.Size(size), Boxes(offsets, sizes).take(rows), [layout.place(int(row)) for row in rows])
+    tensors, anchor = recorded(x)
+    local = dict(zip(x._frame.rows, tensors, strict=True))
+    found = []
+    for row in rows.tolist():
+        if row in local:
+            begin = start + int(first[row]) * step - int(layout.boxes.offsets[row, dim])
+            length = int(last[row] - first[row])
+            end = begin + (length - 1) * step + 1 if length else begin
+            index = (slice(None),) * dim
+            found.append(local[row][(*index, slice(max(begin, 0), max(end, 0), step))])
+    anchors = ([] if anchor is None else [anchor]) + ([tie(tensors)] if tensors else [])
+    records = torch.is_grad_enabled() and x.requires_grad
+    return assemble(type(x), frame_of(made, x.dtype, x._frame.process_group), found, anchors, records)
+
+
+def _slice(call: Call) -> Any:
+    x = call.operands[0]
+    dim = call["dim"] % x.ndim
+    start, stop, step = slice(call["start"], call["end"], call["step"]).indices(x.shape[dim])
+    if (start, stop, step) == (0, x.shape[dim], 1):
+        return part(x, dim, 0, x.shape[dim])  # type: ignore[arg-type] # sharded
+    return part(x, dim, start, max(stop, start), step)  # type: ignore[arg-type] # sharded
+
+
+def _select(call: Call) -> Any:
+    x, dim, index = call.operands[0], call["dim"], call["index"]
+    expect(call)  # raises as torch does
+    dim, index = dim % x.ndim, index % x.shape[dim]
+    return part(x, dim, index, index + 1).squeeze(dim)  # type: ignore[arg-type] # sharded
+
+
+def _split_at(x: Any, dim: int, sizes: Sequence[int]) -> list[Any]:
+    made, begin = [], 0
+    for size in sizes:
+        made.append(part(x, dim % x.ndim, begin, begin + size))
+        begin += size
+    return made
+
+
+def _split(call: Call) -> Any:
+    x, dim = call.operands[0], call.arguments.get("dim", 0)
+    return _split_at(x, dim, [size[dim % x.ndim] for size, _ in expect(call)])
+
+
+def _unbind(call: Call) -> Any:
+    x, dim = call.operands[0], call["dim"]
+    return [one.squeeze(dim) for one in _split_at(x, dim, [1] * x.shape[dim])]
+
+
+def _flip(call: Call) -> Any:
+    """Each shard is flipped where it is, and is then the mirror box."""
+    x = call.operands[0]
+    assert isinstance(x, ShardedTensorBase)
+    layout, dims = x._layout, [dim % x.ndim for dim in call["dims"]]
+    offsets = layout.boxes.offsets.copy()
+    for dim in dims:
+        offsets[:, dim] = x.shape[dim] - layout.boxes.ends[:, dim]
+    made = Layout.of(layout.size, Boxes(offsets, layout.boxes.sizes), [layout.place(row) for row in range(len(layout))])
+    tensors, anchor = recorded(x)
+    frame = frame_of(made, x.dtype, x._frame.process_group)
+    anchors = [] if anchor is None else [anchor]
+    return assemble(type(x), frame, [local.flip(dims) for local in tensors], anchors, x.requires_grad)
+
+
+def _diagonal(call: Call) -> Any:
+    """Each shard holds one run of the diagonal, if any."""
+    x = call.operands[0]
+    assert isinstance(x, ShardedTensorBase)
+    (size, _), *_ = expect(call)
+    layout, first, second = x._layout, call["dim1"] % x.ndim, call["dim2"] % x.ndim
+    offset = call["offset"]
+    shift = {first: max(-offset, 0), second: max(offset, 0)}
+    low = np.maximum(*(layout.boxes.offsets[:, dim] - by for dim, by in shift.items())).clip(0)
+    high = np.minimum(*(layout.boxes.ends[:, dim] - by for dim, by in shift.items())).clip(0, size[-1])
+    rest = [dim for dim in range(x.ndim) if dim not in shift]
+    run = np.stack([low, np.maximum(high - low, 0)])
+    rows = np.flatnonzero((run[1] > 0) & (layout.boxes.volumes > 0))
+    rows = rows if len(rows) else np.arange(1)
+    offsets = np.concatenate([layout.boxes.offsets[:, rest], run[0][:, None]], 1)[rows]
+    sizes = np.concatenate([layout.boxes.sizes[:, rest], run[1][:, None]], 1)[rows]
+    made = Layout.of(size, Boxes(offsets, sizes), [layout.place(int(row)) for row in rows])
+    tensors, anchor = recorded(x)
+    local = dict(zip(x._frame.rows, tensors, strict=True))
+    found = []
+    for row in (row for row in rows.tolist() if row in local):
+        begins = [int(low[row]) + shift[dim] - int(layout.boxes.offsets[row, dim]) for dim in (first, second)]
+        inner = local[row].narrow(first, begins[0], int(run[1][row])).narrow(second, begins[1], int(run[1][row]))
+        found.append(inner.diagonal(0, first, second))
+    anchors = ([] if anchor is None else [anchor]) + ([tie(tensors)] if tensors else [])
+    records = torch.is_grad_enabled() and x.requires_grad
+    return assemble(type(x), frame_of(made, x.dtype, x._frame.process_group), found, anchors, records)
+
+
+HANDLERS.update(
+    {
+        aten.slice.Tensor: _slice,
+        aten.slice_copy.Tensor: _slice,
+        aten.narrow_copy: lambda call: call.operands[0].narrow(call["dim"], call["start"], call["length"]).clone(),
+        aten.select.int: _select,
+        aten.select_copy.int: _select,
+        aten.split.Tensor: _split,
+        aten.split_copy.Tensor: _split,
+        aten.split_with_sizes: _split,
+        aten.split_with_sizes_copy: _split,
+        aten.unsafe_split: _split,
+        aten.unsafe_split_with_sizes: _split,
+        aten.unbind: _unbind,
+        aten.unbind_copy: _unbind,
+        aten.flip: _flip,
+        aten.diagonal: _diagonal,
+        aten.diagonal_copy: _diagonal,
+    }
+)
