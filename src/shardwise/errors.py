@@ -25,6 +25,7 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     ├── UnsupportedOpError(RuntimeError)    an op that has no rule for sharded tensors
     │   └── NoAttributeError(AttributeError)
     │                                       an attribute of tensors that sharded ones do not have
+    ├── ViewWriteError(RuntimeError)        a write that would not reach what it is meant for
     ├── SignatureError(TypeError)           an op handler with the wrong signature
     ├── NoDistributedTensorError(TypeError, ValueError)
     │                                       a handler for sharded tensors called without one
@@ -116,6 +117,10 @@ class UnsupportedOpError(ShardwiseError, RuntimeError):
 
 class NoAttributeError(UnsupportedOpError, AttributeError):
     """An attribute of tensors that sharded tensors do not have."""
+
+
+class ViewWriteError(ShardwiseError, RuntimeError):
+    """A write into a tensor that would not reach, on every rank, what it is meant for."""
 
 
 class SignatureError(ShardwiseError, TypeError):

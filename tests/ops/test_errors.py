@@ -128,24 +128,18 @@ def test_plain_operands_that_differ_between_ranks_are_found_out() -> None:
 
 
 @ranks(2)
-def test_writing_through_a_view() -> None:
-    """Reaches the tensor where the shards stay; where they had to move for the view, it is refused on every rank."""
+def test_arguments_that_differ_between_ranks_are_found_out() -> None:
+    """Numbers and dims too, where data moves."""
     tensor = shard_tensor(PLAIN, chunks(0, 0, 1))
-    expected = PLAIN.clone()
-    for one in (tensor, expected):
-        one[2:5, 1].mul_(10)
-        one.t()[0].zero_()
-        one.view(7, 2, 3)[:, 1] = 5.0
-        one[0] = torch.arange(6.0)
-    assert holds(tensor, expected)
-    moved = tensor.view(3, 14)
-    for write in (
-        lambda: moved.add_(1),
-        lambda: moved.zero_(),
-        lambda: moved.copy_(moved.clone()),
-        lambda: moved.normal_(),
-    ):
-        with pytest.raises(UnsupportedOpError, match="would be a view"):
-            write()
-    assert holds(tensor, expected)
-    tensor.reshape(3, 14).add_(1)  # may be a copy, as anywhere
+    with pytest.raises(RankMismatchError, match="arguments"):
+        tensor.roll(dist.get_rank() + 1, 0)
+
+
+@ranks(2)
+def test_a_value_that_is_sharded_fills() -> None:
+    """As one number on every rank; and out= does not cast silently."""
+    tensor = shard_tensor(PLAIN, chunks(0, 0, 1))
+    assert holds(tensor.clone().fill_(tensor.max()), torch.full(SIZE, 41.0))
+    assert holds(torch.sub(other=tensor, input=tensor + 1), torch.ones(SIZE))
+    with pytest.raises(ValueError, match="can't be cast"):
+        torch.add(tensor, 0.25, out=torch.zeros_like(tensor, dtype=torch.int64))

@@ -15,6 +15,7 @@ from shardwise.ops.call import Call
 from shardwise.ops.compute import compute, expect
 from shardwise.ops.reduction import SUM
 from shardwise.ops.rule import Along, Dims, Labels, Rule, broadcast_shapes
+from shardwise.sharded_tensor import ShardedTensorBase
 
 aten = torch.ops.aten
 
@@ -176,9 +177,7 @@ def _group_norm(call: Call) -> Rule | None:
 
 
 def _batch_norm(call: Call) -> Rule | None:
-    """Channels go apart. Running statistics that would be written into are not for a rule."""
-    if call.written() or call.arguments.get("training") is False:
-        return None
+    """Channels go apart."""
     x = call["input"]
     labels = Labels()
     dims = labels.along(x.shape, whole=[dim for dim in range(x.ndim) if dim != 1])
@@ -241,10 +240,6 @@ def _renorm(call: Call) -> Rule | None:
     return labels.rule([dims], [dims])
 
 
-def _glu(call: Call) -> Rule | None:
-    return same(named())(call)
-
-
 def _roll(call: Call) -> Sequence[int]:
     return call["dims"] or range(call.operands[0].ndim)
 
@@ -285,7 +280,6 @@ for _name, _dims in SPACE.items():
 RULES.update(
     {
         aten.sort: same(named()),
-        aten.flip: same(named("dims")),
         aten.roll: same(_roll),
         aten.rot90: same(named("dims")),
         aten.tril: _triangle,
@@ -301,9 +295,7 @@ RULES.update(
         aten.convolution: _convolution,
         aten.native_layer_norm: _layer_norm,
         aten.native_group_norm: _group_norm,
-        aten._native_batch_norm_legit: _batch_norm,
         aten._native_batch_norm_legit_no_training: _batch_norm,
-        aten.native_batch_norm: _batch_norm,
         aten.linalg_solve_triangular: batched(2, 2),
         aten.triangular_solve: batched(2, 2),
         aten.cholesky_solve: batched(2, 2),
@@ -330,3 +322,33 @@ def _flash(call: Call) -> Any:
 
 
 HANDLERS[aten._scaled_dot_product_flash_attention_for_cpu] = _flash
+
+
+def _training_batch_norm(call: Call) -> Any:
+    """Batch norm that brings running statistics up to date: not in its cells, but from the statistics of all."""
+    names = ("running_mean", "running_var")
+    running = [call.arguments.get(name) for name in names]
+    training = call.arguments.get("training", True)
+    if not training:
+        return NotImplemented
+    bare = call
+    if any(one is not None for one in running):
+        order = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+        given = {**call.arguments, "running_mean": None, "running_var": None, "training": True}
+        bare = Call(aten.native_batch_norm.default, [given[name] for name in order], {})
+    rule = _batch_norm(bare)
+    made = NotImplemented if rule is None else compute(bare, rule)
+    if made is NotImplemented or bare is call:
+        return made
+    x, momentum = call["input"], call["momentum"]
+    count = x.numel() // x.shape[1]
+    with torch.no_grad():
+        variance = (made[2].detach() ** -2 - call["eps"]) * (count / max(count - 1, 1))
+        for one, value in zip(running, (made[1].detach(), variance), strict=True):
+            if one is not None:
+                now = value if isinstance(one, ShardedTensorBase) else value.full_tensor()
+                one.mul_(1 - momentum).add_(now.to(one.dtype) * momentum)
+    return made
+
+
+HANDLERS.update(dict.fromkeys((aten.native_batch_norm, aten._native_batch_norm_legit), _training_batch_norm))

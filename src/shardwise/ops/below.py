@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import settings
 from shardwise.dispatch import registry, unsupported
-from shardwise.errors import UnsupportedOpError
+from shardwise.errors import PropertyError, UnsupportedOpError
 from shardwise.ops.call import Aten, Call
 from shardwise.ops.compute import Prepared, UnknownResultError, compute, prepare
 from shardwise.ops.gathered import compute_gathered
@@ -70,7 +70,8 @@ def descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     tensors = [leaf for leaf in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(leaf, torch.Tensor)]
     if name in ("__get__", "__set__"):
         raise refused
-    written = [0] if name.endswith("_") and not name.endswith("__") else []
+    in_place = name.endswith("_") and not name.endswith("__")
+    written = [0] if in_place or name == "__setitem__" else []
     outs = [id(leaf) for leaf in pytree.tree_leaves(kwargs.get("out")) if isinstance(leaf, torch.Tensor)]
     written += [number for number, tensor in enumerate(tensors) if id(tensor) in outs]
     return compute_gathered(op, args, kwargs, refused.reason, written)
@@ -94,6 +95,7 @@ def _marked(views: Any, base: Any) -> Any:
     for view in pytree.tree_leaves(views):
         if isinstance(view, ShardedTensorBase) and view is not base:
             view._copy_of_view = view._moved or getattr(base, "_copy_of_view", False)
+            view._part = view._part or getattr(base, "_part", False)
     return views
 
 
@@ -164,13 +166,15 @@ def _in_place(call: Call, written: list[int]) -> Any:
     functional, outs = functional_of(call.op), [call.operands[number] for number in written]
     for out in outs:
         if isinstance(out, ShardedTensorBase):
-            out._require_writable()
+            out._require_writable(*call.operands)
     if functional is None or not all(isinstance(out, ShardedTensorBase) for out in outs):
         return compute_gathered(call.op, (), call.arguments, f"no rule keeps the shards apart in {call.op}", written)
     names = {argument.name for argument in functional._schema.arguments}
     with torch._C._EnableTorchFunction():
         result = aten(functional, (), {name: value for name, value in call.arguments.items() if name in names})
     for out, value in zip(outs, pytree.tree_leaves(result), strict=True):
+        if not torch.can_cast(value.dtype, out.dtype):
+            raise PropertyError(f"result type {value.dtype} can't be cast to the desired output type {out.dtype}")
         if out.shape != value.shape:
             raise unsupported(call.op, (), call.arguments, "a sharded tensor cannot be given another size in place")
         copy_into(out, value)

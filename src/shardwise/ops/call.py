@@ -88,7 +88,7 @@ class Call:
             else (type(leaf), leaf)
             for leaf in self._leaves
         )
-        return (self.op, rest, tuple(self._lengths))
+        return (self.op, rest, tuple(self._lengths), torch.get_default_dtype())
 
     def key(self) -> tuple[Any, ...]:
         """What tells this call from others of the same op but for its operands' values; raises if unhashable."""
@@ -96,7 +96,19 @@ class Call:
             (tuple(leaf.shape), leaf.dtype, leaf.device.type) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
             for leaf in self._leaves
         )
-        return (self.op, rest, tuple(self._lengths))
+        return (self.op, rest, tuple(self._lengths), torch.get_default_dtype())
+
+    def settings(self) -> str:
+        """The arguments that are no tensors, as all ranks must have them."""
+        return plain_values(self._leaves)
+
+
+def plain_values(leaves: Sequence[Any]) -> str:
+    """Numbers, strings and the like among values, in one line."""
+    return ", ".join(repr(leaf) for leaf in leaves if leaf is None or isinstance(leaf, PLAIN))
+
+
+PLAIN = (bool, int, float, complex, str, torch.dtype)
 
 
 def _is_written(argument: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,20 @@ def _cat_mixed(pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torc
     return _behind(made, dim, size, dtype)
 
 
+class Joined(torch.autograd.Function):
+    """Tensors as they are, tied together: the last ones only in the backward, where they get nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The same tensors."""
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The same gradients; zeros where there is none."""
+        return grads
+
+
 def _behind(pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.dtype) -> Any:
     """Boxes of all, one tensor's behind another's; nothing moves."""
     offsets, sizes, found, anchors = [], [], {}, []
@@ -82,7 +96,7 @@ def _behind(pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.d
         moved = layout.boxes.offsets.copy()
         moved[:, dim] += begin
         for row, local in zip(one._frame.rows, tensors, strict=True):
-            found[len(places) + row] = local.to(dtype)
+            found[len(places) + row] = local.to(dtype, copy=True)
         offsets.append(moved)
         sizes.append(layout.boxes.sizes)
         places += [layout.place(row) for row in rows]
@@ -91,10 +105,9 @@ def _behind(pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.d
     made = Layout.of(torch.Size(size), boxes, places)
     frame = frame_of(made, dtype, pieces[0]._frame.process_group)
     records = torch.is_grad_enabled() and any(one.requires_grad for one in pieces)
-    if records:  # every shard, and through the first one what this rank has no shards of
-        zero = tie(anchors or [new_anchor()])
-        first = min(found, default=-1) if anchors else -1
-        found = {row: local if local.requires_grad and row != first else local + zero for row, local in found.items()}
+    if records and found:  # one node for all, so that whatever is used of it, the backward reaches every piece
+        apply: Callable[..., tuple[torch.Tensor, ...]] = Joined.apply
+        found = dict(zip(found, apply(*found.values(), *(anchors or [new_anchor()])), strict=False))
     return assemble(type(pieces[0]), frame, [found[row] for row in frame.rows], anchors, records)
 
 

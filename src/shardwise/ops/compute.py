@@ -267,7 +267,8 @@ def agreement(call: Call, group: ProcessGroup | None) -> Any:
         return _nothing
 
     def work() -> tuple[None, dict[str, object]]:
-        fields: dict[str, object] = {"op": call.name, "gather_budget": settings.current().gather_budget}
+        fields: dict[str, object] = {"op": call.name, "arguments": call.settings()}
+        fields["gather_budget"] = settings.current().gather_budget
         for k, operand in enumerate(call.operands):
             about = operand._layout.outline if isinstance(operand, ShardedTensorBase) else tuple(operand.shape)
             fields[f"operand {k}"] = f"{about} {operand.dtype} requires_grad={operand.requires_grad}"

@@ -51,7 +51,7 @@ def _register(op: Op) -> None:
                 dtype = kwargs.get("dtype") or tensor.dtype
                 make_alike(tensor._layout, tensors, dtype, tensor._frame.process_group)
         new = tensor._like(tensors, kwargs.get("dtype") or tensor.dtype)
-        new._wants_grad = bool(kwargs.get("requires_grad", False))
+        new._wants_grad, new._anchor = bool(kwargs.get("requires_grad", False)), None
         return new
 
     registry.built_in[op] = handler

@@ -8,56 +8,82 @@ import torch
 
 from shardwise.dispatch import Op, registry
 from shardwise.errors import PropertyError
-from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor import ShardedTensor, ShardedTensorBase
+from shardwise.sharded_tensor.movement import recorded
+
+REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}  # one value for each tensor, not for each shard
+
+
+def _shards(one: Any, model: Any) -> list[torch.Tensor]:
+    """The tensors that stand for one entry of a list; where there are none, an empty one, to learn the dtype from."""
+    if not isinstance(one, ShardedTensorBase):
+        return [one]
+    if not isinstance(model, ShardedTensorBase):
+        raise PropertyError("a foreach function was given a sharded tensor where the first list has a plain one")
+    return model._locals_of(one) or [torch.empty(0, dtype=one.dtype)]
+
+
+def _ready(one: Any) -> Any:
+    """A tensor to compute with: a leaf with replicas by way of what gives each of them the whole gradient."""
+    if not isinstance(one, ShardedTensorBase) or not one._layout.has_replicas or not one.requires_grad:
+        return one
+    return one._derived(one._frame, *recorded(one))
+
+
+def _value(arg: Any) -> Any:
+    """A number in a sharded tensor, as a plain one."""
+    return arg.full_tensor() if isinstance(arg, ShardedTensor) else arg
 
 
 def _register(op: Op, *, in_place: bool) -> None:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-        first = args[0]
-        counts = [len(one._local_tensors()) if isinstance(one, ShardedTensorBase) else 1 for one in first]
+        if not isinstance(args[0], list | tuple):
+            raise PropertyError(f"{op.__name__} needs a list of tensors first")
+        # With gradients, those of replicas are for all of them: see `recorded`.
+        first = args[0] if in_place else [_ready(one) for one in args[0]]
+        args = (first, *args[1:])
+        counts = [len(_shards(one, one)) for one in first]
+        for one in first if in_place else ():
+            if isinstance(one, ShardedTensorBase):
+                one._require_writable(*[value for arg in args[1:] if isinstance(arg, list | tuple) for value in arg])
 
         def flat(arg: Any) -> Any:
             """A list for each tensor as a list for each shard."""
-            if isinstance(arg, ShardedTensorBase):
-                raise PropertyError(f"{op.__name__} takes a sharded tensor only in a list")
             if not isinstance(arg, list | tuple):
-                return arg
+                return _value(arg)
             if len(arg) != len(first):
                 raise PropertyError(f"{op.__name__} was given lists of {len(first)} and {len(arg)} tensors")
             leaves: list[Any] = []
             for one, model, count in zip(arg, first, counts, strict=True):
-                if isinstance(model, ShardedTensorBase) and isinstance(one, torch.Tensor) and one.ndim:
-                    leaves += model._locals_of(one)
-                elif isinstance(one, ShardedTensorBase):
-                    raise PropertyError(
-                        f"{op.__name__} was given a sharded tensor where the first list has a plain one"
-                    )
-                else:
-                    leaves += [one] * count
+                leaves += _shards(one, model) if isinstance(one, ShardedTensorBase) else [one] * count
             return leaves
 
-        made = op(*map(flat, args), **{name: flat(value) for name, value in kwargs.items()}) if sum(counts) else None
+        made = op(*map(flat, args), **{name: flat(value) for name, value in kwargs.items()})
         if in_place:
             return None
-        found = iter(made or ())
+        found = iter(made)
         results = []
         for one, count in zip(first, counts, strict=True):
             pieces = [next(found) for _ in range(count)]
-            results.append(
-                one._like(pieces, pieces[0].dtype if pieces else None)
-                if isinstance(one, ShardedTensorBase)
-                else pieces[0]
-            )
+            if isinstance(one, ShardedTensorBase):
+                results.append(one._like(pieces if one._local_tensors() else [], pieces[0].dtype))
+            else:
+                results.append(pieces[0])
         return tuple(results) if isinstance(made, tuple) else results
 
     registry.built_in[op] = handler
 
 
 def _norms(types: Any, args: Any, kwargs: Any, process_group: Any) -> list[Any]:
-    """One norm for each whole tensor, not for each shard."""
     tensors, *rest = args
     order = rest[0] if rest else kwargs.get("ord", 2)
     return [torch.linalg.vector_norm(one, order, dtype=kwargs.get("dtype")) for one in tensors]
+
+
+def _powers(types: Any, args: Any, kwargs: Any, process_group: Any) -> list[Any]:
+    tensors, *rest = args
+    order = rest[0] if rest else kwargs.get("ord", 2)
+    return [one.abs().pow(order).sum(dtype=kwargs.get("dtype")) for one in tensors]
 
 
 def _maxima(types: Any, args: Any, kwargs: Any, process_group: Any) -> list[Any]:
@@ -65,7 +91,9 @@ def _maxima(types: Any, args: Any, kwargs: Any, process_group: Any) -> list[Any]
 
 
 for _name in sorted(dir(torch)):
-    if _name.startswith("_foreach_"):
+    if _name.startswith("_foreach_") and _name not in REDUCTIONS:
         _register(getattr(torch, _name), in_place=_name.endswith("_"))
 registry.built_in[torch._foreach_norm] = _norms
 registry.built_in[torch._foreach_max] = _maxima
+if hasattr(torch, "_foreach_powsum"):
+    registry.built_in[torch._foreach_powsum] = _powers

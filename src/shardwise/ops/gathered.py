@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from shardwise import settings
 from shardwise.dispatch import op_name, unsupported
 from shardwise.errors import ProcessGroupError
+from shardwise.ops.call import plain_values
 from shardwise.ops.compute import assemble, frame_of, places_of, shared_plain
 from shardwise.process_group import Fields, in_step_sharing, is_member
 from shardwise.sharded_tensor import ShardedTensorBase
@@ -40,7 +41,7 @@ def compute_gathered(
             "All distributed tensors should use the same ProcessGroup if used together in an op, "
             f"here '{op_name(op)}', and this rank must be in it"
         )
-    seed = _agreed_seed(op, [leaves[k] for k in at], group)
+    seed = _agreed_seed(op, [leaves[k] for k in at], plain_values(leaves), group)
     places = places_of(sharded[0]._layout, group)
     anchors = []
     records = torch.is_grad_enabled() and any(leaves[k].requires_grad for k in at)
@@ -132,11 +133,12 @@ def _drawing_alike(seed: int, device: torch.device, work: Callable[[], Any]) -> 
 MOST_COMPARED = 2**16  # bytes of a plain operand that are compared between ranks
 
 
-def _agreed_seed(op: Function, operands: list[torch.Tensor], group: ProcessGroup) -> int:
+def _agreed_seed(op: Function, operands: list[torch.Tensor], arguments: str, group: ProcessGroup) -> int:
     """Compare with all ranks what is about to be computed, small plain operands too, and take the first rank's seed."""
 
     def work() -> tuple[None, Fields, int]:
-        fields: dict[str, object] = {"op": op_name(op), "gather_budget": settings.current().gather_budget}
+        fields: dict[str, object] = {"op": op_name(op), "arguments": arguments}
+        fields["gather_budget"] = settings.current().gather_budget
         for k, one in enumerate(operands):
             if isinstance(one, ShardedTensorBase):
                 require_movable(one)

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from shardwise.dispatch import Op, registry
+from shardwise.ops.below import descend
 from shardwise.random import TileGenerator, current_generator
+from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.replicas import make_alike
 
 RANDOM = (
@@ -33,6 +35,8 @@ def _fill_randomly(op: Op) -> None:
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         tensor, *rest = args
+        if not isinstance(tensor, ShardedTensorBase) or any(isinstance(one, torch.Tensor) for one in rest):
+            return descend(op, args, kwargs)
         tensor._require_writable()
         options = {name: value for name, value in kwargs.items() if name != "generator"}
         generator = kwargs.get("generator") or current_generator()
@@ -54,6 +58,9 @@ def _fill_randomly(op: Op) -> None:
 
 def _fill_alike(op: Op) -> None:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        given = [*args[1:], *kwargs.values()]
+        if not isinstance(args[0], ShardedTensorBase) or any(isinstance(one, torch.Tensor) for one in given):
+            return descend(op, args, kwargs)
         args[0]._require_writable()
         for local in args[0]._local_tensors():
             op(local, *args[1:], **kwargs)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout
@@ -46,7 +47,9 @@ def part(x: ShardedTensorBase, dim: int, start: int, stop: int, step: int = 1) -
             found.append(local[row][(*index, slice(max(begin, 0), max(end, 0), step))])
     anchors = ([] if anchor is None else [anchor]) + ([tie(tensors)] if tensors else [])
     records = torch.is_grad_enabled() and x.requires_grad
-    return assemble(type(x), frame_of(made, x.dtype, x._frame.process_group), found, anchors, records)
+    view = assemble(type(x), frame_of(made, x.dtype, x._frame.process_group), found, anchors, records)
+    view._part = True
+    return view
 
 
 def _slice(call: Call) -> Any:
@@ -95,7 +98,8 @@ def _flip(call: Call) -> Any:
     tensors, anchor = recorded(x)
     frame = frame_of(made, x.dtype, x._frame.process_group)
     anchors = [] if anchor is None else [anchor]
-    return assemble(type(x), frame, [local.flip(dims) for local in tensors], anchors, x.requires_grad)
+    records = torch.is_grad_enabled() and x.requires_grad
+    return assemble(type(x), frame, [local.flip(dims) for local in tensors], anchors, records)
 
 
 def _diagonal(call: Call) -> Any:
@@ -124,26 +128,33 @@ def _diagonal(call: Call) -> Any:
         found.append(inner.diagonal(0, first, second))
     anchors = ([] if anchor is None else [anchor]) + ([tie(tensors)] if tensors else [])
     records = torch.is_grad_enabled() and x.requires_grad
-    return assemble(type(x), frame_of(made, x.dtype, x._frame.process_group), found, anchors, records)
+    view = assemble(type(x), frame_of(made, x.dtype, x._frame.process_group), found, anchors, records)
+    view._part = True
+    return view
+
+
+def _copied(handler: Callable[[Call], Any]) -> Callable[[Call], Any]:
+    """The same, not as views."""
+    return lambda call: pytree.tree_map(lambda view: view.clone(), handler(call))
 
 
 HANDLERS.update(
     {
         aten.slice.Tensor: _slice,
-        aten.slice_copy.Tensor: _slice,
+        aten.slice_copy.Tensor: _copied(_slice),
         aten.narrow_copy: lambda call: call.operands[0].narrow(call["dim"], call["start"], call["length"]).clone(),
         aten.select.int: _select,
-        aten.select_copy.int: _select,
+        aten.select_copy.int: _copied(_select),
         aten.split.Tensor: _split,
-        aten.split_copy.Tensor: _split,
+        aten.split_copy.Tensor: _copied(_split),
         aten.split_with_sizes: _split,
-        aten.split_with_sizes_copy: _split,
+        aten.split_with_sizes_copy: _copied(_split),
         aten.unsafe_split: _split,
         aten.unsafe_split_with_sizes: _split,
         aten.unbind: _unbind,
-        aten.unbind_copy: _unbind,
+        aten.unbind_copy: _copied(_unbind),
         aten.flip: _flip,
         aten.diagonal: _diagonal,
-        aten.diagonal_copy: _diagonal,
+        aten.diagonal_copy: _copied(_diagonal),
     }
 )

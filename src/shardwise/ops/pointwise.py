@@ -87,7 +87,7 @@ def pointwise(call: Call) -> Any:
     target = call.operands[written[0]]
     if written != [0] or call.arguments.get("out") is not None or not isinstance(target, ShardedTensorBase):
         return NotImplemented
-    target._require_writable()
+    target._require_writable(*call.operands[1:])
     return compute(call, rule, lead=0)
 
 
@@ -111,7 +111,7 @@ def _register(op: Op, *, in_place: bool) -> None:
                 operands = ()
             if operands and not first._frame.layout.has_replicas:
                 if in_place:
-                    first._require_writable()
+                    first._require_writable(other)
                     op(*operands)
                     return first
                 one = op(*operands)
@@ -132,10 +132,10 @@ def _register(op: Op, *, in_place: bool) -> None:
                 columns.append(None)
         if kwargs and any(isinstance(value, torch.Tensor) or name in LONG for name, value in kwargs.items()):
             return descend(op, args, kwargs)
-        if not tensors or (layout.has_replicas and not in_place):
+        if not tensors or layout.has_replicas:
             return descend(op, args, kwargs)
         if in_place:
-            first._require_writable()
+            first._require_writable(*args[1:])
         if len(columns) == 1:
             made = [op(local, **kwargs) for local in tensors]
         elif len(tensors) == 1:

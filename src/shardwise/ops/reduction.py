@@ -12,6 +12,7 @@ from shardwise.ops.below import HANDLERS, RULES
 from shardwise.ops.call import Call
 from shardwise.ops.compute import assemble, compute
 from shardwise.ops.rule import Along, Labels, Reduction, Rule
+from shardwise.ops.schedule import cells_of
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.movement import recorded
 
@@ -71,7 +72,6 @@ SUM = Reduction(lambda call, parts: parts[0].sum(0, dtype=parts[0].dtype), fill(
 PROD = Reduction(lambda call, parts: parts[0].prod(0, dtype=parts[0].dtype), fill(1))
 ANY = Reduction(lambda call, parts: parts[0].any(0).to(parts[0].dtype), fill(0))
 ALL = Reduction(lambda call, parts: parts[0].all(0).to(parts[0].dtype), fill(1))
-LOGSUMEXP = Reduction(lambda call, parts: parts[0].logsumexp(0), fill(-math.inf))
 
 
 def _order_of_norm(call: Call) -> Any:
@@ -97,7 +97,7 @@ _NORMS = {empty: Reduction(_norm_again, fill(empty)) for empty in (0.0, math.inf
 
 def _mean_partial(call: Call, tensors: Parts) -> tuple[torch.Tensor, ...]:
     x = tensors[0]
-    dtype = call.arguments.get("dtype") or x.dtype
+    dtype = accumulated(call.arguments.get("dtype") or x.dtype)
     keep = call.arguments.get("keepdim", False)
     dims = reduced_dims(call)
     return (x.sum(dims, keepdim=keep, dtype=dtype) if dims else x.to(dtype),)
@@ -105,7 +105,12 @@ def _mean_partial(call: Call, tensors: Parts) -> tuple[torch.Tensor, ...]:
 
 def _mean_again(call: Call, parts: Parts) -> torch.Tensor:
     count = math.prod(call.operands[0].shape[dim] for dim in reduced_dims(call))
-    return parts[0].sum(0) / count
+    return (parts[0].sum(0) / count).to(call.arguments.get("dtype") or call.operands[0].dtype)
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """What parts are added up in: short floats overflow and round where their mean does not."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 MEAN = Reduction(_mean_again, fill(0), _mean_partial)
@@ -114,6 +119,7 @@ MEAN = Reduction(_mean_again, fill(0), _mean_partial)
 def _moments(call: Call, tensors: Parts) -> tuple[torch.Tensor, ...]:
     """Count, mean and sum of squared deviations: what parts of a variance are put together from."""
     x, dims, keep = tensors[0], reduced_dims(call), call.arguments.get("keepdim", False)
+    x = x.to(accumulated(x.dtype))
     mean = x.mean(dims, keepdim=True)
     squares = (x - mean).abs().square().sum(dims, keepdim=keep)
     count = torch.full_like(squares, math.prod(x.shape[dim] for dim in dims))
@@ -128,7 +134,15 @@ def _variance(call: Call, parts: Parts) -> Any:
     correction = call.arguments.get("correction")
     name = call.op.overloadpacket.__name__
     variance = squared / (total - (1 if correction is None else correction)).clamp(min=0)
-    found = variance.sqrt() if name.startswith("std") else variance
+    found = variance
+    if name.startswith("std"):  # whose gradient is 0, not infinite, where the variance is 0
+        none = variance == 0
+        found = torch.where(none, variance, torch.where(none, torch.ones_like(variance), variance).sqrt())
+    dtype = call.operands[0].dtype
+    if dtype.is_complex and not name.endswith("mean"):
+        return found
+    if accumulated(dtype) != dtype:
+        found, mean = found.to(dtype), mean.to(dtype)
     return (found, mean) if name.endswith("mean") else found
 
 
@@ -279,6 +293,24 @@ def _aminmax(call: Call) -> Any:
     return x.amin(dim, keep), x.amax(dim, keep)
 
 
+def _logsumexp(call: Call) -> Any:
+    """On whole dims as torch does it; where they are cut, from the largest and a sum, in which a part may be empty."""
+    x, dims, keep = call.operands[0], reduced_dims(call), call["keepdim"]
+    if not isinstance(x, ShardedTensorBase) or not x.numel() or not x.ndim:
+        return NotImplemented
+    rule = reduction_rule(call, None)
+    if cells_of(rule, 0, x._layout) is not None:
+        return compute(call, rule)
+    x = x if x.dtype.is_floating_point or x.dtype.is_complex else x.to(torch.get_default_dtype())
+    with torch.no_grad():
+        most = x.real.amax(dims, keepdim=True) if x.dtype.is_complex else x.amax(dims, keepdim=True)
+        most = torch.where(most.isfinite(), most, torch.zeros((), dtype=most.dtype))
+    total = (x - most).exp().sum(dims, keepdim=keep).log()
+    for dim in () if keep else reversed(dims):
+        most = most.squeeze(dim)
+    return total + most
+
+
 def _count_nonzero(call: Call) -> Any:
     dims = reduced_dims(call)
     return (call.operands[0] != 0).sum(dims) if dims else (call.operands[0] != 0).to(torch.int64)
@@ -308,7 +340,6 @@ RULES.update(
         aten.prod: _with(PROD),
         aten.any: _with(ANY),
         aten.all: _with(ALL),
-        aten.logsumexp: _with(LOGSUMEXP),
         aten.linalg_vector_norm: _norm_rule,
         aten.norm: _norm_rule,
         aten.mean: _with(MEAN),
@@ -331,6 +362,7 @@ HANDLERS.update(
         aten.argmax: _arg_extreme(True),
         aten.argmin: _arg_extreme(False),
         aten.count_nonzero: _count_nonzero,
+        aten.logsumexp: _logsumexp,
         aten.trace: _trace,
         aten.dist: _dist,
     }

@@ -66,8 +66,6 @@ def _squeezed_dims(call: Call) -> list[int]:
 def _squeeze(call: Call) -> Any:
     """On every shard the dims that have one element in the whole tensor, and no others."""
     x, gone = call.operands[0], _squeezed_dims(call)
-    if call.written():
-        return NotImplemented
     labels = Labels()
     dims = [None if dim in gone else labels.new(size) for dim, size in enumerate(x.shape)]
     named = Call(aten.squeeze.dims, (x, gone), {})
@@ -267,11 +265,11 @@ HANDLERS.update(
     {
         aten.view.default: _view,
         aten._unsafe_view: _view,
-        aten.view_copy.default: _view,
+        aten.view_copy.default: lambda call: _view(call).clone(),
         aten.reshape: _view,
-        aten._reshape_copy: _view,
+        aten._reshape_copy: lambda call: _view(call).clone(),
         aten.squeeze: _squeeze,
-        aten.squeeze_copy: _squeeze,
+        aten.squeeze_copy: lambda call: _squeeze(call).clone(),
         aten.repeat: _repeat,
     }
 )

@@ -16,7 +16,7 @@ import torch
 from torch.distributed import ProcessGroup, rpc
 
 from shardwise.dispatch import Distributed, distributed_in, registry, summary, unsupported
-from shardwise.errors import LocalTensorError, PropertyError, UnsupportedOpError
+from shardwise.errors import LocalTensorError, PropertyError, ViewWriteError
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.sharded_tensor import assembly, pickling
@@ -27,6 +27,7 @@ from shardwise.sharding_spec import ShardingSpec
 from shardwise.viz import layout_html
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+FIRST = ("input", "self", "tensor", "tensors", "outputs")  # names that torch gives to first arguments
 
 
 class ShardedTensorBase(Distributed, torch.Tensor):
@@ -42,6 +43,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
     _root: torch.Tensor | None = None  # the same where this tensor is a leaf; it gets a gradient when the shards do
     _moved = False  # whether an op made it of data that came from other ranks
     _copy_of_view = False  # whether it is so though torch calls it a view: then nothing may be written into it
+    _part = False  # whether it is a view of a part of another tensor
     _init_rrefs = False
     _sharded_tensor_id: int | None = None
     _remote_shards: dict[int, list[rpc.RRef[Shard]]] | None = None
@@ -88,10 +90,16 @@ class ShardedTensorBase(Distributed, torch.Tensor):
             self._root = new_anchor()
         return self._root
 
-    def _require_writable(self) -> None:
-        """Raise where torch would write through a view, and this is a copy."""
+    def _require_writable(self, *values: object) -> None:
+        """Raise where torch would write these values through a view, and this is a copy, or only some ranks record."""
+        recorded = any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+        if self._part and recorded and torch.is_grad_enabled():
+            raise ViewWriteError(
+                "values that want a gradient cannot be written into a part of a sharded tensor, of which some "
+                "ranks hold nothing: put the tensor together with torch.where or torch.cat"
+            )
         if self._copy_of_view:
-            raise UnsupportedOpError(
+            raise ViewWriteError(
                 "this tensor would be a view, but its shards had to be moved to make it: what is written into it would "
                 "not reach the tensor it was made from. Write into that one, or into a clone()"
             )
@@ -367,7 +375,9 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         if handler is None:
             return registry.verbs["descend"](func, args, kwargs or {})
         if not args and kwargs:  # handlers find the first argument in its place
-            name = next(iter(kwargs))
+            name = next((name for name in FIRST if name in kwargs), None)
+            if name is None:
+                return registry.verbs["descend"](func, args, kwargs)
             args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
         return handler(types, args, kwargs or {}, frame.process_group)
 

@@ -321,7 +321,8 @@ def redistributed(tensor: ShardedTensor, request: Request) -> tuple[Frame, list[
         return frame, [], None
     if frame.layout == tensor._layout:
         way.ready()
-        return frame, [local.clone() for local in tensor._local_tensors()], tensor._anchored()
+        tensors, anchor = recorded(tensor)
+        return frame, [local.clone() for local in tensors], anchor
     return frame, *moved_tensors(tensor, make_plan(tensor._layout, frame.layout), way)
 
 
@@ -372,11 +373,22 @@ def reshard(tensor: ShardedTensor, spec: ShardingSpec) -> None:
             tensor._shardless_grad = tensor._like([])
 
 
+def _overlap(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors may lie in the same memory."""
+    memory = {local.untyped_storage().data_ptr() for local in some if local.numel()}
+    return any(local.numel() and local.untyped_storage().data_ptr() in memory for local in others)
+
+
 def copy_into(into: Any, source: Any, non_blocking: bool = False) -> None:
     """Write the values of one tensor into another of the same size and any layout."""
+    into._require_writable(source)
     if into._layout == source._layout or into._layout.order_of(source._layout) is not None:
-        for local, other in zip(into._local_tensors(), into._locals_of(source), strict=True):
-            local.copy_(other, non_blocking)
+        shared, anchor = recorded(source)
+        given = source._like(shared) if shared else source
+        for local, other in zip(into._local_tensors(), into._locals_of(given), strict=True):
+            local.copy_(other.clone() if _overlap([local], [other]) else other, non_blocking)
+        if not shared and wants_graph(source):
+            into._anchor, into._wants_grad = anchor, True
         return
     joint = into._process_group
     if source._process_group is not joint:
@@ -390,19 +402,21 @@ def copy_into(into: Any, source: Any, non_blocking: bool = False) -> None:
             raise PropertyError(f"copy_ from size {tuple(source.shape)} into size {tuple(into.shape)}")
         require_movable(into)
         require_movable(source)
-        recorded = torch.is_grad_enabled() and (source.requires_grad or into.requires_grad)
-        if recorded and into.requires_grad and into.is_leaf:
+        records = torch.is_grad_enabled() and (source.requires_grad or into.requires_grad)
+        if records and into.requires_grad and into.is_leaf:
             raise PropertyError("copy_ into a leaf that requires grad: use torch.no_grad()")
         outlines = {"verb": "copy_", "into": into._layout.outline, "source": source._layout.outline}
-        return recorded, {**outlines, "requires_grad": wants_graph(source)}
+        return records, {**outlines, "requires_grad": wants_graph(source)}
 
-    recorded = in_step(joint, work)
+    records = in_step(joint, work)
     if not is_member(joint):
         return
     plan, way = make_plan(source._layout, into._layout), Way(joint)
-    if not recorded:
-        outs = into._local_tensors()
-        move(plan, source._local_tensors(), dtype=source.dtype, outs=outs, **way.options()).wait()
+    if not records:
+        outs, given = into._local_tensors(), source._local_tensors()
+        if _overlap(outs, given):  # what is read must not have been written before
+            given = [local.clone() for local in given]
+        move(plan, given, dtype=source.dtype, outs=outs, **way.options()).wait()
         torch.autograd.graph.increment_version(outs)  # they were written below autograd
         return
     arrived, anchor = moved_tensors(source, plan, way)

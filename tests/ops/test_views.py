@@ -1,0 +1,165 @@
+"""What shares memory, what does not, and who may write: as with plain tensors, or refused on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.cases import PLAIN, chunks, holds
+from torch import nn
+
+from shardwise import ReplicatedShardingSpec, shard_tensor
+from shardwise.errors import ViewWriteError
+from shardwise.testing import ranks
+
+
+@ranks(2)
+def test_writing_through_a_view() -> None:
+    """Reaches the tensor where the shards stay; where they had to move for the view, it is refused."""
+    tensor = shard_tensor(PLAIN, chunks(0, 0, 1))
+    expected = PLAIN.clone()
+    for one in (tensor, expected):
+        one[2:5, 1].mul_(10)
+        one.t()[0].zero_()
+        one.view(7, 2, 3)[:, 1] = 5.0
+        one[0] = torch.arange(6.0)
+    assert holds(tensor, expected)
+    writes: list[Callable[[Any], Any]] = [
+        lambda moved: moved[1:].neg_(),
+        lambda moved: moved.zero_(),
+        lambda moved: moved.normal_(),
+        lambda moved: moved.copy_(torch.zeros(3, 14)),
+        lambda moved: moved.copy_(moved.clone()),
+        lambda moved: moved.__setitem__(0, 100.0),
+        lambda moved: torch.add(moved, 1, out=moved),
+        lambda moved: torch._foreach_add_([moved], 1.0),
+    ]
+    for write in writes:
+        with pytest.raises(ViewWriteError, match="would be a view"):
+            write(tensor.view(3, 14))
+    assert holds(tensor, expected)
+    tensor.reshape(3, 14).add_(1)  # may be a copy, as anywhere
+
+
+@ranks(2)
+def test_what_is_new_shares_no_memory() -> None:
+    """cat, also of one tensor, and the ops that say that they copy."""
+    tensor, plain = shard_tensor(PLAIN, chunks(0, 0, 1)), torch.ones(2, 6)
+    torch.cat([tensor, plain]).zero_()
+    torch.cat([tensor]).zero_()
+    torch.slice_copy(tensor, 0, 0, 2).zero_()
+    torch.select_copy(tensor, 0, 1).zero_()
+    torch.squeeze_copy(tensor).zero_()
+    torch.view_copy(tensor, (7, 6)).zero_()
+    assert holds(tensor, PLAIN)
+    assert plain.all()
+
+
+@ranks(2)
+def test_reading_and_writing_the_same_memory() -> None:
+    """Values are read before they are written."""
+    square = torch.arange(16.0).reshape(4, 4)
+    tensor = shard_tensor(square, chunks(0, 0, 1))
+    tensor.copy_(tensor.t())
+    assert holds(tensor, square.t())
+    line = shard_tensor(torch.arange(4.0), chunks(0, 0, 1))
+    line[1:].copy_(line[:-1])
+    assert line.full_tensor().tolist() == [0, 0, 1, 2]
+
+
+@ranks(2)
+def test_values_with_a_graph_are_not_written_into_a_part() -> None:
+    """Of which some ranks hold nothing: they would not know of the graph."""
+    tensor, weight = shard_tensor(PLAIN, chunks(0, 0, 1)), torch.ones(6, requires_grad=True)
+    with pytest.raises(ViewWriteError, match=r"torch\.where"):
+        tensor[0] = weight * 2
+    assert not tensor.requires_grad
+
+
+@ranks(2)
+def test_the_backward_of_a_part_of_joined_tensors() -> None:
+    """Reaches all ranks, whichever tensor their part came from."""
+    weight = torch.ones(1, requires_grad=True)
+    other = shard_tensor(torch.arange(4.0), chunks(0, 0, 1)).requires_grad_()
+    joined = torch.cat([shard_tensor(torch.arange(4.0), chunks(0, 0, 1)) * weight, other])
+    joined[3:5].sum().backward()
+    assert weight.grad.item() == 3
+    assert other.grad.full_tensor().tolist() == [1, 0, 0, 0]
+
+
+@ranks(3)
+def test_every_way_from_a_replicated_leaf_gives_each_replica_the_gradient() -> None:
+    """Also with a rank that holds none."""
+    spec = ReplicatedShardingSpec(["rank:0/cpu", "rank:1/cpu"])
+    ways: dict[str, Callable[[Any], Any]] = {
+        "op": lambda w: w * 2,
+        "in place": lambda w: torch.ones_like(w).mul_(w) * 2,
+        "redistribute": lambda w: w.redistribute(spec) * 2,
+        "copy": lambda w: torch.zeros_like(w).copy_(w) * 2,
+        "clone": lambda w: w.clone() * 2,
+        "foreach": lambda w: torch._foreach_mul([w], 2.0)[0],
+        "another dtype": lambda w: w.double() * 2,
+        "part": lambda w: torch.cat([w[:2] * 2, w[2:] * 2]),
+    }
+    for name, way in ways.items():
+        weight = shard_tensor(torch.arange(3.0), spec).requires_grad_()
+        way(weight).sum().backward()
+        assert weight.grad is not None, name
+        for shard in weight.grad.local_shards():
+            assert shard.tensor.tolist() == [2, 2, 2], name
+    fresh = torch.zeros_like(weight).requires_grad_()
+    assert fresh.is_leaf
+    (fresh * 2).sum().backward()
+    assert fresh.grad is not None
+
+
+@ranks(3)
+def test_foreach_on_a_rank_without_shards() -> None:
+    """Says of its results what the others say."""
+    (halves,) = torch._foreach_div([shard_tensor(torch.arange(4), chunks(0, 0, 1))], 2.0)
+    assert halves.dtype == torch.float32
+    assert halves.sum().item() == 3
+
+
+@ranks(2)
+def test_numbers_in_short_floats_do_not_overflow_on_their_way() -> None:
+    """Means and variances of parts are added up in float32."""
+    twos = shard_tensor(torch.full((100000,), 2.0).half(), chunks(0, 0, 1))
+    assert twos.mean().item() == 2
+    assert nn.functional.mse_loss(twos, torch.zeros_like(twos)).item() == 4
+    waves = shard_tensor(((torch.arange(200000) % 2) * 2).half(), chunks(0, 0, 1))
+    assert waves.var().item() == pytest.approx(1)
+
+
+@ranks(2)
+def test_gradients_where_nothing_varies_or_all_is_masked() -> None:
+    """std of equal values, logsumexp of a part that is all -inf: what the plain tensor says, and no NaN."""
+    masked = torch.arange(8.0).reshape(2, 4)
+    masked[0, :2] = -torch.inf
+    for plain, function in (
+        (torch.ones(4, 2), lambda t: t.std(0)),
+        (masked, lambda t: t.logsumexp(1)),
+    ):
+        leaf, tensor = plain.clone().requires_grad_(), shard_tensor(plain, chunks(1, 0, 1)).requires_grad_()
+        turned = shard_tensor(plain, chunks(0, 0, 1)).requires_grad_()
+        function(leaf).sum().backward()
+        for one in (tensor, turned):
+            function(one).sum().backward()
+            torch.testing.assert_close(one.grad.full_tensor(), leaf.grad)
+
+
+@ranks(2)
+def test_batch_norm_keeps_its_running_statistics_alike() -> None:
+    """On every rank those of the whole batch."""
+    batch = torch.arange(48.0).reshape(6, 8).sin()
+    plain, norm = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+    expected = plain(batch)
+    found = norm(shard_tensor(batch, chunks(0, 0, 1)))
+    torch.testing.assert_close(found.full_tensor(), expected)
+    torch.testing.assert_close(norm.running_mean, plain.running_mean)
+    torch.testing.assert_close(norm.running_var, plain.running_var)
+    norm.eval()
+    plain.eval()
+    torch.testing.assert_close(norm(shard_tensor(batch, chunks(0, 0, 1))).full_tensor(), plain(batch))
