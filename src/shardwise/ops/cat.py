@@ -107,7 +107,7 @@ def _behind(pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.d
     records = torch.is_grad_enabled() and any(one.requires_grad for one in pieces)
     if records and found:  # one node for all, so that whatever is used of it, the backward reaches every piece
         apply: Callable[..., tuple[torch.Tensor, ...]] = Joined.apply
-        found = dict(zip(found, apply(*found.values(), *(anchors or [new_anchor()])), strict=False))
+        found = dict(zip(found, apply(*found.values(), *(anchors or [new_anchor(frame.device)])), strict=False))
     return assemble(type(pieces[0]), frame, [found[row] for row in frame.rows], anchors, records)
 
 

@@ -169,7 +169,7 @@ class _Computation:
     def _written(self, target: ShardedTensorBase) -> ShardedTensorBase:
         """The operand that was written into; a rank without its shards keeps what its backward must reach."""
         if self.records and not target._local_tensors() and _differentiable(target.dtype):
-            target._wants_grad, target._anchor = True, tie(self.anchors) if self.anchors else new_anchor()
+            target._wants_grad, target._anchor = True, tie(self.anchors) if self.anchors else new_anchor(target.device)
         return target
 
     def _frame(self, layout: Layout, dtype: torch.dtype) -> Frame:
@@ -200,16 +200,16 @@ def assemble(
     """The result of an op; a rank without shards keeps what its backward must reach as an anchor."""
     made = kind._wrap(Parts(frame, tensors))
     if records and not tensors and _differentiable(frame.dtype):
-        made._wants_grad, made._anchor = True, tie(anchors) if anchors else new_anchor()
+        made._wants_grad, made._anchor = True, tie(anchors) if anchors else new_anchor(frame.device)
     return made
 
 
 def tie(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """A scalar zero whose backward reaches these tensors, and brings them nothing but zeros."""
-    total = torch.zeros(())
-    for tensor in tensors:
-        if tensor.requires_grad:
-            total = total + tensor.reshape(-1)[:0].sum().to(total.device, total.dtype)
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    total = torch.zeros((), device=wanted[0].device if wanted else None)
+    for tensor in wanted:
+        total = total + tensor.reshape(-1)[:0].sum().to(total.device, total.dtype)
     return total
 
 

@@ -263,7 +263,7 @@ def rows_of(weight: ShardedTensor, lookup: Lookup) -> torch.Tensor:
         with torch.no_grad():
             return _fetched(lookup, tensors)[0]
     anchor = weight._anchored()
-    rows: torch.Tensor = Rows.apply(lookup, *tensors, new_anchor() if anchor is None else anchor)  # type: ignore[no-untyped-call] # torch's
+    rows: torch.Tensor = Rows.apply(lookup, *tensors, new_anchor(weight.device) if anchor is None else anchor)  # type: ignore[no-untyped-call] # torch's
     return rows
 
 

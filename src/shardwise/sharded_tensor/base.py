@@ -79,7 +79,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         new._tensors = tensors
         if not tensors and self.requires_grad and torch.is_grad_enabled():
             new._wants_grad = frame.dtype.is_floating_point or frame.dtype.is_complex
-            new._anchor = (new_anchor() if anchor is None else anchor) if new._wants_grad else None
+            new._anchor = (new_anchor(frame.device) if anchor is None else anchor) if new._wants_grad else None
         return new
 
     def _anchored(self) -> torch.Tensor | None:
@@ -87,7 +87,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         if self._anchor is not None or not self._wants_grad or not torch.is_grad_enabled() or self._local_tensors():
             return self._anchor
         if self._root is None:
-            self._root = new_anchor()
+            self._root = new_anchor(self._frame.device)
         return self._root
 
     def _require_writable(self, *values: object) -> None:

@@ -84,14 +84,16 @@ class Differentiable(torch.autograd.Function):
         """The destination's local tensors, then an anchor; the inputs are the source's, then an anchor."""
         ctx.plan, ctx.dtype, ctx.way = plan, dtype, replace(way, ready=_at_once, fill=None)
         outs = move(plan, tensors[:-1], dtype=dtype, **way.options()).wait()
-        return *outs, torch.zeros(())
+        return *outs, torch.zeros((), device=tensors[-1].device)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """The gradients on their way back; what went to several replicas is added up."""
         contiguous = [grad.contiguous() for grad in grads]
         if torch.is_grad_enabled() and not any(grad.requires_grad for grad in contiguous):
-            contiguous[-1] = torch.zeros((), requires_grad=True)  # or this rank would miss a second backward
+            contiguous[-1] = torch.zeros_like(
+                contiguous[-1], requires_grad=True
+            )  # or this rank would miss a second backward
         return None, None, None, *_apply(ctx.plan.reverse(), ctx.way, ctx.dtype, *contiguous)
 
 
@@ -118,9 +120,14 @@ class Shared(torch.autograd.Function):
 _share: Callable[..., tuple[torch.Tensor, ...]] = Shared.apply
 
 
-def new_anchor() -> torch.Tensor:
-    """A scalar that stands in the graph of a rank for tensors that it does not have."""
-    return torch.zeros((), requires_grad=True)
+def new_anchor(device: torch.device) -> torch.Tensor:
+    """A scalar that stands in the graph of a rank for tensors that it does not have.
+
+    It lies where they would: autograd goes through the nodes of one device in order, which the collectives rely on.
+    """
+    if device.type not in ("cpu", "meta"):
+        device = torch.device(device.type, torch.get_device_module(device.type).current_device())
+    return torch.zeros((), requires_grad=True, device="cpu" if device.type == "meta" else device)
 
 
 def recorded(tensor: ShardedTensorBase) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -133,7 +140,7 @@ def recorded(tensor: ShardedTensorBase) -> tuple[list[torch.Tensor], torch.Tenso
     layout = tensor._layout
     if group is None or not layout.has_replicas or not wants_graph(tensor) or not tensor.is_leaf:
         return tensors, anchor
-    anchor = new_anchor() if anchor is None else anchor
+    anchor = new_anchor(tensor.device) if anchor is None else anchor
     *shared, anchor = _share(make_plan(layout.once, layout), Way(group), tensor.dtype, *tensors, anchor)
     return shared, anchor
 
@@ -150,7 +157,8 @@ def moved_locals(
     """Local tensors of the plan's destination; recorded by autograd, an anchor comes with them."""
     if not record:
         return move(plan, tensors, dtype=dtype, **way.options()).wait(), None
-    *outs, anchor = _apply(plan, way, dtype, *tensors, new_anchor() if anchor is None else anchor)
+    anchor = new_anchor(plan.src.places[0].device) if anchor is None else anchor
+    *outs, anchor = _apply(plan, way, dtype, *tensors, anchor)
     return outs, anchor
 
 

@@ -64,8 +64,8 @@ def _comes_in(view: torch.Tensor, unit: torch.dtype) -> bool:
     ratio = unit.itemsize // view.element_size()
     if ratio <= 1 or not view.dim() or view.stride(-1) != 1 or view.size(-1) % ratio:
         return False
-    outer = [stride for size, stride in zip(view.shape[:-1], view.stride()[:-1], strict=True) if size > 1]
-    return view.data_ptr() % unit.itemsize == 0 and all(stride % ratio == 0 for stride in outer)
+    # Of a dim of one element too, though its stride is never walked: torch looks at it.
+    return view.data_ptr() % unit.itemsize == 0 and all(stride % ratio == 0 for stride in view.stride()[:-1])
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,46 @@
+"""Ops on shards in CUDA memory: gloo ranks that share one GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.cases import SIZE
+from tests.ops.matrix import FAMILIES
+
+import shardwise
+from shardwise import ChunkShardingSpec, GridShardingSpec, shard_tensor
+from shardwise.testing import ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SPECS = {
+    "rows": ChunkShardingSpec(0, [f"rank:{rank}/cuda:0" for rank in range(4)]),
+    "grid": GridShardingSpec(
+        (0, 1), [[f"rank:{rank}/cuda:0" for rank in pair] for pair in ((0, 1), (2, 3))], [(1, 6), None]
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", SPECS)
+@ranks(4, timeout=120)
+def test_the_matrix_on_a_gpu(layout: str, family: str) -> None:
+    """Forward and backward, compared with the plain tensor on the same GPU."""
+    with torch.device("cuda:0"):
+        for name, function in FAMILIES[family].items():
+            generator = torch.Generator("cuda:0").manual_seed(0)
+            values = [torch.randn(SIZE, generator=generator) for _ in range(2)]
+            tensors = [shard_tensor(value, SPECS[layout]).requires_grad_() for value in values]
+            plains = [value.requires_grad_() for value in values]
+            expected, found = function(*plains), function(*tensors)
+            torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-3, atol=1e-4, msg=lambda t, n=name: n + t)
+            if expected.requires_grad:
+                expected.sum().backward()
+                found.sum().backward()
+                for plain, tensor in zip(plains, tensors, strict=True):
+                    if plain.grad is not None:
+                        whole = tensor.grad.full_tensor()
+                        torch.testing.assert_close(whole, plain.grad, rtol=1e-3, atol=1e-3, msg=lambda t, n=name: n + t)
+    assert shardwise.zeros(SPECS[layout], *SIZE).is_cuda
