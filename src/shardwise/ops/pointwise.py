@@ -101,21 +101,21 @@ def _register(op: Op, *, in_place: bool) -> None:
         first = args[0]
         if not isinstance(first, ShardedTensorBase):
             return descend(op, args, kwargs)
-        if not kwargs and len(args) <= 2 and first._shards is None and len(first._tensors) == 1:
-            other = args[1] if len(args) == 2 else 0
-            if isinstance(other, int | float):  # the most frequent calls, as short as can be
-                operands = (first._tensors[0], *args[1:])
-            elif isinstance(other, ShardedTensorBase) and other._frame is first._frame and other._shards is None:
-                operands = (first._tensors[0], other._tensors[0])
-            else:
-                operands = ()
-            if operands and not first._frame.layout.has_replicas:
-                if in_place:
-                    first._require_writable(other)
-                    op(*operands)
-                    return first
-                one = op(*operands)
-                return first._like([one], one.dtype)
+        frame = first._frame
+        if frame.single and not kwargs and first._shards is None and not (in_place and (first._part or first._moved)):
+            # The most frequent calls, as short as can be: one shard here, alone or with a number or another like it.
+            mine, other = first._tensors[0], args[1] if len(args) == 2 else None
+            one = None
+            if len(args) == 1:
+                one = op(mine)
+            elif other.__class__ is float or other.__class__ is int:
+                one = op(mine, other)
+            elif other.__class__ is first.__class__ and other._shards is None:
+                theirs = other._frame
+                if theirs is frame or (theirs.layout == frame.layout and theirs.process_group is process_group):
+                    one = op(mine, other._tensors[0])
+            if one is not None and one is not NotImplemented:
+                return first if in_place else first._like([one], one.dtype)
         layout = first._frame.layout
         tensors = first._local_tensors()
         columns: list[Any] = [tensors]

@@ -23,6 +23,7 @@ class Frame:
     device: torch.device  # of the shards that are here, or the one they would be on
     process_group: ProcessGroup | None
     size: torch.Size  # the layout's, one step nearer
+    single: bool = False  # whether one shard is here, and no element is held twice: then ops are simplest
 
     @staticmethod
     def of(
@@ -34,7 +35,8 @@ class Frame:
     ) -> Frame:
         """A frame on the device that the layout gives to these rows."""
         device = layout.place(rows[0]).device if rows else _device_without_shards(layout)
-        return Frame(layout, spec, rows, dtype, device, process_group, layout.size)
+        single = len(rows) == 1 and not layout.has_replicas
+        return Frame(layout, spec, rows, dtype, device, process_group, layout.size, single)
 
     def with_dtype(self, dtype: torch.dtype) -> Frame:
         """The same frame for another dtype."""
