@@ -54,7 +54,8 @@ def gather_budget(max_bytes: int) -> Iterator[None]:
     """Within this context, how many bytes of whole operands one op may gather on every rank; by default 1 MiB.
 
     An op without a rule that leaves shards apart is computed on the whole operands when they are within the budget, and
-    raises otherwise. 0 means never. Must be the same on every rank.
+    raises otherwise. 0 means never. What does not count is an operand that is broadcast along what is cut and is no
+    larger than a rank's share of the result: every rank needs all of it. Must be the same on every rank.
     """
     with changed(gather_budget=int(max_bytes)):
         yield

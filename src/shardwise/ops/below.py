@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import settings
 from shardwise.dispatch import registry, unsupported
-from shardwise.errors import PropertyError, UnsupportedOpError
+from shardwise.errors import PropertyError, UnsupportedOpError, ViewWriteError
 from shardwise.ops.call import Aten, Call
 from shardwise.ops.compute import Prepared, UnknownResultError, compute, prepare
 from shardwise.ops.gathered import compute_gathered
@@ -62,7 +62,7 @@ def descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     try:
         with torch._C.DisableTorchFunctionSubclass(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
             return op(*args, **kwargs)
-    except UnsupportedOpError as error:
+    except (UnsupportedOpError, ViewWriteError) as error:
         refused = error
     finally:
         _outside.state = before
@@ -74,6 +74,10 @@ def descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     written = [0] if in_place or name == "__setitem__" else []
     outs = [id(leaf) for leaf in pytree.tree_leaves(kwargs.get("out")) if isinstance(leaf, torch.Tensor)]
     written += [number for number, tensor in enumerate(tensors) if id(tensor) in outs]
+    if isinstance(refused, ViewWriteError):
+        if written:  # into what the caller gave; else into something of the function's own
+            raise refused
+        return compute_gathered(op, args, kwargs, "it writes into a part of a sharded tensor")
     return compute_gathered(op, args, kwargs, refused.reason, written)
 
 
