@@ -32,8 +32,10 @@ def _on_each_shard(op: Op) -> None:
 
 def _detach(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     tensor = args[0]
-    detached = tensor._like([local.detach() for local in tensor._local_tensors()])
-    detached._wants_grad, detached._anchor = False, None
+    tensors = [local.detach() for local in tensor._local_tensors()]
+    detached = tensor._like(tensors)
+    if not tensors:
+        detached._wants_grad, detached._anchor = False, None
     return detached
 
 
