@@ -40,16 +40,21 @@ def _roots(tensor: ShardedTensorBase, gradient: Any) -> tuple[list[torch.Tensor]
     return roots, grads
 
 
-def backward(tensors: Any, grad_tensors: Any = None, **options: Any) -> None:
-    """`torch.autograd.backward` from several tensors at once, sharded or plain. Every rank calls it."""
+def _all_roots(tensors: Any, gradients: Any) -> tuple[list[torch.Tensor], list[Any]]:
+    """The same for one tensor or several, sharded or plain."""
     each = _listed(tensors)
-    seeds = _listed(grad_tensors) or [None] * len(each)
     roots: list[torch.Tensor] = []
     grads: list[Any] = []
-    for tensor, seed in zip(each, seeds, strict=True):
-        more = _roots(tensor, seed) if isinstance(tensor, ShardedTensorBase) else ([tensor], [seed])
+    for tensor, gradient in zip(each, _listed(gradients) or [None] * len(each), strict=True):
+        more = _roots(tensor, gradient) if isinstance(tensor, ShardedTensorBase) else ([tensor], [gradient])
         roots += more[0]
         grads += more[1]
+    return roots, grads
+
+
+def backward(tensors: Any, grad_tensors: Any = None, **options: Any) -> None:
+    """`torch.autograd.backward` from several tensors at once, sharded or plain. Every rank calls it."""
+    roots, grads = _all_roots(tensors, grad_tensors)
     if options.get("inputs") is not None:
         options["inputs"] = _locals(options["inputs"])
     if roots:
@@ -67,14 +72,8 @@ def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> tuple[Any, 
     """`torch.autograd.grad`: for each input a tensor that is sharded as it is."""
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "allow_unused")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    outputs, inputs = (_listed(given.pop(name)) for name in ("outputs", "inputs"))
-    seeds = _listed(given.pop("grad_outputs", None)) or [None] * len(outputs)
-    roots: list[torch.Tensor] = []
-    grads: list[Any] = []
-    for output, seed in zip(outputs, seeds, strict=True):
-        more = _roots(output, seed) if isinstance(output, ShardedTensorBase) else ([output], [seed])
-        roots += more[0]
-        grads += more[1]
+    inputs = _listed(given.pop("inputs"))
+    roots, grads = _all_roots(given.pop("outputs"), given.pop("grad_outputs", None))
     # A rank without shards of an input asks for its anchor's gradient, to take part.
     asked = [_locals(one) or [one._anchored()] for one in inputs]
     found = iter(torch.autograd.grad(roots, [leaf for leaves in asked for leaf in leaves], grads, **given))

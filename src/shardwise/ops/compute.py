@@ -16,7 +16,7 @@ from shardwise.dispatch import unsupported
 from shardwise.errors import ProcessGroupError, UnsupportedOpError
 from shardwise.layout import Layout
 from shardwise.ops.call import Call
-from shardwise.ops.rule import Rule
+from shardwise.ops.rule import Reduction, Rule
 from shardwise.ops.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
 from shardwise.placement import Placement, rank_device
 from shardwise.process_group import Step, group_ranks, is_member
@@ -113,7 +113,7 @@ class _Computation:
     def _cut(self, operand: torch.Tensor, number: int) -> Tensors:
         """What each cell needs of a plain operand, which is the same on every rank."""
         operand = shared_plain(operand.as_subclass(torch.Tensor), self.group)
-        if operand.requires_grad:
+        if operand.requires_grad and not self.here:
             self.anchors.append(tie([operand]))
         boxes = self.schedule.cells.project(self.rule.operands[number])
         cuts = []
@@ -135,7 +135,7 @@ class _Computation:
         assert reduction is not None
         assert group is not None
         stacking = make_stacking(self.schedule, self.everyone)
-        meta = expect_partial(self.call, self.rule, reduction)
+        meta = expect_partial(self.call, reduction)
         partials: list[tuple[torch.Tensor, ...]] = []
         for row, tensors in zip(self.here, per_cell, strict=True):
             if row not in stacking.rows:
@@ -310,7 +310,7 @@ def _on_meta(call: Call) -> list[tuple[torch.Size, torch.dtype]]:
     return [(leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
-def expect_partial(call: Call, rule: Rule, reduction: Any) -> list[torch.dtype]:
+def expect_partial(call: Call, reduction: Reduction) -> list[torch.dtype]:
     """The dtypes of what a cell contributes to a reduction."""
     if reduction.partial is None:
         return [dtype for _, dtype in expect(call)]

@@ -45,9 +45,22 @@ def part(x: ShardedTensorBase, dim: int, start: int, stop: int, step: int = 1) -
             end = begin + (length - 1) * step + 1 if length else begin
             index = (slice(None),) * dim
             found.append(local[row][(*index, slice(max(begin, 0), max(end, 0), step))])
-    anchors = ([] if anchor is None else [anchor]) + ([tie(tensors)] if tensors else [])
+    return _view(x, made, found, tensors, anchor)
+
+
+def _view(
+    x: ShardedTensorBase,
+    layout: Layout,
+    found: list[torch.Tensor],
+    tensors: list[torch.Tensor],
+    anchor: torch.Tensor | None,
+) -> ShardedTensorBase:
+    """A part of a tensor; a rank that holds nothing of it stays tied to the tensors that it has of the whole."""
     records = torch.is_grad_enabled() and x.requires_grad
-    view = assemble(type(x), frame_of(made, x.dtype, x._frame.process_group), found, anchors, records)
+    anchors = [] if anchor is None else [anchor]
+    if records and not found:
+        anchors.append(tie(tensors))
+    view = assemble(type(x), frame_of(layout, x.dtype, x._frame.process_group), found, anchors, records)
     view._part = True
     return view
 
@@ -56,8 +69,6 @@ def _slice(call: Call) -> Any:
     x = call.operands[0]
     dim = call["dim"] % x.ndim
     start, stop, step = slice(call["start"], call["end"], call["step"]).indices(x.shape[dim])
-    if (start, stop, step) == (0, x.shape[dim], 1):
-        return part(x, dim, 0, x.shape[dim])  # type: ignore[arg-type] # sharded
     return part(x, dim, start, max(stop, start), step)  # type: ignore[arg-type] # sharded
 
 
@@ -126,11 +137,7 @@ def _diagonal(call: Call) -> Any:
         begins = [int(low[row]) + shift[dim] - int(layout.boxes.offsets[row, dim]) for dim in (first, second)]
         inner = local[row].narrow(first, begins[0], int(run[1][row])).narrow(second, begins[1], int(run[1][row]))
         found.append(inner.diagonal(0, first, second))
-    anchors = ([] if anchor is None else [anchor]) + ([tie(tensors)] if tensors else [])
-    records = torch.is_grad_enabled() and x.requires_grad
-    view = assemble(type(x), frame_of(made, x.dtype, x._frame.process_group), found, anchors, records)
-    view._part = True
-    return view
+    return _view(x, made, found, tensors, anchor)
 
 
 def _copied(handler: Callable[[Call], Any]) -> Callable[[Call], Any]:
