@@ -20,7 +20,8 @@ from shardwise.process_group import Fields, group_ranks, in_step, locate_all, or
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.assembly import require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
-from shardwise.sharded_tensor.movement import Way, moved_locals, whole_on
+from shardwise.sharded_tensor.gradients import Way, moved_locals
+from shardwise.sharded_tensor.movement import whole_on
 from shardwise.sharding_spec import ChunkShardingSpec, FixedShardingSpec, ShardingSpec
 from shardwise.transfer import make_plan
 

@@ -17,7 +17,8 @@ from shardwise.ops.rule import Labels, Rule
 from shardwise.ops.schedule import cells_of
 from shardwise.placement import Placement
 from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.movement import new_anchor, recorded, whole_on
+from shardwise.sharded_tensor.gradients import new_anchor, recorded
+from shardwise.sharded_tensor.movement import whole_on
 
 aten = torch.ops.aten
 

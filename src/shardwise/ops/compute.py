@@ -22,7 +22,8 @@ from shardwise.placement import Placement, rank_device
 from shardwise.process_group import Step, group_ranks, is_member
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.frame import Frame, Parts
-from shardwise.sharded_tensor.movement import Way, moved_locals, new_anchor, recorded, require_movable
+from shardwise.sharded_tensor.gradients import Way, moved_locals, new_anchor, recorded
+from shardwise.sharded_tensor.movement import require_movable
 from shardwise.sharding_spec import spec_of
 from shardwise.transfer import make_plan
 

@@ -23,7 +23,8 @@ from shardwise.ops.embedding_batch import Batch
 from shardwise.ops.embedding_rows import Lookup, Table, rows_of
 from shardwise.process_group import Fields, Step, is_member
 from shardwise.sharded_tensor import ShardedTensor
-from shardwise.sharded_tensor.movement import require_movable, wants_graph
+from shardwise.sharded_tensor.gradients import wants_graph
+from shardwise.sharded_tensor.movement import require_movable
 
 
 @dataclass(frozen=True)

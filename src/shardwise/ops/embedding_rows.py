@@ -19,7 +19,7 @@ from shardwise.errors import TransferError
 from shardwise.ops.embedding_route import Band, Span, make_route
 from shardwise.process_group import group_ranks
 from shardwise.sharded_tensor import ShardedTensor
-from shardwise.sharded_tensor.movement import new_anchor, wants_graph
+from shardwise.sharded_tensor.gradients import new_anchor, wants_graph
 from shardwise.transfer import make_plan
 from shardwise.transfer.execute import wire_device
 from shardwise.transfer.pieces import as_bytes, copy

@@ -9,7 +9,7 @@ import torch
 from shardwise.dispatch import Op, registry
 from shardwise.errors import PropertyError
 from shardwise.sharded_tensor import ShardedTensor, ShardedTensorBase
-from shardwise.sharded_tensor.movement import recorded
+from shardwise.sharded_tensor.gradients import recorded
 
 REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}  # one value for each tensor, not for each shard
 

@@ -18,7 +18,8 @@ from shardwise.ops.call import plain_values
 from shardwise.ops.compute import assemble, frame_of, places_of, shared_plain
 from shardwise.process_group import Fields, in_step_sharing, is_member
 from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.movement import Way, copy_into, moved_tensors, require_movable, whole_on
+from shardwise.sharded_tensor.gradients import Way, moved_tensors
+from shardwise.sharded_tensor.movement import copy_into, require_movable, whole_on
 from shardwise.transfer import make_plan
 
 Function = Callable[..., Any]

@@ -15,7 +15,7 @@ from shardwise.ops.below import HANDLERS
 from shardwise.ops.call import Call
 from shardwise.ops.compute import assemble, expect, frame_of, tie
 from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.movement import recorded
+from shardwise.sharded_tensor.gradients import recorded
 
 aten = torch.ops.aten
 

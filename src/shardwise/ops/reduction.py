@@ -14,7 +14,7 @@ from shardwise.ops.compute import assemble, compute
 from shardwise.ops.rule import Along, Labels, Reduction, Rule
 from shardwise.ops.schedule import cells_of
 from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.movement import recorded
+from shardwise.sharded_tensor.gradients import recorded
 
 aten = torch.ops.aten
 Parts = list[torch.Tensor]

@@ -18,7 +18,7 @@ from shardwise.ops.below import HANDLERS, RULES
 from shardwise.ops.call import Call
 from shardwise.ops.compute import assemble, compute, expect, frame_of, places_of
 from shardwise.ops.rule import Along, Labels, Rule
-from shardwise.sharded_tensor.movement import recorded
+from shardwise.sharded_tensor.gradients import recorded
 from shardwise.sharding_spec import even_cut, spec_of
 
 aten = torch.ops.aten

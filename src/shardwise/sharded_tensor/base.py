@@ -21,7 +21,7 @@ from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.sharded_tensor import assembly, pickling
 from shardwise.sharded_tensor.frame import Frame, Parts
-from shardwise.sharded_tensor.movement import new_anchor
+from shardwise.sharded_tensor.gradients import new_anchor
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharding_spec import ShardingSpec
 from shardwise.viz import layout_html

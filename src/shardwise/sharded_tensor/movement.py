@@ -6,7 +6,7 @@ They are given to `ShardedTensor` as methods, and to specs as `spec.shard`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,35 +30,13 @@ from shardwise.process_group import (
 )
 from shardwise.sharded_tensor.assembly import fields_of, require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
+from shardwise.sharded_tensor.gradients import Way, moved_tensors, recorded, wants_graph
 from shardwise.sharding_spec import ShardingSpec, placed
-from shardwise.transfer import Moving, Plan, empty_tensors, make_plan, move, relabel
+from shardwise.transfer import Moving, empty_tensors, make_plan, move, relabel
 
 if TYPE_CHECKING:
     from shardwise.sharded_tensor.base import ShardedTensorBase
     from shardwise.sharded_tensor.tensor import ShardedTensor
-
-
-def _at_once() -> None:
-    """Nothing to wait for."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a transfer goes: in which group, under which limit, and after what."""
-
-    group: ProcessGroup
-    max_bytes: int | None = None
-    ready: Callable[[], object] = _at_once
-    fill: Any = None  # what elements hold that nothing is moved to
-
-    def options(self) -> dict[str, Any]:
-        """As `move` takes them."""
-        return {
-            "process_group": self.group,
-            "max_bytes": self.max_bytes,
-            "ready": self.ready,
-            "fill": self.fill,
-        }
 
 
 @dataclass(frozen=True)
@@ -72,96 +50,6 @@ class Request:
     async_op: bool
 
 
-class Differentiable(torch.autograd.Function):
-    """A transfer that autograd can take back: its backward is the reverse transfer.
-
-    The backward is a collective, so it must run on every rank. A rank without local tensors takes part through an
-    anchor: a scalar zero, in place of the tensors it does not have, that hangs in the graph as they would.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
-        """The destination's local tensors, then an anchor; the inputs are the source's, then an anchor."""
-        ctx.plan, ctx.dtype, ctx.way = plan, dtype, replace(way, ready=_at_once, fill=None)
-        outs = move(plan, tensors[:-1], dtype=dtype, **way.options()).wait()
-        return *outs, torch.zeros((), device=tensors[-1].device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """The gradients on their way back; what went to several replicas is added up."""
-        contiguous = [grad.contiguous() for grad in grads]
-        if torch.is_grad_enabled() and not any(grad.requires_grad for grad in contiguous):
-            contiguous[-1] = torch.zeros_like(
-                contiguous[-1], requires_grad=True
-            )  # or this rank would miss a second backward
-        return None, None, None, *_apply(ctx.plan.reverse(), ctx.way, ctx.dtype, *contiguous)
-
-
-_apply: Callable[..., tuple[torch.Tensor, ...]] = Differentiable.apply  # which torch declares without types
-
-
-class Shared(torch.autograd.Function):
-    """The same tensors; in the backward, the gradients of all replicas are added up and given to each of them."""
-
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
-        """The plan goes from the first replica of each box to all; the last tensor is an anchor."""
-        ctx.plan, ctx.dtype, ctx.way = plan, dtype, way
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """To the first replicas, adding up, and from there to all."""
-        contiguous = [grad.contiguous() for grad in grads]
-        once = _apply(ctx.plan.reverse(), ctx.way, ctx.dtype, *contiguous)
-        return None, None, None, *_apply(ctx.plan, ctx.way, ctx.dtype, *once)
-
-
-_share: Callable[..., tuple[torch.Tensor, ...]] = Shared.apply
-
-
-def new_anchor(device: torch.device) -> torch.Tensor:
-    """A scalar that stands in the graph of a rank for tensors that it does not have.
-
-    It lies where they would: autograd goes through the nodes of one device in order, which the collectives rely on.
-    """
-    if device.type not in ("cpu", "meta"):
-        device = torch.device(device.type, torch.get_device_module(device.type).current_device())
-    return torch.zeros((), requires_grad=True, device="cpu" if device.type == "meta" else device)
-
-
-def recorded(tensor: ShardedTensorBase) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """The local tensors to compute with, and the anchor.
-
-    A leaf with replicas is shared: whatever is computed from which replica, each of them gets the whole gradient, so
-    that an optimizer keeps them the same.
-    """
-    tensors, anchor, group = tensor._local_tensors(), tensor._anchored(), tensor._frame.process_group
-    layout = tensor._layout
-    if group is None or not layout.has_replicas or not wants_graph(tensor) or not tensor.is_leaf:
-        return tensors, anchor
-    anchor = new_anchor(tensor.device) if anchor is None else anchor
-    *shared, anchor = _share(make_plan(layout.once, layout), Way(group), tensor.dtype, *tensors, anchor)
-    return shared, anchor
-
-
-def moved_locals(
-    tensors: Sequence[torch.Tensor],
-    anchor: torch.Tensor | None,
-    plan: Plan,
-    way: Way,
-    dtype: torch.dtype,
-    *,
-    record: bool,
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Local tensors of the plan's destination; recorded by autograd, an anchor comes with them."""
-    if not record:
-        return move(plan, tensors, dtype=dtype, **way.options()).wait(), None
-    anchor = new_anchor(plan.src.places[0].device) if anchor is None else anchor
-    *outs, anchor = _apply(plan, way, dtype, *tensors, anchor)
-    return outs, anchor
-
-
 def require_movable(tensor: ShardedTensorBase) -> None:
     """Raise unless the local tensors can be sent: before the ranks agree, for afterwards it would be too late."""
     for shard_size, local in zip(
@@ -171,20 +59,6 @@ def require_movable(tensor: ShardedTensorBase) -> None:
             raise PropertyError(f"a shard of size {shard_size.tolist()} was given a tensor of size {list(local.shape)}")
         if local.is_meta and any(place.device.type != "meta" for place in tensor._layout.places):
             raise PropertyError("a shard without data, on the meta device, cannot be moved")
-
-
-def wants_graph(tensor: ShardedTensorBase) -> bool:
-    """Whether a transfer of this tensor must be recorded. The same on every rank, whatever it holds."""
-    return torch.is_grad_enabled() and tensor.requires_grad
-
-
-def moved_tensors(tensor: ShardedTensorBase, plan: Plan, way: Way) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """The local tensors of the plan's destination, recorded by autograd if need be, and the anchor if recorded."""
-    if tensor.is_meta:  # nothing to move; every rank knows that, for the layout says so
-        way.ready()
-        return empty_tensors(plan.dst, tensor.dtype), None
-    tensors, anchor = recorded(tensor)
-    return moved_locals(tensors, anchor, plan, way, tensor.dtype, record=wants_graph(tensor))
 
 
 # Whole tensors ----------------------------------------------------------------------------------------------------
