@@ -23,6 +23,8 @@ Weights = list[torch.Tensor | None]
 class System(Protocol):
     """What a trial needs of a system of sharded tensors."""
 
+    calls: int  # how many times a case is tried
+
     @property
     def gathers(self) -> Gathers | None:
         """What was seen to be gathered, where that is watched."""
@@ -48,6 +50,8 @@ class System(Protocol):
 
 class Shardwise:
     """Sharded tensors of this library, with the gather budget given, else its default."""
+
+    calls = 2  # the second is done as it is remembered of the first
 
     def __init__(self, budget: int | None) -> None:
         self._budget = budget
@@ -111,6 +115,7 @@ def _zeros(tensor: shardwise.ShardedTensor) -> Any:
 class DTensors:
     """Torch's own distributed tensors on a mesh of one axis."""
 
+    calls = 1
     gathers = None
 
     def shard(self, tensor: torch.Tensor, dim: int) -> Any:

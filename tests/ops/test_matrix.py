@@ -32,8 +32,13 @@ def twins(spec: ShardingSpec, other: ShardingSpec) -> tuple[list[torch.Tensor], 
 
 
 def compare(name: str, function: Any, spec: ShardingSpec, other: ShardingSpec) -> None:
-    """One op: its result, what it says of it, and the gradients of both operands."""
-    plains, tensors = twins(spec, other)
+    """One op: its result, what it says of it, and the gradients of both operands; twice, for calls are remembered."""
+    for number in ("first", "second"):
+        compare_once(f"{name}, {number} call", function, *twins(spec, other))
+
+
+def compare_once(name: str, function: Any, plains: list[torch.Tensor], tensors: list[ShardedTensor]) -> None:
+    """One call and its backward."""
     expected, found = function(*plains), function(*tensors)
     assert isinstance(found, ShardedTensor), name
     assert found.shape == expected.shape, name

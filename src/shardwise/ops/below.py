@@ -21,8 +21,10 @@ from shardwise.errors import PropertyError, UnsupportedOpError, ViewWriteError
 from shardwise.ops.call import Aten, Call
 from shardwise.ops.compute import Prepared, UnknownResultError, compute, prepare
 from shardwise.ops.gathered import compute_gathered
+from shardwise.ops.replay import remembered, watching
 from shardwise.ops.rule import Rule
 from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.base import call_directly
 from shardwise.sharded_tensor.movement import copy_into
 
 Handler = Callable[[Call], Any]
@@ -58,9 +60,13 @@ def descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
     If one of them is refused, the function is computed on gathered operands, when they are within the budget.
     """
+    return remembered(op, args, kwargs, _descend)
+
+
+def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     before, _outside.state = _outside.state, _dispatch_state()
     try:
-        with torch._C.DisableTorchFunctionSubclass(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
+        with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
             return op(*args, **kwargs)
     except (UnsupportedOpError, ViewWriteError) as error:
         refused = error
@@ -86,7 +92,7 @@ def aten(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     in_python = op.py_kernels.get(_COMPOSITE)
     if not _is_known(op) and in_python is None and op._can_decompose():
         return op.decompose(*args, **kwargs)
-    with torch._C._EnableTorchFunction(), torch._C._ForceDispatchKeyGuard(*_outside.state):
+    with torch._C._EnableTorchFunction(), torch._C._ForceDispatchKeyGuard(*_outside.state), watching():
         if not _is_known(op) and in_python is not None:
             return in_python(*args, **kwargs)
         found = _compute(op, args, kwargs)
@@ -203,5 +209,24 @@ def functional_of(op: Aten) -> Aten | None:
     return None
 
 
+def _go_straight(name: str) -> None:
+    """Let a method that is often called on small tensors go down without the way through C++ and back."""
+    method = getattr(torch.Tensor, name)
+
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        return remembered(method, args, kwargs, _descend)
+
+    registry.built_in[method] = handler
+    call_directly(name)
+
+
+OFTEN = (
+    *("sum", "mean", "amax", "amin", "max", "min", "argmax", "norm", "var", "std", "prod", "cumsum", "softmax"),
+    *("log_softmax", "logsumexp", "matmul", "__matmul__", "mm", "bmm", "t", "transpose", "permute", "view", "reshape"),
+    *("flatten", "squeeze", "unsqueeze", "expand", "narrow", "select", "chunk", "split", "unbind", "flip"),
+    "__getitem__",
+)
+for _name in OFTEN:
+    _go_straight(_name)
 registry.verbs["descend"] = descend
 registry.verbs["aten"] = aten

@@ -17,12 +17,17 @@ from shardwise.geometry import Boxes
 from shardwise.layout import Layout
 from shardwise.ops.below import descend
 from shardwise.ops.compute import assemble, frame_of, places_of
+from shardwise.ops.replay import remembered
 from shardwise.partial import ReplicatedTensor
 from shardwise.process_group import Fields, group_ranks, in_step_sharing
 from shardwise.sharded_tensor import ShardedTensorBase
 
 
 def _linear(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    return remembered(functional.linear, args, kwargs, _multiply)
+
+
+def _multiply(op: Any, args: Any, kwargs: Any) -> Any:
     names = ("input", "weight", "bias")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if "input" not in given and args:  # moved to the front by name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch.distributed import ProcessGroup
@@ -40,7 +41,12 @@ class Frame:
 
     def with_dtype(self, dtype: torch.dtype) -> Frame:
         """The same frame for another dtype."""
-        return self if dtype == self.dtype else replace(self, dtype=dtype)
+        return self if dtype == self.dtype else _with_dtype(self, dtype)
+
+
+@lru_cache(maxsize=4096)
+def _with_dtype(frame: Frame, dtype: torch.dtype) -> Frame:
+    return replace(frame, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
