@@ -37,8 +37,8 @@ Fields = Mapping[str, object]  # what must be the same on every rank, by name
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 DIGEST = 16
-SHORT = 64  # bytes that are told to each rank directly
-HEADER = DIGEST + 1 + 8  # digest, whether this rank failed, length of what it brings
+HEADER = 128  # bytes: digest, whether this rank failed, length of what it brings, and that itself if there is room
+ROOM = HEADER - DIGEST - 1 - 8
 
 
 @contextmanager
@@ -174,19 +174,31 @@ class Step(Generic[T]):
 
 def in_step_sharing(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields, Any]]) -> tuple[T, list[Any]]:
     """The same, and what each rank brings (plain values that JSON knows) is given to all, in group order."""
+
+    def encoded() -> tuple[T, Fields, bytes]:
+        value, fields, brought = work()
+        return value, fields, json.dumps(brought).encode()
+
+    value, gathered = in_step_telling(process_group, encoded)
+    return value, [json.loads(entry) for entry in gathered]
+
+
+def in_step_telling(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields, bytes]]) -> tuple[T, list[bytes]]:
+    """The same for bytes; up to `ROOM` of them travel with the digest."""
     if not _talks(process_group):
         value, _, brought = work()
         return value, [brought]
 
-    def encoded() -> tuple[tuple[T, bytes], Fields]:
+    def attempt() -> tuple[tuple[T, bytes], Fields]:
         value, fields, brought = work()
-        return (value, json.dumps(brought).encode()), fields
+        return (value, brought), fields
 
-    result, fields, error = _attempt(encoded)
+    result, fields, error = _attempt(attempt)
     brought = b"" if result is None else result[1]
-    lengths = _compare(process_group, fields, error, brought)
-    gathered = _all_gather(process_group, brought, lengths)
-    return cast(tuple[T, bytes], result)[0], [json.loads(entry) for entry in gathered]
+    letters = _compare(process_group, fields, error, brought)
+    lengths = [length for length, _ in letters]
+    told = [letter for _, letter in letters] if max(lengths) <= ROOM else _all_gather(process_group, brought, lengths)
+    return cast(tuple[T, bytes], result)[0], told
 
 
 def _talks(process_group: ProcessGroup) -> bool:
@@ -203,18 +215,27 @@ def _attempt(work: Callable[[], tuple[T, Fields]]) -> tuple[T | None, Fields, Ex
 
 
 def _header(fields: Fields, error: Exception | None, brought: bytes) -> bytes:
-    return _digest(fields) + bytes([error is not None]) + len(brought).to_bytes(8, "little")
+    told = brought if len(brought) <= ROOM else b""
+    return (_digest(fields) + bytes([error is not None]) + len(brought).to_bytes(8, "little") + told).ljust(
+        HEADER, b"\0"
+    )
 
 
-def _compare(process_group: ProcessGroup, fields: Fields, error: Exception | None, brought: bytes) -> list[int]:
-    """Raise the same error on every rank unless nobody failed and all fields agree; else who brings how much."""
+def _compare(
+    process_group: ProcessGroup, fields: Fields, error: Exception | None, brought: bytes
+) -> list[tuple[int, bytes]]:
+    """Raise the same error on every rank unless nobody failed and all fields agree; else what each brings."""
     headers = _all_gather(process_group, _header(fields, error, brought), [HEADER] * process_group.size())
     return _judge(process_group, headers, fields, error)
 
 
-def _judge(process_group: ProcessGroup, headers: list[bytes], fields: Fields, error: Exception | None) -> list[int]:
+def _judge(
+    process_group: ProcessGroup, headers: list[bytes], fields: Fields, error: Exception | None
+) -> list[tuple[int, bytes]]:
+    begin = HEADER - ROOM
     if all(other[: DIGEST + 1] == headers[0][: DIGEST + 1] for other in headers) and not headers[0][DIGEST]:
-        return [int.from_bytes(other[DIGEST + 1 :], "little") for other in headers]
+        lengths = [int.from_bytes(other[DIGEST + 1 : begin], "little") for other in headers]
+        return [(length, other[begin : begin + length]) for length, other in zip(lengths, headers, strict=True)]
     failure = None if error is None else [type(error).__name__, str(error)]
     report = json.dumps([{name: str(value) for name, value in fields.items()}, failure]).encode()
     sizes = _all_gather(process_group, len(report).to_bytes(8, "little"), [8] * process_group.size())
@@ -266,7 +287,7 @@ class _Gathering:
         self._mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
         self._everyone = torch.empty(len(lengths) * self._longest, dtype=torch.uint8, device=device)
         with self._lost_is_said():
-            if self._longest <= SHORT:
+            if self._longest <= HEADER:
                 self._mine = self._mine.repeat(len(lengths))  # to each at once: sooner there than around the ring
                 self._work: Any = dist.all_to_all_single(self._everyone, self._mine, group=process_group, async_op=True)
             else:

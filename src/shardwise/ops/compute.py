@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from shardwise.ops.call import Call
 from shardwise.ops.rule import Reduction, Rule
 from shardwise.ops.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
 from shardwise.placement import Placement, rank_device
-from shardwise.process_group import Step, group_ranks, is_member
+from shardwise.process_group import ROOM, Fields, Step, group_ranks, in_step_telling, is_member
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import Way, moved_locals, new_anchor, recorded
@@ -39,6 +41,7 @@ class Prepared(NamedTuple):
     everyone: tuple[Placement, ...]
     expected: list[tuple[torch.Size, torch.dtype]]
     lead: int | None
+    tells: bool  # whether partial results are so small that they are told to all while the ranks agree
 
     def run(self, call: Call) -> Any:
         """Compute the call."""
@@ -64,7 +67,10 @@ def prepare(call: Call, rule: Rule, *, lead: int | None = None) -> Prepared | No
         for operand in call.operands
     )
     schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
-    return None if schedule is None else Prepared(rule, schedule, group, everyone, expected, lead)
+    if schedule is None:
+        return None
+    tells = schedule.partial and not schedule.moved and _can_tell(call, schedule, everyone)
+    return Prepared(rule, schedule, group, everyone, expected, lead, tells)
 
 
 class _Computation:
@@ -72,13 +78,13 @@ class _Computation:
 
     def __init__(self, call: Call, prepared: Prepared) -> None:
         self.call = call
-        self.rule, self.schedule, self.group, self.everyone, self.expected, self.lead = prepared
+        self.rule, self.schedule, self.group, self.everyone, self.expected, self.lead, self.tells = prepared
         schedule, group = self.schedule, self.group
         self.here = schedule.here(dist.get_rank() if dist.is_initialized() else -1)
         self.records = torch.is_grad_enabled() and any(operand.requires_grad for operand in call.operands)
         self.anchors: Tensors = []
-        talks = group is not None and (schedule.partial or not all(schedule.stays))
-        self.ready = agreement(call, group) if talks else _nothing
+        talks = schedule.partial or schedule.moved
+        self.ready = agreement(call, group) if talks and not self.tells else _nothing
 
     def run(self) -> Any:
         """The results, as the op gives them, sharded."""
@@ -150,6 +156,8 @@ class _Computation:
         for k, dtype in enumerate(meta):
             parts = [partial[k].reshape(1, *partial[k].shape).contiguous() for partial in partials]
             way = Way(group, ready=self.ready, fill=reduction.fills(dtype)[k])
+            if self.tells and k == 0:
+                way = replace(way, tell=functools.partial(tell, self.call, group))
             record = self.records and _differentiable(dtype)
             stack, anchor_k = moved_locals(parts, anchor, plan, way, dtype, record=record)
             self.ready = _nothing
@@ -264,18 +272,30 @@ def _frame(layout: Layout, rows: tuple[int, ...], dtype: torch.dtype, group: Pro
 
 def agreement(call: Call, group: ProcessGroup | None) -> Any:
     """Begin to compare with all ranks what is about to be computed; call the result before anything is sent."""
-    if group is None:
-        return _nothing
+    return _nothing if group is None else Step(group, lambda: (None, _fields(call))).finish
 
-    def work() -> tuple[None, dict[str, object]]:
-        fields: dict[str, object] = {"op": call.name, "arguments": call.settings()}
-        fields["gather_budget"] = settings.current().gather_budget
-        for k, operand in enumerate(call.operands):
-            about = operand._layout.outline if isinstance(operand, ShardedTensorBase) else tuple(operand.shape)
-            fields[f"operand {k}"] = f"{about} {operand.dtype} requires_grad={operand.requires_grad}"
-        return None, fields
 
-    return Step(group, work).finish
+def tell(call: Call, group: ProcessGroup, brought: bytes) -> list[bytes]:
+    """Compare, and at once tell all ranks a few bytes of what was computed."""
+    return in_step_telling(group, lambda: (None, _fields(call), brought))[1]
+
+
+def _can_tell(call: Call, schedule: Schedule, everyone: tuple[Placement, ...]) -> bool:
+    """Whether the partial results are so small that they can be told."""
+    source = make_stacking(schedule, everyone).source
+    assert schedule.rule.reduction is not None
+    itemsize = max(dtype.itemsize for dtype in expect_partial(call, schedule.rule.reduction))
+    return max(source.elements_by_rank().values(), default=0) * itemsize <= ROOM
+
+
+def _fields(call: Call) -> Fields:
+    """What must be the same on every rank of a call."""
+    fields: dict[str, object] = {"op": call.name, "arguments": call.settings()}
+    fields["gather_budget"] = settings.current().gather_budget
+    for k, operand in enumerate(call.operands):
+        about = operand._layout.outline if isinstance(operand, ShardedTensorBase) else tuple(operand.shape)
+        fields[f"operand {k}"] = f"{about} {operand.dtype} requires_grad={operand.requires_grad}"
+    return fields
 
 
 def expect(call: Call) -> list[tuple[torch.Size, torch.dtype]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ProcessGroup
 
-from shardwise.transfer import Plan, empty_tensors, make_plan, move
+from shardwise.transfer import Plan, Tell, empty_tensors, make_plan, move
 
 if TYPE_CHECKING:
     from shardwise.sharded_tensor.base import ShardedTensorBase
@@ -27,6 +27,7 @@ class Way:
     max_bytes: int | None = None
     ready: Callable[[], object] = _at_once
     fill: Any = None  # what elements hold that nothing is moved to
+    tell: Tell | None = None  # by which a few bytes go instead
 
     def options(self) -> dict[str, Any]:
         """As `move` takes them."""
@@ -35,6 +36,7 @@ class Way:
             "max_bytes": self.max_bytes,
             "ready": self.ready,
             "fill": self.fill,
+            "tell": self.tell,
         }
 
 
@@ -48,7 +50,7 @@ class Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
         """The destination's local tensors, then an anchor; the inputs are the source's, then an anchor."""
-        ctx.plan, ctx.dtype, ctx.way = plan, dtype, replace(way, ready=_at_once, fill=None)
+        ctx.plan, ctx.dtype, ctx.way = plan, dtype, replace(way, ready=_at_once, fill=None, tell=None)
         outs = move(plan, tensors[:-1], dtype=dtype, **way.options()).wait()
         return *outs, torch.zeros((), device=tensors[-1].device)
 

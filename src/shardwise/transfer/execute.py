@@ -7,6 +7,7 @@ cut into segments that go in rounds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from shardwise.transfer.pieces import Piece, as_bytes, copy, pieces_of
 from shardwise.transfer.plan import Plan
 
 Write = Callable[[torch.Tensor, torch.Tensor], object]  # into a view of the destination, what arrived for it
+Tell = Callable[[bytes], list[bytes]]  # tells a few bytes to every rank, and gives what all told, in group order
 Ready = Callable[[], object]  # called once, after packing and before anything is sent
 
 
@@ -101,8 +103,8 @@ class AllToAll(_Carrier):
     ) -> None:
         super().__init__(plan, outs, group, dtype)
         members, rank = dist.get_process_group_ranks(group), self._rank
-        sends = [pieces_of(plan, plan.pieces(rank, r), plan.src, plan.src_rows, tensors, None) for r in members]
-        receives = [pieces_of(plan, plan.pieces(r, rank), plan.dst, plan.dst_rows, outs, None) for r in members]
+        sends = [pieces_of(plan, plan.pieces(rank, r), plan.src, plan.src_rows, tensors) for r in members]
+        receives = [pieces_of(plan, plan.pieces(r, rank), plan.dst, plan.dst_rows, outs) for r in members]
         source = self._as_it_lies(sends, tensors)
         target = None if plan.sums else self._as_it_lies(receives, outs)
         local = members.index(rank)
@@ -154,6 +156,63 @@ class AllToAll(_Carrier):
         return self.outs
 
 
+class Standing(_Carrier):
+    """A transfer in which nothing travels, on any rank: each copies its own pieces."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        tensors: Sequence[torch.Tensor],
+        outs: list[torch.Tensor],
+        group: ProcessGroup,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(plan, outs, group, dtype)
+        run = plan.pieces(self._rank, self._rank)
+        sources = pieces_of(plan, run, plan.src, plan.src_rows, tensors)
+        for one, other in zip(sources, pieces_of(plan, run, plan.dst, plan.dst_rows, outs), strict=True):
+            self._write(other.view, one.view)
+
+    def wait(self) -> list[torch.Tensor]:
+        """They are there."""
+        return self.outs
+
+
+class Told(_Carrier):
+    """A transfer of a few bytes: every rank tells all others what it has, while they agree on what they are doing."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        tensors: Sequence[torch.Tensor],
+        outs: list[torch.Tensor],
+        group: ProcessGroup,
+        dtype: torch.dtype,
+        tell: Tell,
+    ) -> None:
+        super().__init__(plan, outs, group, dtype)
+        mine = as_bytes(self._packed([Piece(tensor.detach(), tensor.numel()) for tensor in tensors]))
+        for rank, letter in zip(dist.get_process_group_ranks(group), tell(bytes(mine.cpu().numpy())), strict=True):
+            run = plan.pieces(rank, self._rank)
+            if run:
+                theirs = _read(letter, plan.src.boxes.sizes[list(plan.src.rows_on(rank))].tolist(), dtype)
+                sources = pieces_of(plan, run, plan.src, plan.src_rows, theirs, rank=rank)
+                for one, other in zip(sources, pieces_of(plan, run, plan.dst, plan.dst_rows, outs), strict=True):
+                    self._write(other.view, one.view.to(other.view.device))
+
+    def wait(self) -> list[torch.Tensor]:
+        """They are there."""
+        return self.outs
+
+
+def _read(letter: bytes, sizes: list[list[int]], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Tensors of these sizes, one behind another in a letter."""
+    whole = torch.frombuffer(bytearray(letter), dtype=dtype)
+    counts = [math.prod(size) for size in sizes]
+    parts = torch.split_with_sizes(whole, counts)
+    return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
+
+
 _unfinished: list[PointToPoint] = []  # in the order in which they were begun, which is the same on every rank
 
 
@@ -174,8 +233,8 @@ class PointToPoint(_Carrier):
         most = _segment_elements(plan, max_bytes, dtype.itemsize)
         rank = self._rank
         local = plan.pieces(rank, rank)
-        sources = pieces_of(plan, local, plan.src, plan.src_rows, tensors, None)
-        targets = pieces_of(plan, local, plan.dst, plan.dst_rows, outs, None)
+        sources = pieces_of(plan, local, plan.src, plan.src_rows, tensors)
+        targets = pieces_of(plan, local, plan.dst, plan.dst_rows, outs)
         self._copies = list(zip(sources, targets, strict=True))
         self._sends = {
             peer: _segments(
@@ -294,15 +353,21 @@ def move(
     max_bytes: int | None = None,
     ready: Ready = lambda: None,
     fill: Any = None,
+    tell: Tell | None = None,
 ) -> Moving:
     """Begin to move this rank's tensors of the source layout into tensors of the destination layout.
 
     Every rank of the group calls it. ``outs`` are the destination's tensors, made here when not given. Elements that
-    nothing is moved to hold ``fill``, if there are any.
+    nothing is moved to hold ``fill``, if there are any. With ``tell``, the data goes that way.
     """
     if outs is None:
         outs = empty_tensors(plan.dst, dtype, fill=0 if plan.sums else fill)
     with torch.no_grad():
+        if tell is not None:
+            return Told(plan, tensors, outs, process_group, dtype, tell)
+        if not plan.moved:
+            ready()
+            return Standing(plan, tensors, outs, process_group, dtype)
         if max_bytes is None:
             return AllToAll(plan, tensors, outs, process_group, dtype, ready)
         return PointToPoint(plan, tensors, outs, process_group, dtype, ready, max_bytes)

@@ -26,12 +26,13 @@ def pieces_of(
     layout: Layout,
     rows: object,
     tensors: Sequence[torch.Tensor],
-    most: int | None,
+    most: int | None = None,
+    rank: int | None = None,
 ) -> list[Piece]:
-    """Views of the local tensors for a run of pieces, each of at most so many elements."""
+    """Views of the local tensors, or of another rank's, for a run of pieces, each of at most so many elements."""
     if not run:
         return []
-    here = {row: k for k, row in enumerate(layout.rows_on(dist.get_rank()))}
+    here = {row: k for k, row in enumerate(layout.rows_on(dist.get_rank() if rank is None else rank))}
     chosen = slice(run.start, run.stop)
     row_list = rows[chosen].tolist()  # type: ignore[index] # an array of rows
     offsets = (plan.boxes.offsets[chosen] - layout.boxes.offsets[row_list]).tolist()

@@ -111,7 +111,7 @@ class Plan:
         """Elements that a rank receives from others."""
         return sum(count for (src, dst), count in self.traffic.items() if dst == rank != src)
 
-    @property
+    @cached_property
     def moved(self) -> int:
         """Elements that travel between ranks."""
         return sum(count for (src, dst), count in self.traffic.items() if src != dst)
