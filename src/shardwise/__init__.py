@@ -1,10 +1,12 @@
 """Tensors that live in pieces on many processes: any boxes, on any ranks."""
 
 from shardwise import errors, ops, random, viz
+from shardwise.api import collect_local_shard, reshard_output, shard_module, shard_parameter
 from shardwise.dispatch import custom_sharded_op_impl, custom_sharding_spec_op
 from shardwise.errors import ShardwiseError
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.named_parameters import named_params_with_sharded_tensor
 from shardwise.partial import PartialTensor, ReplicatedTensor
 from shardwise.placement import mesh_placements
 from shardwise.process_group import load_with_process_group
@@ -25,6 +27,8 @@ from shardwise.sharded_tensor import (
     state_dict_hook,
     zeros,
 )
+from shardwise.sharder import Sharder
+from shardwise.sharding_plan import ShardingPlan, ShardingPlanner
 from shardwise.sharding_spec import (
     ChunkShardingSpec,
     DevicePlacementSpec,
@@ -57,9 +61,13 @@ __all__ = [
     "ShardedTensor",
     "ShardedTensorBase",
     "ShardedTensorMetadata",
+    "Sharder",
+    "ShardingPlan",
+    "ShardingPlanner",
     "ShardingSpec",
     "ShardwiseError",
     "TensorProperties",
+    "collect_local_shard",
     "custom_sharded_op_impl",
     "custom_sharding_spec_op",
     "empty",
@@ -72,6 +80,7 @@ __all__ = [
     "load_with_process_group",
     "make_plan",
     "mesh_placements",
+    "named_params_with_sharded_tensor",
     "ones",
     "ops",
     "pre_load_state_dict_hook",
@@ -79,6 +88,9 @@ __all__ = [
     "randn",
     "random",
     "relabel",
+    "reshard_output",
+    "shard_module",
+    "shard_parameter",
     "shard_tensor",
     "state_dict_hook",
     "validation",

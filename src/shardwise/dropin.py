@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed
 
-from shardwise import dispatch, metadata, process_group, sharded_tensor, sharding_spec
+from shardwise import api, dispatch, metadata, process_group, sharded_tensor, sharder, sharding_plan, sharding_spec
 from shardwise.errors import DropinError
 from shardwise.sharded_tensor import assembly, joining, remote, shard
 from shardwise.sharding_spec import chunking, enumerable
@@ -63,16 +63,28 @@ _FACTORIES = {
     for name in ("empty", "full", "ones", "rand", "randn", "zeros", "init_from_local_shards")
 }
 
+_VERBS = {
+    "_shard_tensor": sharded_tensor.shard_tensor,
+    "shard_parameter": api.shard_parameter,
+    "shard_module": api.shard_module,
+    "load_with_process_group": process_group.load_with_process_group,
+}
+_PLANS = {
+    "ShardingPlan": sharding_plan.ShardingPlan,
+    "ShardingPlanner": sharding_plan.ShardingPlanner,
+}
+
 TABLE: dict[str, dict[str, Any]] = {
-    "": {
-        "load_with_process_group": process_group.load_with_process_group,
-        "_shard_tensor": sharded_tensor.shard_tensor,
-    },
+    "": _VERBS,
     "api": {
-        "_shard_tensor": sharded_tensor.shard_tensor,
-        "load_with_process_group": process_group.load_with_process_group,
+        **_VERBS,
         "_get_current_process_group": process_group.current_process_group,
+        "_reshard_output": api.reshard_output,
+        "_collect_local_shard": api.collect_local_shard,
     },
+    "sharder": {"Sharder": sharder.Sharder},
+    "sharding_plan": _PLANS,
+    "sharding_plan.api": _PLANS,
     "metadata": _METADATA,
     "_utils": {
         "narrow_tensor": shard.narrow_tensor,

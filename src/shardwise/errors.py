@@ -29,12 +29,18 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     ├── SignatureError(TypeError)           an op handler with the wrong signature
     ├── NoDistributedTensorError(TypeError, ValueError)
     │                                       a handler for sharded tensors called without one
+    ├── PlanError(ValueError)               a sharding plan that does not fit its module
+    │   ├── PlanKindError(TypeError)        a plan, or an entry of one, that is no such thing
+    │   ├── PlanNameError(AttributeError)   a name that is not in the module
+    │   ├── PlanOverlapError(RuntimeError)  entries that would change the same part of the module
+    │   └── PlanRootError(KeyError)         the root, where only a submodule can be swapped
     └── DropinError(RuntimeError)           the old system cannot be replaced in this process
 """
 
 from __future__ import annotations
 
 import builtins
+from collections.abc import Sequence
 
 
 class ShardwiseError(Exception):
@@ -131,6 +137,31 @@ class NoDistributedTensorError(ShardwiseError, TypeError, ValueError):
     """A handler for sharded tensors was called without one."""
 
 
+class PlanError(ShardwiseError, ValueError):
+    """A sharding plan that does not fit its module; ``problems`` has a line for each thing that is wrong."""
+
+    problems: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)  # a KeyError's would quote it
+
+
+class PlanKindError(PlanError, TypeError):
+    """A plan, or an entry of one, that is neither a spec nor whatever else is wanted there."""
+
+
+class PlanNameError(PlanError, AttributeError):
+    """A name or pattern that names nothing in the module."""
+
+
+class PlanOverlapError(PlanError, RuntimeError):
+    """Entries of a plan that would change the same part of the module."""
+
+
+class PlanRootError(PlanError, KeyError):
+    """The module itself was named, which has no parent to swap it in."""
+
+
 class DropinError(ShardwiseError, RuntimeError):
     """`torch.distributed._shard` cannot be replaced in this process."""
 
@@ -144,3 +175,26 @@ def same_kind(type_name: str, message: str) -> Exception:
         return kind(message)
     except TypeError:  # a builtin such as UnicodeDecodeError wants more than a message
         return RuntimeError(f"{type_name}: {message}")
+
+
+def plan_error(problems: Sequence[tuple[str, str]]) -> Exception:
+    """The error for what is wrong with a plan, given as kinds and messages.
+
+    A single problem is an error of its own kind. Several make one `PlanError` that lists them, and that is also of each
+    builtin kind among them, so that whoever waits for one of them catches it.
+    """
+    if len(problems) == 1:
+        return same_kind(*problems[0])
+    kinds = [type(same_kind(*problem)) for problem in problems]
+    builtin = {base for kind in kinds for base in kind.__mro__ if base.__module__ == "builtins"}
+    leaves = [kind for kind in builtin if not any(other is not kind and issubclass(other, kind) for other in builtin)]
+    lines = tuple(message for _, message in problems)
+    bases = (PlanError, *sorted(leaves, key=lambda kind: kind.__name__))
+    members = {"__doc__": PlanError.__doc__, "__reduce__": lambda self: (plan_error, (list(problems),))}
+    try:
+        several: type[PlanError] = type("PlanError", bases, members)
+    except TypeError:  # builtins that hold different things do not go together
+        several = PlanError
+    error = several(f"{len(lines)} things are wrong with the sharding plan:\n  - " + "\n  - ".join(lines))
+    error.problems = lines
+    return error

@@ -81,7 +81,7 @@ def scattered(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_g
             raise PropertyError(f"input tensor is not a contiguous Tensor: {type(tensor).__name__}")
         properties = TensorProperties.create_from_tensor(tensor)
         layout = locate_all(spec.layout(tensor.size()), group)
-        source = _global_rank(src_rank, group, "src_rank")
+        source = global_rank(src_rank, group, "src_rank")
         if tensor.is_meta and source == dist.get_rank() and layout.places[0].device.type != "meta":
             raise PropertyError("the tensor on the source rank has no data: it is on the meta device")
         return (layout, source), {"src_rank": src_rank, **fields_of(layout, spec, properties)}
@@ -113,7 +113,7 @@ def gather(
     group = tensor._process_group
 
     def work() -> tuple[int, Fields]:
-        target = _global_rank(dst, group, "dst")
+        target = global_rank(dst, group, "dst")
         if (dist.get_rank() == target) != (out is not None):
             rule = (
                 "must be specified on destination rank" if out is None else "must NOT be specified on other ranks than"
@@ -341,7 +341,8 @@ def converted(
     return frame, [convert(local, target) for local in tensors], anchor
 
 
-def _global_rank(group_rank: int, group: ProcessGroup, name: str) -> int:
+def global_rank(group_rank: int, group: ProcessGroup, name: str) -> int:
+    """The global rank of a rank of the group, which the argument of this name gives; -1 outside of the group."""
     if not is_member(group):
         return -1
     ranks = group_ranks(group)

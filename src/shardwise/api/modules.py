@@ -1,0 +1,109 @@
+"""`shard_module`: a plan, carried out on a module. All of it is checked, on every rank, before anything is changed."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from shardwise.api.outputs import collect_local_shard, reshard_output
+from shardwise.api.parameters import agree
+from shardwise.errors import PlanKindError, plan_error
+from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharing, or_default
+from shardwise.sharding_plan import Resolution, SharderStep, ShardingPlan, ShardingPlanner, resolve
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def shard_module(
+    module: M, plan: ShardingPlan | ShardingPlanner, src_rank: int = 0, process_group: ProcessGroup | None = None
+) -> M:
+    """Shard the module in place, as the plan says, and return it.
+
+    Every rank of the group calls it with the same plan, or with a planner that makes the same one. Parameters get the
+    values that the group's rank ``src_rank`` has, as in `shard_parameter`, one after the other: each plain one is freed
+    before the next is sharded. Submodules with a `Sharder` are replaced by what it makes of them. Outputs are changed
+    as by `reshard_output` and `collect_local_shard`.
+
+    First the whole plan is looked at. If anything in it is wrong, on any rank, every rank raises one error that lists
+    all of it, and the module is as it was; the sharders, which are called next, answer for themselves.
+
+    A module may be made on the ``meta`` device: then only the shards are ever allocated, uninitialised. What the plan
+    does not name stays on ``meta``; `Module.to_empty` gives it memory, and new memory to the shards. Initialise after
+    that, or load a checkpoint::
+
+        with torch.device("meta"):
+            model = Model()
+        shard_module(model, ShardingPlan({"**": spec}))
+        with shardwise.layout_independent(seed=0):
+            model.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
+    """
+    group = or_default(process_group)
+    steps = _resolved(module, plan, group)
+    ready = agree(lambda: steps.parameters, src_rank, group, _fields_of(steps))
+    for swap, sharded in [(step, _made_by(step, group)) for step in steps.sharders]:
+        for place in swap.places:
+            place.put(sharded)
+    ready.shard()
+    for output in steps.outputs:
+        target = module.get_submodule(output.path)
+        if output.spec is None:
+            collect_local_shard(target)
+        else:
+            reshard_output(target, output.spec)
+    return module
+
+
+def _resolved(module: nn.Module, plan: ShardingPlan | ShardingPlanner, group: ProcessGroup) -> Resolution:
+    """The steps of the plan if it is sound on every rank; else one error with all problems of all ranks."""
+
+    def work() -> tuple[Resolution, Fields, list[tuple[str, str]]]:
+        made: object = plan.build_plan(module) if isinstance(plan, ShardingPlanner) else plan
+        if not isinstance(made, ShardingPlan):
+            found = type(made).__name__
+            raise PlanKindError(
+                f"shard_module takes a ShardingPlan, or a ShardingPlanner that makes one, found {found}"
+            )
+        steps = resolve(made, module, group)
+        return steps, {"verb": "shard_module"}, steps.problems
+
+    steps, told = in_step_sharing(group, work)
+    found_on: dict[tuple[str, str], list[int]] = {}
+    for rank, problems in enumerate(told):
+        for kind, message in problems:
+            found_on.setdefault((kind, message), []).append(rank)
+    if found_on:
+        ranks = group_ranks(group) if len(told) > 1 else [0]
+        raise plan_error(
+            [
+                (kind, message if len(on) == len(told) else f"{message} (found on rank {ranks[on[0]]})")
+                for (kind, message), on in found_on.items()
+            ]
+        )
+    return steps
+
+
+def _fields_of(steps: Resolution) -> Fields:
+    """What the ranks must say alike of sharders and outputs."""
+    sharders = {f"Sharder of {step.path}": type(step.sharder).__name__ for step in steps.sharders}
+    outputs = {
+        f"output of {step.path or 'the module'}": f"{type(step.spec).__name__} {step.spec._plain_arguments()}"
+        for step in steps.outputs
+        if step.spec is not None
+    }
+    local = {"return_local_tensor": [step.path for step in steps.outputs if step.spec is None]}
+    return {**sharders, **outputs, **local}
+
+
+def _made_by(step: SharderStep, group: ProcessGroup) -> nn.Module:
+    """What a sharder makes of its submodule, if it makes one on every rank."""
+
+    def work() -> tuple[nn.Module, Fields]:
+        made: object = step.sharder.shard(step.module)
+        if not isinstance(made, nn.Module):
+            sharder, found = type(step.sharder).__name__, type(made).__name__
+            raise PlanKindError(f"{sharder}.shard gives a module in the place of {step.path!r}, found {found}")
+        return made, {"verb": "Sharder", "path": step.path, "module": type(made).__name__}
+
+    return in_step(group, work)

@@ -1,0 +1,47 @@
+"""`ShardingPlan`: what a module's tree becomes, by name; `ShardingPlanner`: what makes one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwise.sharder import Sharder
+from shardwise.sharding_spec import ShardingSpec
+
+
+@dataclass
+class ShardingPlan:
+    """How to shard a module: specs for parameters, sharders for submodules, and what becomes of outputs.
+
+    ``plan`` has the spec of each parameter that is to be sharded, by its name in the module, and the `Sharder` of each
+    submodule that is to be swapped, by its path. ``output_plan`` has specs by the path of a module, "" for the module
+    itself: its sharded output is redistributed. Outputs of modules in ``return_local_tensor`` become this rank's plain
+    local tensor, after that::
+
+        ShardingPlan(
+            plan={"embed.weight": by_rows, "layers.*.fc1.weight": by_rows, "layers.*.fc2.weight": by_columns},
+            output_plan={"layers.*.fc2": by_rows},
+            return_local_tensor=["layers.*.fc2"],
+        )
+
+    A name may be a pattern: ``*``, ``?`` and ``[...]`` stand for characters between two dots, ``**`` for any number of
+    parts, none included; a pattern never means the module itself. Where a full name and a pattern mean the same thing,
+    the full name's entry holds, and patterns for parameters and outputs do not reach into a submodule that has a
+    `Sharder`. Two patterns that say different things of one are an error, and so is one that matches nothing.
+
+    A parameter that the module uses in several places (tied) is one parameter: any of its names stands for all of them.
+    """
+
+    plan: dict[str, ShardingSpec | Sharder]
+    output_plan: dict[str, ShardingSpec] | None = None
+    return_local_tensor: list[str] | None = None
+
+
+class ShardingPlanner(ABC):
+    """Makes a plan for a module; `shard_module` takes one in the place of a plan."""
+
+    @abstractmethod
+    def build_plan(self, module: nn.Module) -> ShardingPlan:
+        """The plan for this module. It must be the same on every rank."""

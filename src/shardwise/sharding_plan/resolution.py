@@ -1,0 +1,141 @@
+"""From a plan and a module to steps: every name looked up, every cut computed, every problem noted; nothing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from shardwise.errors import PlanKindError, PlanOverlapError, PlanRootError
+from shardwise.sharder import Sharder
+from shardwise.sharding_plan.plan import ShardingPlan
+from shardwise.sharding_plan.selection import Names, choose
+from shardwise.sharding_plan.steps import OutputStep, ParameterStep, SharderStep, no_parameter, parameter_step
+from shardwise.sharding_plan.tree import ModuleTree
+from shardwise.sharding_spec import ShardingSpec
+
+
+@dataclass
+class Resolution:
+    """The steps of a plan, and what is wrong with it: kinds of errors and messages."""
+
+    sharders: list[SharderStep] = field(default_factory=list)
+    parameters: list[ParameterStep] = field(default_factory=list)
+    outputs: list[OutputStep] = field(default_factory=list)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+
+
+def resolve(plan: ShardingPlan, module: nn.Module, group: ProcessGroup) -> Resolution:
+    """The steps by which this plan shards this module. No communication."""
+    resolver = _Resolver(ModuleTree(module), group)
+    entries = resolver.entries(plan.plan, "plan")
+    for name, entry in entries.items():
+        with resolver.noting():
+            if not isinstance(entry, ShardingSpec | Sharder):
+                kind = type(entry).__name__
+                raise PlanKindError(f"Only `ShardingSpec` and `Sharder` are supported to shard {name!r}, not {kind}")
+    # Sharders first: patterns of the others do not reach into what belongs to a sharder.
+    resolver.add_sharders({name: entry for name, entry in entries.items() if isinstance(entry, Sharder)})
+    resolver.add_parameters({name: entry for name, entry in entries.items() if isinstance(entry, ShardingSpec)})
+    resolver.add_output_specs({} if plan.output_plan is None else plan.output_plan)
+    resolver.add_local_outputs(() if plan.return_local_tensor is None else plan.return_local_tensor)
+    return resolver.found
+
+
+class _Resolver:
+    def __init__(self, tree: ModuleTree, group: ProcessGroup) -> None:
+        self._tree, self._group = tree, group
+        self.found = Resolution()
+        self._sharders: dict[int, list[str]] = {}  # by module: the paths of the sharders whose tree it is in
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """What is raised within is noted as a problem, and the rest of the plan is looked at."""
+        try:
+            yield
+        except Exception as error:
+            self.found.problems.append((type(error).__name__, str(error)))
+
+    def entries(self, entries: Any, part: str) -> Mapping[str, Any]:
+        known: dict[str, Any] = {}
+        with self.noting():
+            if not isinstance(entries, Mapping):
+                raise PlanKindError(f"ShardingPlan.{part} is a dict by names, found {type(entries).__name__}")
+            known = {name: entry for name, entry in entries.items() if isinstance(name, str)}
+            if len(known) < len(entries):
+                strange = ", ".join(repr(name) for name in entries if name not in known)
+                raise PlanKindError(f"names in ShardingPlan.{part} are strings, found {strange}")
+        return known
+
+    def add_sharders(self, sharders: Mapping[str, Sharder]) -> None:
+        with self.noting():
+            if "" in sharders:
+                raise PlanRootError(
+                    "Module path must not be empty for custom sharder! The module itself has no parent to swap it in"
+                )
+        tree = self._tree
+        names = Names(tree.modules, tree.modules, tree.names_of_module, tree.no_module)
+        for path, sharder in choose({p: s for p, s in sharders.items() if p}, names, self.noting).items():
+            self.found.sharders.append(SharderStep(path, tree.parents(tree.names_of_module(path)), sharder))
+            for module in tree.modules[path].modules():
+                self._sharders.setdefault(id(module), []).append(path)
+        for step in self.found.sharders:
+            with self.noting():
+                self._require_apart(f"the Sharder on {step.path!r}", tree.modules[step.path], step.path)
+
+    def add_parameters(self, specs: Mapping[str, ShardingSpec]) -> None:
+        tree = self._tree
+        within_reach = {name for name, place in tree.parameters.items() if id(place.owner) not in self._sharders}
+        names = Names(tree.parameters, within_reach, tree.names_of_parameter, lambda name: no_parameter(tree, name))
+        for name, spec in choose(specs, names, self.noting).items():
+            with self.noting():
+                self.found.parameters.append(parameter_step(tree, name, spec, self._group))
+            with self.noting():
+                for alias in tree.names_of_parameter(name):
+                    also = "" if alias == name else f", which is the same as {alias!r},"
+                    self._require_apart(f"sharding the parameter {name!r}{also}", tree.parameters[alias].owner)
+
+    def add_output_specs(self, specs: Any) -> None:
+        kept = {}
+        for path, spec in self.entries(specs, "output_plan").items():
+            with self.noting():
+                if not isinstance(spec, ShardingSpec):
+                    kind = type(spec).__name__
+                    raise PlanKindError(f"Only `ShardingSpec` is supported as output_plan for {path!r}, not {kind}")
+                kept[path] = spec
+        self._add_outputs(kept)
+
+    def add_local_outputs(self, paths: Any) -> None:
+        with self.noting():
+            if isinstance(paths, str) or not isinstance(paths, Collection):
+                kind = type(paths).__name__
+                raise PlanKindError(f"ShardingPlan.return_local_tensor is a list of module paths, found {kind}")
+            self._add_outputs(dict.fromkeys(self.entries(dict.fromkeys(paths), "return_local_tensor")))
+
+    def _add_outputs(self, entries: Mapping[str, ShardingSpec | None]) -> None:
+        tree = self._tree
+        swapped = {step.path for step in self.found.sharders}
+        within_reach = {
+            path
+            for path, module in tree.modules.items()
+            if id(module) not in self._sharders or not swapped.isdisjoint(tree.names_of_module(path))
+        }
+        names = Names(tree.modules, within_reach, tree.names_of_module, tree.no_module)
+        for path, spec in choose(entries, names, self.noting).items():
+            with self.noting():
+                if path not in within_reach:
+                    self._require_apart(f"changing the output of {path!r}", tree.modules[path])
+                self.found.outputs.append(OutputStep(path, spec))
+
+    def _require_apart(self, what: str, module: nn.Module, own: str | None = None) -> None:
+        """Raise if the module is in the tree of a sharder other than its own."""
+        others = [path for path in self._sharders.get(id(module), ()) if path != own]
+        if others:
+            raise PlanOverlapError(
+                f"{what} should not conflict with the submodule tree that the Sharder on {others[0]!r} works on: "
+                "leave one of them out of the plan"
+            )

@@ -1,0 +1,107 @@
+"""What a plan comes down to: a parameter to shard, a submodule to swap, an output to change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.parameter import is_lazy
+
+from shardwise.errors import PlanError, ProcessGroupError, PropertyError, same_kind
+from shardwise.layout import Layout
+from shardwise.process_group import locate_all
+from shardwise.sharded_tensor import ShardedTensor
+from shardwise.sharder import Sharder
+from shardwise.sharding_plan.tree import ModuleTree, Place
+from shardwise.sharding_spec import ShardingSpec
+
+
+@dataclass(frozen=True)
+class ParameterStep:
+    """A parameter, in all places where it is used, and the spec and layout that it is to have."""
+
+    name: str
+    places: tuple[Place, ...]
+    spec: ShardingSpec
+    layout: Layout
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """What is there now. It is looked up and not kept, so that its memory is free when it is replaced."""
+        parameter: torch.Tensor = self.places[0].get()
+        return parameter
+
+
+@dataclass(frozen=True)
+class SharderStep:
+    """A submodule, in all places where it is used, and the sharder that makes another of it."""
+
+    path: str
+    places: tuple[Place, ...]
+    sharder: Sharder
+
+    @property
+    def module(self) -> nn.Module:
+        """What is there now."""
+        module: nn.Module = self.places[0].get()
+        return module
+
+
+@dataclass(frozen=True)
+class OutputStep:
+    """A module whose output is redistributed by a spec or, without one, becomes the local tensor."""
+
+    path: str
+    spec: ShardingSpec | None
+
+
+def parameter_step(tree: ModuleTree, name: str, spec: ShardingSpec, group: ProcessGroup) -> ParameterStep:
+    """The step for the parameter of this name, or the error that says why it cannot be sharded so."""
+    if name not in tree.parameters:
+        raise no_parameter(tree, name)
+    names = tree.names_of_parameter(name)
+    parameter = tree.parameters[name].get()
+    _require_shardable(name, parameter, group)
+    try:
+        layout = locate_all(spec.layout(parameter.shape), group)
+    except Exception as error:
+        said = f"{name!r} of size {tuple(parameter.shape)} cannot be cut by {type(spec).__name__}: {error}"
+        raise same_kind(type(error).__name__, said) from error
+    return ParameterStep(name, tree.places(names), spec, layout)
+
+
+def no_parameter(tree: ModuleTree, name: str) -> Exception:
+    """Why this is not the name of a parameter."""
+    owner, last = tree.owner(name)
+    place = Place(owner, last)
+    if not last or not hasattr(owner, last):
+        return tree.unknown(name, owner, last)
+    found = place.get()
+    at = f", at {name!r}" if "." in name else ""
+    if isinstance(found, torch.Tensor):
+        what = "a buffer" if last in owner._buffers else "a tensor that is no parameter"
+        return PlanError(f"Expected {place} to be a Parameter, but found {what}{at}: only parameters are sharded")
+    hint = ""
+    if isinstance(found, nn.Module):
+        below = next((known for known in tree.parameters if known.startswith(f"{name}.")), None)
+        hint = ": a spec is for a parameter" + (f", such as {below!r}" if below else "")
+    return PlanError(f"Expected {place} to be a Tensor, but found {type(found).__name__}{at}{hint}")
+
+
+def _require_shardable(name: str, parameter: torch.Tensor, group: ProcessGroup) -> None:
+    if isinstance(parameter, ShardedTensor):
+        if parameter._process_group is not group:
+            raise ProcessGroupError(
+                f"{name!r} is already sharded, over another process group: give that one to reshard it there, or "
+                "replace it by redistribute(spec, process_group=...)"
+            )
+    elif is_lazy(parameter):
+        raise PlanError(f"{name!r} has no size yet: run the module once, so that its lazy parameters are made")
+    elif type(parameter) not in (nn.Parameter, torch.Tensor):
+        raise PropertyError(f"{name!r} is a {type(parameter).__name__}: make it a plain parameter to shard it")
+    elif parameter.layout != torch.strided:
+        raise PropertyError(f"Only torch.strided layout is currently supported: {name!r} has {parameter.layout}")
+    elif not parameter.is_contiguous():
+        raise PropertyError(f"param: {name} is not a contiguous Tensor: replace it by its contiguous() form first")

@@ -1,0 +1,135 @@
+"""`ModuleTree`: every name in a module's tree, what it names, and which names share one thing."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import PlanNameError
+
+MAGIC = re.compile(r"[*?[]")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something hangs in a module tree: an attribute of a module. The thing itself is not held on to."""
+
+    owner: nn.Module
+    name: str
+
+    def get(self) -> Any:
+        """What hangs there."""
+        return getattr(self.owner, self.name)
+
+    def put(self, value: object) -> None:
+        """Hang something else there."""
+        setattr(self.owner, self.name, value)
+
+    def __str__(self) -> str:
+        return f"{type(self.owner).__name__}.{self.name}"
+
+
+class ModuleTree:
+    """The modules and parameters of a module by every name they have, shared ones by each of theirs."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.modules = dict(root.named_modules(remove_duplicate=False))
+        self.parameters: dict[str, Place] = {}
+        self._sharing: dict[int, list[str]] = {}  # by what is shared: its names
+        for path, module in self.modules.items():
+            self._sharing.setdefault(id(module), []).append(path)
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.parameters[join(path, name)] = Place(module, name)
+                    self._sharing.setdefault(id(parameter), []).append(join(path, name))
+
+    def names_of_parameter(self, name: str) -> list[str]:
+        """All names of the parameter that has this name."""
+        return self._sharing[id(self.parameters[name].get())]
+
+    def names_of_module(self, path: str) -> list[str]:
+        """All paths to the module at this path."""
+        return self._sharing[id(self.modules[path])]
+
+    def places(self, names: list[str]) -> tuple[Place, ...]:
+        """Where a parameter hangs that has these names: each attribute of each module once."""
+        return tuple(dict.fromkeys(self.parameters[name] for name in names))
+
+    def parents(self, paths: list[str]) -> tuple[Place, ...]:
+        """The same for a module that has these paths."""
+        pairs = [path.rpartition(".") for path in paths]
+        return tuple(dict.fromkeys(Place(self.modules[parent], name) for parent, _, name in pairs))
+
+    def owner(self, name: str) -> tuple[nn.Module, str]:
+        """The module that a name leads to but for its last part, and that part; or where the name leads astray."""
+        path, _, last = name.rpartition(".")
+        at = ""
+        for part in path.split(".") if path else ():
+            if join(at, part) not in self.modules:
+                raise self.unknown(name, self.modules[at], part)
+            at = join(at, part)
+        return self.modules[at], last
+
+    def no_module(self, path: str) -> PlanNameError:
+        """Why this is not the path of a module."""
+        owner, last = self.owner(path)
+        if hasattr(owner, last):
+            found = type(getattr(owner, last)).__name__
+            return PlanNameError(
+                f"{path!r} should be a module: {type(owner).__name__} has no attribute `{last}` that is "
+                f"one, but a {found}"
+            )
+        return self.unknown(path, owner, last)
+
+    def unknown(self, name: str, owner: nn.Module, missing: str) -> PlanNameError:
+        """The error for a name that is not there, with what may be meant."""
+        near = difflib.get_close_matches(name, [*self.parameters, *self.modules], n=1)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        return PlanNameError(f"{name!r} names nothing: {type(owner).__name__} has no attribute `{missing}`{hint}")
+
+
+def join(path: str, name: str) -> str:
+    """A name below a path; "" is the path of the root."""
+    return f"{path}.{name}" if path else name
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a name has characters that stand for others."""
+    return MAGIC.search(name) is not None
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a dotted name fits a pattern: part by part, where ``**`` fits any number of parts.
+
+    >>> matches("layers.*.weight", "layers.3.weight"), matches("layers.*.weight", "layers.3.fc.weight")
+    (True, False)
+    >>> matches("**.weight", "layers.3.fc.weight"), matches("**.weight", "weight")
+    (True, True)
+    """
+    wanted = pattern.split(".")
+    # After each part of the name, how many parts of the pattern may be used up.
+    used = _skipping(wanted, {0})
+    for part in name.split("."):
+        after = set()
+        for k in used:
+            if k < len(wanted) and wanted[k] == "**":
+                after.add(k)
+            elif k < len(wanted) and fnmatchcase(part, wanted[k]):
+                after.add(k + 1)
+        used = _skipping(wanted, after)
+    return len(wanted) in used
+
+
+def _skipping(wanted: list[str], used: set[int]) -> set[int]:
+    """With those that follow when ``**`` stands for nothing."""
+    more = set(used)
+    for k in used:
+        while k < len(wanted) and wanted[k] == "**":
+            k += 1
+            more.add(k)
+    return more
