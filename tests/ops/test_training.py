@@ -147,3 +147,17 @@ def test_every_init_function() -> None:
     kernel = shardwise.zeros(chunks(0, 0, 1, 2, 3), 4, 4, 3)
     nn.init.dirac_(kernel)
     assert torch.equal(whole(kernel), nn.init.dirac_(torch.empty(4, 4, 3)))
+
+
+@ranks(2)
+def test_a_plain_linear_layer_behind_a_sharded_one_gets_its_gradient() -> None:
+    """Its weight and bias are the same on every rank, and so is their gradient, that of the whole batch."""
+    rows = torch.arange(24.0).reshape(6, 4) / 10
+    for spec in (chunks(0, 0, 1), chunks(1, 0, 1), ReplicatedShardingSpec(places(0, 1))):
+        torch.manual_seed(0)
+        layer, plain = nn.Linear(4, 5), nn.Linear(4, 5)
+        plain.load_state_dict(layer.state_dict())
+        layer(shard_tensor(rows, spec)).pow(2).mean().backward()
+        plain(rows).pow(2).mean().backward()
+        torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
+        torch.testing.assert_close(layer.bias.grad, plain.bias.grad)
