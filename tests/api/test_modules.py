@@ -1,0 +1,422 @@
+"""`shard_module`: what a plan makes of a module, beside its plain twin."""
+
+from __future__ import annotations
+
+import copy
+import io
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.api.models import Net, batches, net, same, train_alike, twins, whole
+from tests.cases import ALL, SPECS, chunks, places
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwise
+from shardwise import (
+    ReplicatedShardingSpec,
+    ShardedTensor,
+    Sharder,
+    ShardingPlan,
+    ShardingPlanner,
+    layout_independent,
+    shard_module,
+)
+from shardwise.errors import PlanKindError, RankMismatchError
+from shardwise.testing import ranks
+
+ROWS, COLUMNS = chunks(0, 0, 1, 2, 3), chunks(1, 0, 1, 2, 3)
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("layout", ALL)
+@ranks(4)
+def test_a_sharded_module_trains_as_its_plain_twin(layout: str, optimizer: str) -> None:
+    """Any layout for the embedding and two weights, rows for a third, with a plain torch optimizer."""
+    model, plain = twins()
+    plan = {"embed.weight": ALL[layout], "fc1.weight": ALL[layout], "fc10.weight": ROWS, "head.weight": ALL[layout]}
+    assert shard_module(model, ShardingPlan(plan)) is model
+    assert isinstance(model.fc1.weight, ShardedTensor)
+    assert isinstance(model.fc1.weight, nn.Parameter)
+    assert type(model.fc1.bias) is nn.Parameter
+    train_alike(model, plain, OPTIMIZERS[optimizer])
+
+
+@ranks(2)
+def test_two_ranks() -> None:
+    """Rows and columns, the bias cut too."""
+    model, plain = twins()
+    plan = {"fc1.*": chunks(0, 0, 1), "fc10.weight": chunks(1, 0, 1), "embed.weight": chunks(0, 1)}
+    shard_module(model, ShardingPlan(plan))
+    assert isinstance(model.fc1.bias, ShardedTensor)
+    train_alike(model, plain, OPTIMIZERS["SGD"])
+
+
+@ranks(4)
+def test_a_sub_group_shards_among_itself() -> None:
+    """The ranks 1 and 3 hold the model; the others are not asked."""
+    group = dist.new_group([1, 3])
+    model, plain = twins()
+    if dist.get_rank() in (1, 3):
+        shard_module(model, ShardingPlan({"**.weight": ReplicatedShardingSpec(places(1, 3))}), process_group=group)
+        same(model, plain)
+        again, _ = twins()
+        plan = {name: chunks(0, 3, 1) for name in ("embed.weight", "fc1.weight", "head.weight")}
+        shard_module(again, ShardingPlan(plan), process_group=group)
+        train_alike(again, plain, OPTIMIZERS["SGD"], group)
+
+
+@ranks(4)
+def test_values_come_from_the_source_rank() -> None:
+    """Whatever the others have, or have not: they may hold the module on the meta device."""
+    for others_have_data in (True, False):
+        rank = dist.get_rank()
+        with torch.device("cpu" if others_have_data or rank == 2 else "meta"):
+            model = net(seed=rank)
+        shard_module(model, ShardingPlan({"**.weight": ReplicatedShardingSpec(places(0, 1, 2, 3))}), src_rank=2)
+        expected = net(seed=2)
+        for name in ("embed.weight", "fc1.weight", "norm.weight"):
+            assert torch.equal(whole(model.get_parameter(name)), expected.get_parameter(name).detach())
+
+
+@ranks(4)
+def test_a_plain_parameter_is_free_before_the_next_is_sharded() -> None:
+    """And a shard does not keep the memory of the whole."""
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    alive = [weakref.ref(layer.weight) for layer in model]
+    seen = []
+
+    class Watching(type(ROWS)):
+        def layout(self, size: Any) -> Any:
+            seen.append([one() is not None for one in alive])
+            return super().layout(size)
+
+    shard_module(model, ShardingPlan({"*.weight": Watching(0, places(0, 1, 2, 3))}))
+    assert seen[-3:] == [[True, True, True], [False, True, True], [False, False, True]]
+    assert [one() for one in alive] == [None, None, None]
+    for layer in model:
+        assert layer.weight.local_tensor().untyped_storage().nbytes() == 2 * 8 * 4
+
+
+# Ties ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", ["embed.weight", "head.weight", "both", "pattern"])
+@ranks(4)
+def test_tied_parameters_stay_tied(named: str) -> None:
+    """Sharded once, whichever of its names the plan uses, and trained as one."""
+    model, plain = twins(tied=True)
+    names = {"both": ["embed.weight", "head.weight"], "pattern": ["**.weight"]}.get(named, [named])
+    plan = dict.fromkeys(names, ReplicatedShardingSpec(places(0, 1, 2, 3)) if named == "pattern" else ROWS)
+    shard_module(model, ShardingPlan({"fc1.weight": ROWS, **plan}))
+    assert isinstance(model.embed.weight, ShardedTensor)
+    assert model.embed.weight is model.head.weight
+    train_alike(model, plain, OPTIMIZERS["AdamW"])
+    assert model.double().embed.weight is model.head.weight
+    assert copy.deepcopy(model).embed.weight is not model.embed.weight
+    twin = copy.deepcopy(model)
+    assert twin.embed.weight is twin.head.weight
+
+
+@ranks(2)
+def test_a_module_used_twice_is_one_module() -> None:
+    """A layer under two names is sharded, and swapped, in both places."""
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    shard_module(model, ShardingPlan({"2.weight": chunks(0, 0, 1)}))
+    assert model[0].weight is model[2].weight
+    assert isinstance(shared.weight, ShardedTensor)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    shard_module(model, ShardingPlan({"2": Wrapping()}))
+    assert model[0] is model[2]
+    assert isinstance(model[0], Wrapped)
+
+
+# Sharders -----------------------------------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """What a sharder makes of a module: its weight in rows, its output put together."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+        count = dist.get_world_size()
+        shardwise.shard_parameter(self.inner, "weight", chunks(0, *range(count)))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """As the module it was made of."""
+        return self.inner(x)
+
+
+class Wrapping(Sharder):
+    """Wraps, and counts."""
+
+    def __init__(self) -> None:
+        self.called = 0
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        """See `Wrapped`."""
+        self.called += 1
+        return Wrapped(module)
+
+
+@ranks(4)
+def test_a_sharder_swaps_its_submodule() -> None:
+    """And one on fc1 does not stand in the way of a spec for fc10."""
+    model, plain = twins()
+    sharder = Wrapping()
+    shard_module(model, ShardingPlan({"fc1": sharder, "fc10.weight": COLUMNS, "head.weight": ROWS}))
+    assert isinstance(model.fc1, Wrapped)
+    assert dict(model.named_modules())["fc1"] is model.fc1
+    assert sharder.called == 1
+    assert isinstance(model.fc10.weight, ShardedTensor)
+    mine, everyone = batches()
+    torch.testing.assert_close(whole(model(mine)), plain(everyone).detach())
+
+
+@ranks(2)
+def test_sharders_by_pattern_and_patterns_around_them() -> None:
+    """A sharder for each layer of a list; a pattern for all weights leaves their insides alone."""
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), "out": nn.Linear(4, 4)})
+    inside = [layer.weight for layer in model["layers"]]
+    sharder, spec = Wrapping(), ReplicatedShardingSpec(places(0, 1))
+    shard_module(model, ShardingPlan({"**": spec, "layers.*": sharder}, output_plan={"layers.*": chunks(0, 0, 1)}))
+    assert sharder.called == 3
+    assert all(isinstance(layer, Wrapped) for layer in model["layers"])
+    assert all(layer.inner.weight.sharding_spec() == chunks(0, 0, 1) for layer in model["layers"])
+    assert model["out"].weight.sharding_spec() == spec
+    assert type(model["layers"][0].inner.bias) is nn.Parameter
+    assert len(model["layers"][1]._forward_hooks) == 1
+    assert inside[0].shape == (4, 4)
+
+
+class Failing(Sharder):
+    """Fails on one rank, or gives no module."""
+
+    def __init__(self, gives: Any = None) -> None:
+        self.gives = gives
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        """Nothing good."""
+        if self.gives is None and dist.get_rank() == 1:
+            raise OverflowError("too many heads")
+        return self.gives or module
+
+
+@ranks(2)
+def test_a_sharder_that_fails_on_one_rank_stops_all() -> None:
+    """Before any parameter is sharded or module swapped."""
+    model = net()
+    plan = {"embed": Wrapping(), "fc1": Failing(), "head.weight": chunks(0, 0, 1)}
+    plan["embed"] = Failing(nn.Identity())
+    with pytest.raises(OverflowError, match="too many heads"):
+        shard_module(model, ShardingPlan(plan))
+    with pytest.raises(PlanKindError, match=r"Failing\.shard gives a module in the place of 'fc1', found str"):
+        shard_module(model, ShardingPlan({**plan, "fc1": Failing("nothing")}))
+    assert isinstance(model.embed, nn.Embedding)
+    assert type(model.head.weight) is nn.Parameter
+
+
+# Meta ---------------------------------------------------------------------------------------------------------------
+
+
+class Allocations(TorchDispatchMode):
+    """The sizes of all tensors that ops make in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, list | tuple) else [made]:
+            if isinstance(one, torch.Tensor) and one.device.type == "cpu" and one.dtype == torch.float32:
+                self.elements.append(one.numel())
+        return made
+
+
+def on_meta() -> Net:
+    """The model without data."""
+    with torch.device("meta"):
+        return Net()
+
+
+def reset(module: nn.Module) -> None:
+    """Initialise what the module itself has."""
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+@ranks(4)
+def test_of_a_module_on_meta_only_the_shards_are_made() -> None:
+    """What the plan does not name stays on meta, and so do buffers."""
+    model = nn.Sequential(nn.Linear(64, 64, device="meta"), nn.BatchNorm1d(64, device="meta"))
+    with Allocations() as made:
+        shard_module(model, ShardingPlan({"0.weight": ROWS}))
+    assert 0 < max(made.elements) <= 16 * 64
+    weight = model[0].weight
+    assert (weight.device.type, weight.local_tensor().device.type, weight.requires_grad) == ("cpu", "cpu", True)
+    assert model[0].bias.is_meta
+    assert model[1].weight.is_meta
+    assert model[1].running_mean.is_meta
+
+
+@pytest.mark.parametrize("layout", ["uneven, several per rank", "chunk on two ranks", "uneven grid"])
+@ranks(4)
+def test_a_module_from_meta_is_initialised_and_trained(layout: str) -> None:
+    """All parameters from one plan, with numbers that do not depend on the sharding; then as the twin with the same."""
+    models = []
+    for spec in (ALL[layout], ROWS):
+        model = on_meta()
+        plan = {"embed.weight": spec, "fc1.weight": spec, "head.weight": spec}
+        shard_module(model, ShardingPlan({"**": ReplicatedShardingSpec(places(0, 1, 2, 3)), **plan}))
+        assert not any(parameter.is_meta for parameter in model.parameters())
+        model.scale = torch.ones(6)
+        with layout_independent(seed=3):
+            model.apply(reset)
+        models.append(model)
+    plain = net()
+    for name, parameter in plain.named_parameters():
+        parameter.data.copy_(whole(models[1].get_parameter(name)))
+    same(models[0], plain)
+    train_alike(models[0], plain, OPTIMIZERS["AdamW"])
+
+
+@ranks(4)
+def test_what_stays_on_meta_is_made_by_to_empty_and_loaded() -> None:
+    """The sharded parameters stay sharded; a whole plain checkpoint fills both kinds, tied ones too."""
+    plain = net(tied=True)
+    with torch.device("meta"):
+        model = Net(tied=True)
+    shard_module(model, ShardingPlan({"head.weight": SPECS["uneven grid"], "fc1.weight": COLUMNS}))
+    assert model.to_empty(device="cpu") is model
+    assert isinstance(model.fc1.weight, ShardedTensor)
+    assert model.fc1.weight.sharding_spec() == COLUMNS
+    assert model.head.weight is model.embed.weight
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    model.load_state_dict(plain.state_dict())
+    same(model, plain)
+    train_alike(model, plain, OPTIMIZERS["SGD"])
+
+
+@ranks(2)
+def test_a_source_without_data_is_an_error_where_others_have_some() -> None:
+    """On every rank, and nothing has changed."""
+    model = on_meta() if dist.get_rank() == 0 else net()
+    with pytest.raises(
+        ValueError, match=r"'fc1\.weight' has no data on the source rank 0, where it is on meta, but has"
+    ):
+        shard_module(model, ShardingPlan({"fc1.weight": chunks(0, 0, 1)}))
+    assert type(model.fc1.weight) is nn.Parameter
+    shard_module(model, ShardingPlan({"fc1.weight": chunks(0, 0, 1)}), src_rank=1)
+    assert torch.equal(whole(model.fc1.weight), net().fc1.weight.detach())
+
+
+# Planners, and the life of a module after it ------------------------------------------------------------------------
+
+
+class Rows(ShardingPlanner):
+    """Every matrix in rows."""
+
+    def build_plan(self, module: nn.Module) -> ShardingPlan:
+        """By looking at the sizes."""
+        return ShardingPlan({name: ROWS for name, one in module.named_parameters() if one.ndim == 2})
+
+
+@ranks(4)
+def test_a_planner_makes_the_plan() -> None:
+    """In its place."""
+    model, plain = twins()
+    shard_module(model, Rows())
+    assert [name for name, one in model.named_parameters() if isinstance(one, ShardedTensor)] == [
+        "embed.weight",
+        "fc1.weight",
+        "fc10.weight",
+        "head.weight",
+    ]
+    train_alike(model, plain, OPTIMIZERS["SGD"])
+
+
+@ranks(4)
+def test_a_sharded_module_is_sharded_again_in_place() -> None:
+    """By another plan: parameters are resharded, gradients with them, and an optimizer keeps them."""
+    model, plain = twins()
+    shard_module(model, ShardingPlan({"embed.weight": ROWS, "fc1.weight": ROWS, "head.weight": ROWS}))
+    optimizer, twin = OPTIMIZERS["SGD"](model.parameters()), OPTIMIZERS["SGD"](plain.parameters())
+    for one, ids in zip((model, plain), batches(), strict=True):
+        one(ids).pow(2).mean().backward()
+    weight = model.fc1.weight
+    shard_module(
+        model, ShardingPlan({"fc1.weight": SPECS["uneven grid"], "embed.weight": COLUMNS, "head.weight": ROWS})
+    )
+    assert model.fc1.weight is weight
+    assert weight.sharding_spec() == SPECS["uneven grid"]
+    torch.testing.assert_close(whole(weight.grad), plain.fc1.weight.grad)
+    optimizer.step()
+    twin.step()
+    torch.testing.assert_close(whole(weight), plain.fc1.weight.detach())
+
+
+@ranks(4)
+def test_the_life_of_a_module_after_it() -> None:
+    """state_dict, load_state_dict, deepcopy, dtypes, requires_grad_, zero_grad, eval, whole pickles."""
+    model, plain = twins(tied=True)
+    shard_module(model, ShardingPlan({"fc1.weight": SPECS["chunk on two ranks"], "head.weight": ROWS}, {"": ROWS}))
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict())
+    twin = shard_module(net(1), ShardingPlan({"fc1.weight": COLUMNS}))
+    twin.load_state_dict(state)
+    same(nn.ModuleList([twin.fc1]), nn.ModuleList([plain.fc1]))
+    assert isinstance(twin.embed.weight, nn.Parameter)
+    copied = copy.deepcopy(model)
+    converted = copy.deepcopy(plain)
+    same(copied.half(), converted.half())
+    assert copied.fc1.weight.dtype == torch.float16
+    assert model.fc1.weight.dtype == torch.float32
+    same(copied.to(torch.float64), converted.to(torch.float64))
+    model.requires_grad_(False)
+    assert not model.fc1.weight.requires_grad
+    model.requires_grad_(True)
+    mine, everyone = batches()
+    model(mine).sum().backward()
+    assert model.fc1.weight.grad is not None
+    model.zero_grad()
+    assert model.fc1.weight.grad is None
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert loaded.head.weight is loaded.embed.weight
+    found = loaded(mine)
+    assert found.sharding_spec() == ROWS
+    torch.testing.assert_close(whole(found), plain(everyone).detach())
+
+
+@ranks(2)
+def test_ranks_with_different_plans_all_raise() -> None:
+    """In specs, names, outputs, sharders, sources; and nothing has changed."""
+    rank = dist.get_rank()
+    rows, columns = chunks(0, 0, 1), chunks(1, 0, 1)
+    differing = {
+        "sharding_spec of fc1.weight": ShardingPlan({"fc1.weight": (rows, columns)[rank]}),
+        "parameter fc1": ShardingPlan({("fc1.weight", "fc10.weight")[rank]: rows}),
+        "output of fc1": ShardingPlan({}, output_plan={"fc1": (rows, columns)[rank]}),
+        "return_local_tensor": ShardingPlan({}, return_local_tensor=["fc1", "fc10"][: rank + 1]),
+        "Sharder of fc1": ShardingPlan({"fc1": (Wrapping(), Failing())[rank]}),
+    }
+    for field, plan in differing.items():
+        model = net()
+        with pytest.raises(RankMismatchError, match=field):
+            shard_module(model, plan)
+        assert not any(isinstance(one, ShardedTensor) for one in model.parameters())
+        assert not model.fc1._forward_hooks
+    with pytest.raises(ValueError, match="does not match with src_rank=1"):
+        shard_module(net(), ShardingPlan({"fc1.weight": rows}), src_rank=rank)
