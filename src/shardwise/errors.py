@@ -40,7 +40,6 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
 from __future__ import annotations
 
 import builtins
-from collections.abc import Sequence
 
 
 class ShardwiseError(Exception):
@@ -177,7 +176,7 @@ def same_kind(type_name: str, message: str) -> Exception:
         return RuntimeError(f"{type_name}: {message}")
 
 
-def plan_error(problems: Sequence[tuple[str, str]]) -> Exception:
+def plan_error(problems: list[tuple[str, str]]) -> Exception:
     """The error for what is wrong with a plan, given as kinds and messages.
 
     A single problem is an error of its own kind. Several make one `PlanError` that lists them, and that is also of each
@@ -190,7 +189,7 @@ def plan_error(problems: Sequence[tuple[str, str]]) -> Exception:
     leaves = [kind for kind in builtin if not any(other is not kind and issubclass(other, kind) for other in builtin)]
     lines = tuple(message for _, message in problems)
     bases = (PlanError, *sorted(leaves, key=lambda kind: kind.__name__))
-    members = {"__doc__": PlanError.__doc__, "__reduce__": lambda self: (plan_error, (list(problems),))}
+    members = {"__doc__": PlanError.__doc__, "__reduce__": lambda self: (plan_error, (problems,))}
     try:
         several: type[PlanError] = type("PlanError", bases, members)
     except TypeError:  # builtins that hold different things do not go together
