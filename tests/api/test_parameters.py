@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.cases import ALL, PLAIN, SPECS, chunks, holds, places
 from torch import nn
 
-from shardwise import ReplicatedShardingSpec, ShardedTensor, shard_parameter
+from shardwise import ChunkShardingSpec, ReplicatedShardingSpec, ShardedTensor, shard_parameter
 from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError
 from shardwise.testing import ranks
 
@@ -27,9 +27,9 @@ def layer(seed: int = 0) -> nn.Linear:
 @ranks(4)
 def test_the_parameter_is_cut_by_the_spec(layout: str) -> None:
     """It is a parameter and a sharded tensor, holds its part of the source's values, and nothing else changes."""
-    module, bias = layer(dist.get_rank()), None
+    module = layer(dist.get_rank())
     bias = module.bias
-    assert shard_parameter(module, "weight", ALL[layout], src_rank=1) is None
+    shard_parameter(module, "weight", ALL[layout], src_rank=1)
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
     assert isinstance(weight, ShardedTensor)
@@ -57,10 +57,11 @@ def test_what_is_frozen_stays_frozen_and_attributes_stay() -> None:
 @ranks(2)
 def test_a_name_may_lead_into_submodules() -> None:
     """And into lists of parameters; ties inside the module are kept."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
-    model[0].weight = model[1][0].weight
+    inner = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(inner))
+    model[0].weight = inner.weight
     shard_parameter(model, "1.0.weight", ROWS)
-    assert model[0].weight is model[1][0].weight
+    assert model[0].weight is inner.weight
     assert isinstance(model[0].weight, ShardedTensor)
     several = nn.ParameterList([torch.zeros(4), torch.ones(4)])
     shard_parameter(several, "1", ROWS)
@@ -80,7 +81,7 @@ def test_without_data_the_shards_are_made_empty() -> None:
     nn.init.ones_(module.weight)
     assert (module.weight == 1).all().item()
     onto_meta = layer()
-    shard_parameter(onto_meta, "weight", chunks(0, 0, 1).__class__(0, places(0, 1, device="meta")))
+    shard_parameter(onto_meta, "weight", ChunkShardingSpec(0, places(0, 1, device="meta")))
     assert onto_meta.weight.is_meta
 
 
