@@ -79,6 +79,31 @@ def test_on_four_ranks(layout: str, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("which", [0, 1])
+@ranks(2)
+def test_with_a_plain_operand(which: int, family: str) -> None:
+    """One operand is plain, the same on every rank: it gets the whole gradient, the same on every rank."""
+    for name, function in FAMILIES[family].items():
+        if name == "out":  # into memory that nobody filled, and that would have to be the same on every rank
+            continue
+        plains, sharded = twins(TWO["chunk dim 0"], TWO["uneven, several per rank"])
+        mixed: list[torch.Tensor] = list(sharded)
+        mixed[which] = plains[which].detach().clone().requires_grad_()
+        expected, found = function(*plains), function(*mixed)
+        if not isinstance(found, ShardedTensor) or not expected.requires_grad:  # of the plain operand alone
+            continue
+        weights = torch.rand(expected.shape, generator=torch.Generator().manual_seed(1)).to(expected.dtype)
+        expected.backward(weights)
+        found.backward(shard_tensor(weights, found.sharding_spec()))
+        gradient, wanted = mixed[which].grad, plains[which].grad
+        assert (gradient is None) == (wanted is None), name
+        if wanted is not None:
+            torch.testing.assert_close(
+                gradient, wanted, rtol=1e-4, atol=1e-4, msg=lambda text, op=name: f"gradient of {op}: {text}"
+            )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", ["chunk dim 0", "uneven, several per rank"])
 @ranks(4)
 def test_without_gathering(layout: str, family: str) -> None:

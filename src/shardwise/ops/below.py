@@ -19,6 +19,7 @@ from shardwise import settings
 from shardwise.dispatch import registry, unsupported
 from shardwise.errors import PropertyError, UnsupportedOpError, ViewWriteError
 from shardwise.ops.call import Aten, Call
+from shardwise.ops.carried import carry, holds_carried, put_down
 from shardwise.ops.compute import Prepared, UnknownResultError, compute, prepare
 from shardwise.ops.gathered import compute_gathered
 from shardwise.ops.replay import remembered, watching
@@ -49,6 +50,7 @@ class _Outside(threading.local):
 
     def __init__(self) -> None:
         self.state = _AT_IMPORT
+        self.carries = False  # whether any of its operands is carried
 
 
 _AT_IMPORT = _dispatch_state()
@@ -64,14 +66,18 @@ def descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    before, _outside.state = _outside.state, _dispatch_state()
+    given, named = (carry(args), carry(kwargs)) if torch.is_grad_enabled() else (args, kwargs)
+    carries = given is not args or named is not kwargs
+    before, before_carries = _outside.state, _outside.carries
+    _outside.state, _outside.carries = _dispatch_state(), carries
     try:
         with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
-            return op(*args, **kwargs)
+            found = op(*given, **named)
+        return put_down(found) if carries else found
     except (UnsupportedOpError, ViewWriteError) as error:
         refused = error
     finally:
-        _outside.state = before
+        _outside.state, _outside.carries = before, before_carries
     name = getattr(op, "__name__", "")
     tensors = [leaf for leaf in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(leaf, torch.Tensor)]
     if name in ("__get__", "__set__"):
@@ -92,12 +98,23 @@ def aten(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     in_python = op.py_kernels.get(_COMPOSITE)
     if not _is_known(op) and in_python is None and op._can_decompose():
         return op.decompose(*args, **kwargs)
+    if _outside.carries and holds_carried(args, kwargs):
+        return _put_down_for(op, args, kwargs)
     with torch._C._EnableTorchFunction(), torch._C._ForceDispatchKeyGuard(*_outside.state), watching():
         if not _is_known(op) and in_python is not None:
             return in_python(*args, **kwargs)
         found = _compute(op, args, kwargs)
         must_alias = op.is_view and op.overloadpacket is not torch.ops.aten.reshape
         return _marked(found, args[0]) if must_alias and args else found
+
+
+def _put_down_for(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An aten op on operands that were carried: on plain ones alone it is torch's, and the result is carried on."""
+    plain_args, plain_kwargs = put_down((args, kwargs))
+    if any(isinstance(leaf, ShardedTensorBase) for leaf in pytree.tree_leaves((args, kwargs))):
+        return aten(op, plain_args, plain_kwargs)
+    with torch._C._ForceDispatchKeyGuard(*_outside.state):
+        return carry(op(*plain_args, **plain_kwargs))
 
 
 def _marked(views: Any, base: Any) -> Any:

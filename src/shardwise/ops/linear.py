@@ -35,9 +35,8 @@ def _multiply(op: Any, args: Any, kwargs: Any) -> Any:
     x, weight, bias = given["input"], given["weight"], given.get("bias")
     if isinstance(weight, ShardedTensorBase) and weight.ndim == 2 and not isinstance(x, ShardedTensorBase):
         x = x.as_subclass(torch.Tensor) if isinstance(x, ReplicatedTensor) else joined_batches(x, weight)
-    if weight.ndim != 2:
+    if not isinstance(weight, ShardedTensorBase) or weight.ndim != 2:
         return descend(functional.linear, (x, weight) if bias is None else (x, weight, bias), {})
-    # Transposed here and not below: a plain weight would be transposed there without autograd, and get no gradient.
     made = torch.matmul(x, weight.t())
     return made if bias is None else made + bias
 

@@ -93,6 +93,8 @@ def _tell(value: Any, parts: list[Any], grad: bool) -> None:
     elif kind is torch.Tensor or kind is Parameter:
         if (grad and value.requires_grad) or value.layout is not torch.strided:
             raise Unfit
+        if value.ndim < 2 or not value.is_floating_point():
+            raise Unfit  # torch may look at its values, as at an index, and call other ops for others
         parts += (value.shape, value.dtype, value.device)
     elif isinstance(value, list | tuple):
         parts.append(len(value))

@@ -1,0 +1,47 @@
+"""What torch does to a plain operand, on the way of a function into aten ops, is recorded by autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.cases import chunks
+from torch import nn
+from torch.nn import functional
+
+from shardwise import shard_tensor
+from shardwise.testing import ranks
+
+# Each transposes, reshapes or normalises its second operand before it meets the first.
+FUNCTIONS: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {
+    "linear": (functional.linear, (4, 6), (5, 6)),
+    "linear with three dims": (functional.linear, (4, 3, 6), (5, 6)),
+    "einsum": (lambda x, w: torch.einsum("bi,oi->bo", x, w), (4, 6), (5, 6)),
+    "einsum in batches": (lambda x, w: torch.einsum("bij,ojk->bik", x, w), (4, 3, 6), (2, 6, 5)),
+    "tensordot": (lambda x, w: torch.tensordot(x, w, dims=([1], [1])), (4, 6), (5, 6)),
+    "inner": (torch.inner, (4, 6), (3, 6)),
+    "kron": (torch.kron, (4, 6), (2, 2)),
+    "prelu": (functional.prelu, (4, 6, 2), (6,)),
+    "cosine_similarity": (functional.cosine_similarity, (4, 6), (4, 6)),
+    "attention": (lambda x, w: functional.scaled_dot_product_attention(x, w, w), (4, 3, 6), (4, 3, 6)),
+    "batches by a matrix": (lambda x, w: torch.matmul(w, x), (4, 6, 3), (5, 6)),
+    "bilinear": (lambda x, w: functional.bilinear(x, x, w), (4, 3), (5, 3, 3)),
+    "cat": (lambda x, w: torch.cat([x, w]), (4, 6), (3, 6)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@ranks(2)
+def test_the_plain_operand_gets_the_whole_gradient(name: str) -> None:
+    """Wherever the sharded operand is cut; the same on every rank."""
+    function, *sizes = FUNCTIONS[name]
+    values = [torch.randn(size, generator=torch.Generator().manual_seed(k)) for k, size in enumerate(sizes)]
+    leaves = [value.clone().requires_grad_() for value in values]
+    function(*leaves).pow(2).sum().backward()
+    for dim in range(values[0].ndim):
+        sharded = shard_tensor(values[0], chunks(dim, 0, 1)).requires_grad_()
+        plain = nn.Parameter(values[1].clone())
+        function(sharded, plain).pow(2).sum().backward()
+        torch.testing.assert_close(plain.grad, leaves[1].grad, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sharded.grad.full_tensor(), leaves[0].grad, rtol=1e-4, atol=1e-4)
