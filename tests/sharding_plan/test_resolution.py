@@ -284,3 +284,14 @@ def test_looking_at_a_plan_makes_nothing() -> None:
     table = nn.Embedding(2**40, 64, device="meta")
     found = resolve(ShardingPlan({"weight": ROWS}), table, dist.group.WORLD)
     assert found.parameters[0].layout.size == torch.Size([2**40, 64])
+
+
+@ranks(2)
+def test_ranks_may_write_the_same_plan_in_another_order() -> None:
+    """The order of a dict says nothing: parameters are sharded in the order of the module."""
+    plan = {"head.weight": ROWS, "embed.weight": COLUMNS, "fc*.weight": ROWS}
+    model = net()
+    assert list(steps(plan, model)) == ["embed.weight", "fc1.weight", "fc10.weight", "head.weight"]
+    entries = list(plan.items())
+    shard_module(model, ShardingPlan(dict(entries if dist.get_rank() else reversed(entries))))
+    assert model.embed.weight.sharding_spec() == COLUMNS

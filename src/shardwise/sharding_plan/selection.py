@@ -35,7 +35,10 @@ class Names:
 
 
 def choose(entries: Mapping[str, E], names: Names, noting: Callable[[], AbstractContextManager[None]]) -> dict[str, E]:
-    """For each thing that is meant, by one of its names, the entry that holds; what is raised is noted key by key."""
+    """For each thing that is meant, by one of its names, the entry that holds; what is raised is noted key by key.
+
+    They are in the order of the names, not of the entries, so that ranks act in the same order.
+    """
     said: dict[str, list[tuple[str, str]]] = {}  # by the first name of a thing: keys that mean it, and by which name
     for key in entries:
         with noting():
@@ -52,4 +55,4 @@ def choose(entries: Mapping[str, E], names: Names, noting: Callable[[], Abstract
                     raise PlanError(
                         f"{key!r} and {other_key!r} say different things of {name!r}{same}: keep one of them"
                     )
-    return chosen
+    return {name: chosen[name] for name in names.known if name in chosen}
