@@ -40,6 +40,7 @@ class Registry:
         self.overrides: Table = {}
         self.by_spec: dict[type, Table] = {}
         self.built_in: Table = {}
+        self.version = 0  # how often a handler was registered
 
     def find(self, op: Op, spec: object) -> Handler | None:
         """The handler for this op on a tensor with this spec."""
@@ -72,6 +73,7 @@ def register_op(op: Op, func: Handler, op_table: Table) -> None:
             f"but received signature: {signature}"
         )
     op_table[op] = func
+    registry.version += 1
 
 
 def decorator_func(wrapped_func: Handler, op: Op, op_table: Table) -> Handler:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shardwise import settings
+from shardwise.dispatch import registry
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.frame import Frame
 
@@ -66,7 +67,7 @@ def _key(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...
     if not _is_pure(op):
         raise Unfit
     grad = _grad_enabled()
-    parts = [op, grad, settings.current().gather_budget, _default_dtype()]
+    parts = [op, grad, settings.current().gather_budget, _default_dtype(), registry.version]
     for value in args:
         _tell(value, parts, grad)
     for name, value in kwargs.items():
