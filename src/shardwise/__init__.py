@@ -12,6 +12,7 @@ from shardwise.placement import mesh_placements
 from shardwise.process_group import load_with_process_group
 from shardwise.random import layout_independent
 from shardwise.settings import gather_budget, validation
+from shardwise.sharded_optim import Scoped, ShardedOptimizer
 from shardwise.sharded_tensor import (
     Shard,
     ShardedTensor,
@@ -56,8 +57,10 @@ __all__ = [
     "Plan",
     "ReplicatedShardingSpec",
     "ReplicatedTensor",
+    "Scoped",
     "Shard",
     "ShardMetadata",
+    "ShardedOptimizer",
     "ShardedTensor",
     "ShardedTensorBase",
     "ShardedTensorMetadata",

@@ -19,7 +19,18 @@ from typing import Any
 
 import torch.distributed
 
-from shardwise import api, dispatch, metadata, process_group, sharded_tensor, sharder, sharding_plan, sharding_spec
+from shardwise import (
+    api,
+    dispatch,
+    metadata,
+    named_parameters,
+    process_group,
+    sharded_optim,
+    sharded_tensor,
+    sharder,
+    sharding_plan,
+    sharding_spec,
+)
 from shardwise.errors import DropinError
 from shardwise.sharded_tensor import assembly, joining, remote, shard
 from shardwise.sharding_spec import chunking, enumerable
@@ -61,6 +72,10 @@ _TENSORS = {
 _FACTORIES = {
     name: getattr(sharded_tensor, name)
     for name in ("empty", "full", "ones", "rand", "randn", "zeros", "init_from_local_shards")
+}
+_OPTIMIZERS = {
+    "ShardedOptimizer": sharded_optim.ShardedOptimizer,
+    "named_params_with_sharded_tensor": named_parameters.named_params_with_sharded_tensor,
 }
 
 _VERBS = {
@@ -139,6 +154,8 @@ TABLE: dict[str, dict[str, Any]] = {
         "build_metadata_from_local_shards": joining.build_metadata_from_local_shards,
         "build_global_metadata": joining.build_global_metadata,
     },
+    "sharded_optim": _OPTIMIZERS,
+    "sharded_optim.api": _OPTIMIZERS,
     "sharded_tensor.logger": {"_get_or_create_logger": _get_or_create_logger},
 }
 

@@ -34,6 +34,8 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     │   ├── PlanNameError(AttributeError)   a name that is not in the module
     │   ├── PlanOverlapError(RuntimeError)  entries that would change the same part of the module
     │   └── PlanRootError(KeyError)         the root, where only a submodule can be swapped
+    ├── OptimizerError(ValueError)          an optimizer that cannot train these parameters
+    │   └── OptimizerStateError             a state dict that is not one of this optimizer
     └── DropinError(RuntimeError)           the old system cannot be replaced in this process
 """
 
@@ -159,6 +161,14 @@ class PlanOverlapError(PlanError, RuntimeError):
 
 class PlanRootError(PlanError, KeyError):
     """The module itself was named, which has no parent to swap it in."""
+
+
+class OptimizerError(ShardwiseError, ValueError):
+    """An optimizer that cannot train these parameters."""
+
+
+class OptimizerStateError(OptimizerError):
+    """A state dict whose entries are not those of this optimizer."""
 
 
 class DropinError(ShardwiseError, RuntimeError):

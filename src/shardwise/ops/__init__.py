@@ -2,6 +2,7 @@
 
 from shardwise.ops import (
     along,
+    amp,
     attributes,
     autograd,
     below,
@@ -24,6 +25,7 @@ from shardwise.ops import (
 
 __all__ = [
     "along",
+    "amp",
     "attributes",
     "autograd",
     "below",

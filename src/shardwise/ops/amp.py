@@ -1,0 +1,42 @@
+"""What `torch.amp.GradScaler` does to gradients: unscale them, and find out whether any rank has an inf or a NaN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.dispatch import registry
+from shardwise.process_group import Fields, in_step_sharing, is_member
+from shardwise.sharded_tensor import ShardedTensorBase
+
+CHECK = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def _unscale(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
+    """Multiply every gradient by the inverse scale, and set `found_inf` on all ranks if it is to be set on one.
+
+    So either every rank skips its step or none does, and all change their scale alike. Every rank of the gradients'
+    groups calls it; one bit of each rank travels.
+    """
+    grads, found_inf, inv_scale = args
+    sharded = [grad for grad in grads if isinstance(grad, ShardedTensorBase)]
+    local: list[torch.Tensor] = []
+    for grad in grads:
+        local += grad._local_tensors() if isinstance(grad, ShardedTensorBase) else [grad]
+    values = [one._values() if one.is_sparse else one for one in local]
+    if values:
+        CHECK(values, found_inf, inv_scale)
+
+    def work() -> tuple[None, Fields, bool]:
+        return None, {"verb": "unscale", "gradients": len(grads)}, bool(found_inf.item())
+
+    groups = {id(grad._process_group): grad._process_group for grad in sharded if grad._process_group is not None}
+    for group in groups.values():
+        if is_member(group):
+            _, found = in_step_sharing(group, work)
+            if any(found):
+                found_inf.fill_(1.0)
+
+
+registry.built_in[CHECK] = _unscale

@@ -1,0 +1,265 @@
+"""`ShardedOptimizer`: any torch optimizer over plain and sharded parameters, by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.errors import OptimizerError
+from shardwise.process_group import Fields
+from shardwise.sharded_optim import loading, naming, state, template
+from shardwise.sharded_optim.member import Member
+from shardwise.sharded_optim.roster import Roster, leaves_of, together
+from shardwise.sharded_optim.scope import TORCH, scope_of
+from shardwise.sharded_optim.stepping import Closure, step_in_place, step_jointly, step_whole
+
+UPDATED = {"element": "where they lie", "tensor": "each whole on one rank", "model": "all whole on every rank"}
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose parameters may be sharded, and have names. Training is that of the plain twin.
+
+    ``named_params`` is a mapping such as ``dict(model.named_parameters())``, or pairs, or a list of groups: dicts whose
+    ``params`` are such, with options beside them. ``optimizer_class`` is one of torch's, or any other in a `Scoped`
+    that says what its updates look at; the arguments after it are given to it, as they are.
+
+    An optimizer that updates elements one by one runs on the shards where they lie, and a step sends nothing. One that
+    looks at whole parameters gets each whole on one rank, for the time of the step. One that looks at all of them at
+    once, such as LBFGS, gets all of them on every rank, with its state. Every rank makes it, alike; a digest travels::
+
+        optimizer = ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, lr=1e-3)
+    """
+
+    def __init__(
+        self,
+        named_params: Mapping[str, torch.Tensor] | Any,
+        optimizer_class: Any,
+        *optimizer_args: Any,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        groups = naming.parse_groups(named_params)
+        naming.require_distinct(groups)
+        roster = Roster(*scope_of(optimizer_class), (optimizer_args, optimizer_kwargs), groups)
+        self._first: dict[torch.Tensor, dict[str, Any]] = {}  # leaves with state of `init_state`, and how that was
+        pairs = [{**naming.options(group), "params": list(group["params"].items())} for group in groups]
+        super().__init__(pairs, roster.inner.defaults)  # which calls `add_param_group`
+        self._roster = roster
+        self._return_options()
+
+    def add_param_group(self, param_group: Any) -> None:
+        """Train further parameters: a dict of named ``params`` and options. Every rank calls it; a digest travels."""
+        if "_roster" not in vars(self):  # torch's constructor: what it adds will be there
+            super().add_param_group(param_group)
+            return
+        group = naming.parse_group(param_group)
+        self._roster.add(group)
+        super().add_param_group({**naming.options(group), "params": list(group["params"].items())})
+        self._return_options()
+
+    @property
+    def named_params(self) -> dict[str, torch.Tensor]:
+        """Every parameter by its name, plain and sharded."""
+        return self._roster.named
+
+    # Steps ----------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Update every parameter that has a gradient; give the loss, if a closure computes one.
+
+        Every rank calls it. Nothing travels where elements are updated one by one. Else whole parameters and their
+        gradients go to where they are updated, and the parameters back. A parameter that was resharded takes its
+        state along.
+        """
+        roster = self._roster
+        for member in roster.sharded:
+            if member.parameter._tensors is not member.locals and not member.is_current():  # type: ignore[attr-defined] # sharded
+                self._follow()
+                break
+        if self._first:
+            self._forget_first()
+        for group, inner in zip(self.param_groups, roster.inner.param_groups, strict=True):
+            for key in group:
+                if key != "params" and key != "param_names":
+                    inner[key] = group[key]
+        if not roster.visitors:
+            loss = step_in_place(roster, closure)
+        else:
+            loss = (step_jointly if roster.scope == "model" else step_whole)(roster, closure)
+        self._return_options()
+        return loss
+
+    def _return_options(self) -> None:
+        """Show what torch's optimizer has set by itself."""
+        for group, inner in zip(self.param_groups, self._roster.inner.param_groups, strict=True):
+            for key in inner:
+                if key != "params" and key != "param_names":
+                    group[key] = inner[key]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let go of all gradients, or set them to zero. No communication."""
+        if not set_to_none:
+            super().zero_grad(set_to_none=False)
+            return
+        for member in self._roster.members:
+            member.parameter.grad = None
+
+    def _follow(self) -> None:
+        """Take the state along to where parameters lie now."""
+        self._roster.follow({member.name: o for members, o in self._with_options() for member in members})
+        here = set(leaves_of(self._roster.members))
+        self._first = {leaf: versions for leaf, versions in self._first.items() if leaf in here}
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    @property  # type: ignore[override] # torch has a dict
+    def state(self) -> Mapping[torch.Tensor, Any]:
+        """What is here of the state of each parameter, over the same memory. No communication."""
+        return _States(self._roster)
+
+    @state.setter
+    def state(self, given: Any) -> None:
+        if given:  # torch's constructor gives an empty one
+            raise OptimizerError("the state is that of the shards: load it with load_state_dict")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state by parameter name, and the options of the groups with the names in ``params``.
+
+        Every rank calls it, and all get the same names and keys. State of a parameter's size is sharded as the
+        parameter is, over the memory of the optimizer where it lies so; what kinds of state there are travels, and what
+        lies elsewhere.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        self._follow()
+        roster = self._roster
+        groups = [
+            {**options, "params": [member.name for member in members]} for members, options in self._with_options()
+        ]
+        entries = state.exported(roster.members, roster.inner.state, roster.group)
+        made: dict[str, Any] = {"state": entries, "param_groups": groups}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, made)
+            made = made if changed is None else changed
+        return made
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take on state by parameter name, from any layout: sharded in any way, or whole. Every rank calls it.
+
+        The groups' options are found by the names in them. All that is unknown, missing or of a wrong size is told in
+        one error, on every rank, and then nothing has changed. What a rank lacks of its part travels.
+        """
+        given: Any = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, given)
+            given = given if changed is None else changed
+        self._follow()
+        roster = self._roster
+
+        def check() -> tuple[loading.Loaded, Fields]:
+            strict = roster.optimizer_class in TORCH
+            loaded = loading.checked(given, roster.groups, scope=roster.scope, shapes=self._shapes, strict=strict)
+            return loaded, {"verb": "load_state_dict", "state": loaded.outline}
+
+        loaded = together(roster.group, check)
+        options = {member.name: o for members, o in self._with_options(loaded.options) for member in members}
+        made = state.imported(roster.members, loaded.entries, options)
+        together(roster.group, lambda: (None, {"verb": "loaded"}))  # on every rank
+        roster.inner.state.clear()
+        roster.inner.state.update(made)
+        self._first = {}
+        for group, over in zip(self.param_groups, loaded.options, strict=True):
+            group.update(over)
+        for done in self._optimizer_load_state_dict_post_hooks.values():
+            done(self)
+
+    def init_state(self) -> None:
+        """Make the state that the first step would make, so that a checkpoint can be read into `state_dict()`.
+
+        Parameters stay as they are. Unless it is written into, by `load_state_dict` or in place, the first step is that
+        of a new optimizer. No communication.
+        """
+        roster = self._roster
+        if roster.scope == "model":
+            raise OptimizerError(
+                f"{roster.optimizer_class.__name__} makes its state as it goes, so none can be made before: "
+                "load it with load_state_dict"
+            )
+        for members, options in self._with_options():
+            for leaf in leaves_of(members):
+                if leaf.requires_grad and not roster.inner.state.get(leaf):
+                    entry = template.first_state(roster.new_optimizer, options, leaf)
+                    roster.inner.state[leaf] = entry
+                    self._first[leaf] = _versions(entry)
+
+    def _forget_first(self) -> None:
+        """Drop the state of `init_state` that nobody has written into: the first step makes it as it should be."""
+        for leaf, versions in self._first.items():
+            if _versions(self._roster.inner.state.get(leaf, {})) == versions:
+                self._roster.inner.state.pop(leaf, None)
+        self._first = {}
+
+    def _with_options(
+        self, loaded: Sequence[Mapping[str, Any]] | None = None
+    ) -> Iterator[tuple[list[Member], dict[str, Any]]]:
+        """The members of each group, and its options, loaded ones over its own."""
+        groups = self._roster.groups
+        for members, group, over in zip(groups, self.param_groups, loaded or [{}] * len(groups), strict=True):
+            yield members, {**naming.options(group), **over}
+
+    def _shapes(self, member: Member, options: Mapping[str, Any]) -> dict[str, template.Shape] | None:
+        """The shapes that the state of this parameter should have, if the group has these options over its own."""
+        if self._roster.scope == "model":
+            return None
+        own = next(own for members, own in self._with_options() if member in members)
+        return template.shapes_of(self._roster.new_optimizer, {**own, **options}, member.parameter)
+
+    # Python's protocols ---------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedOptimizer:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        for name, value in vars(self).items():
+            if name != "step":  # which a scheduler has bound to this one
+                vars(new)[name] = copy.deepcopy(value, memo)
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OptimizerError("an optimizer of sharded parameters cannot be pickled: save its state_dict()")
+
+    def __repr__(self) -> str:
+        roster = self._roster
+        lines = [f"{type(self).__name__} of {len(roster.members)} parameters by {roster.optimizer_class.__name__}, "]
+        lines[0] += f"{len(roster.sharded)} sharded, updated {UPDATED[roster.scope or 'element']}"
+        for number, (members, options) in enumerate(self._with_options()):
+            names = [member.name for member in members]
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            lines.append(f"  group {number}: {shown}; " + ", ".join(f"{k}={v}" for k, v in options.items()))
+        return "\n".join(lines)
+
+
+class _States(Mapping[torch.Tensor, Any]):
+    """The state of each parameter that has any, as far as it is here."""
+
+    def __init__(self, roster: Roster) -> None:
+        self._members = {id(member.parameter): member for member in roster.members}
+        self._state = roster.inner.state
+
+    def __getitem__(self, parameter: torch.Tensor) -> Any:
+        if id(parameter) not in self._members:
+            raise KeyError(f"a tensor of size {tuple(parameter.shape)} that is no parameter of this optimizer")
+        return state.view_of(self._members[id(parameter)], self._state)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        having = (m for m in self._members.values() if any(self._state.get(leaf) for leaf in m.leaves))
+        return (member.parameter for member in having)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _versions(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells whether state was written into."""
+    return {key: (id(v), v._version) if isinstance(v, torch.Tensor) else v for key, v in entry.items()}

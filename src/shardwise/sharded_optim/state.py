@@ -1,0 +1,233 @@
+"""The state of torch's optimizer, which hangs on leaves, as entries by parameter name; and back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from shardwise.errors import LayoutError, OptimizerError
+from shardwise.geometry import Boxes
+from shardwise.layout import Layout
+from shardwise.process_group import Fields, in_step_sharing
+from shardwise.sharded_optim.member import Member, lies_whole
+from shardwise.sharded_tensor import ShardedTensor
+from shardwise.sharded_tensor.frame import Frame, Parts
+from shardwise.sharded_tensor.movement import whole_on
+from shardwise.sharded_tensor.shard import narrow_tensor_by_index
+from shardwise.sharding_spec import FixedShardingSpec
+
+Entry = dict[str, Any]  # the state of one parameter, by key
+LeafState = dict[torch.Tensor, Entry]  # what torch's optimizer keeps
+Described = dict[str, list[Any]]  # for each key: its kind, and what every rank must know of it
+
+LIKE, ONE, OTHER, PLAIN, OBJECT = "like", "one", "other", "plain", "object"
+
+
+# From leaves to names ---------------------------------------------------------------------------------------------
+
+
+def exported(members: Sequence[Member], state: Mapping[torch.Tensor, Entry], group: ProcessGroup | None) -> Any:
+    """For each name its entry, alike on every rank: state of the parameter's size in its layout, numbers once.
+
+    Every rank of the group calls it. What kinds of state there are travels; data only where the update is done
+    elsewhere than the parameter lies.
+    """
+    sharded = [member for member in members if member.frame is not None]
+    known: dict[str, Described] = {}
+    if group is not None:
+
+        def work() -> tuple[None, Fields, list[Described | None]]:
+            told = [described(member, state) for member in sharded]
+            return None, {"verb": "state_dict", "names": [member.name for member in sharded]}, told
+
+        _, told = in_step_sharing(group, work)
+        known = {member.name: _merged(member, of_all) for member, *of_all in zip(sharded, *told, strict=True)}
+    with torch.no_grad():
+        return {
+            member.name: {
+                key: _value(member, key, kind, state) for key, kind in known.get(member.name, {}).items()
+            } if member.frame is not None else dict(state.get(member.leaves[0], {}))
+            for member in members
+        }  # fmt: skip
+
+
+def described(member: Member, state: Mapping[torch.Tensor, Entry]) -> Described | None:
+    """What kinds of state the leaves have; None where there are no leaves."""
+    if not member.leaves:
+        return None
+    entries = [state.get(leaf, {}) for leaf in member.leaves]
+    if any(entry.keys() != entries[0].keys() for entry in entries):
+        raise OptimizerError(f"the shards of {member.name!r} on one rank have different kinds of state")
+    return {key: _kind(key, [entry[key] for entry in entries], member) for key in entries[0]}
+
+
+def _kind(key: str, values: list[Any], member: Member) -> list[Any]:
+    first = values[0]
+    if all(isinstance(value, torch.Tensor) for value in values):
+        dtype = str(first.dtype).removeprefix("torch.")
+        if all(value.shape == leaf.shape for value, leaf in zip(values, member.leaves, strict=True)):
+            return [LIKE, dtype]
+        if all(value.ndim == 0 for value in values):
+            return [ONE, dtype, _number(first)]
+        return [OTHER, dtype, list(first.shape)]
+    if all(value is None or isinstance(value, bool | int | float | str) for value in values):
+        return [PLAIN, None, first]
+    return [OBJECT, type(first).__name__]
+
+
+def _number(scalar: torch.Tensor) -> Any:
+    """A scalar as JSON knows it."""
+    value = scalar.item()
+    return [value.real, value.imag] if isinstance(value, complex) else value
+
+
+def _merged(member: Member, told: list[Described | None]) -> Described:
+    """What all ranks say of one parameter, when they agree."""
+    said = [one for one in told if one is not None]
+    if not said:
+        return {}
+    held = member.held
+    assert held is not None, "plain parameters are not described"
+    for other in said[1:]:
+        if {key: kind[:2] for key, kind in other.items()} != {key: kind[:2] for key, kind in said[0].items()}:
+            raise OptimizerError(
+                f"ranks have different kinds of state for {member.name!r}: {_names(said[0])} and {_names(other)}"
+            )
+    for key, (kind, *_) in said[0].items():
+        if (kind == OTHER and not lies_whole(held.layout)) or (kind == OBJECT and len(said) < len(told)):
+            raise OptimizerError(
+                f"state {key!r} of {member.name!r} is neither a number, nor one for all its shards, nor of its size: "
+                "the optimizer looks at more than one element, so declare it with Scoped(..., 'tensor')"
+            )
+    return said[0]
+
+
+def _names(entry: Described) -> str:
+    return ", ".join(f"{key} ({kind[0]})" for key, kind in entry.items()) or "none"
+
+
+def _value(member: Member, key: str, kind: list[Any], state: Mapping[torch.Tensor, Entry]) -> Any:
+    """What the entry of a sharded parameter holds under one key, on every rank."""
+    frame, held = member.frame, member.held
+    assert frame is not None, "a plain parameter has its state as it is"
+    assert held is not None, "as above"
+    what, detail, *rest = kind
+    mine = [state[leaf][key] for leaf in member.leaves]
+    if what == PLAIN:
+        return rest[0]
+    if what == OBJECT:
+        return copy.deepcopy(mine[0])
+    dtype: torch.dtype = getattr(torch, detail)
+    if what == ONE:
+        number = complex(*rest[0]) if isinstance(rest[0], list) else rest[0]
+        return mine[0] if mine else torch.tensor(number, dtype=dtype)
+    if what == LIKE:
+        lying = _wrapped(held, dtype, mine)
+        return lying if member.home is None else lying.redistribute(frame.spec)
+    size = torch.Size(rest[0])
+    lying = _wrapped(frame_for(held, size), dtype, mine)
+    projected = None if member.home is None else project(frame.layout, size)
+    return lying if projected is None else lying.redistribute(FixedShardingSpec.of(projected))
+
+
+def _wrapped(frame: Frame, dtype: torch.dtype, tensors: list[torch.Tensor]) -> ShardedTensor:
+    return ShardedTensor._wrap(Parts(frame.with_dtype(dtype), [tensor.detach() for tensor in tensors]))
+
+
+def view_of(member: Member, state: Mapping[torch.Tensor, Entry]) -> Entry:
+    """What is here of the state of a parameter, over the same memory. No communication."""
+    held = member.held
+    if held is None or not member.leaves:
+        return {key: value for leaf in member.leaves for key, value in state.get(leaf, {}).items()}
+    entry: Entry = {}
+    for key, (kind, *_) in (described(member, state) or {}).items():
+        mine = [state[leaf][key] for leaf in member.leaves]
+        entry[key] = _wrapped(held, mine[0].dtype, mine) if kind == LIKE else mine[0]
+    return entry
+
+
+# Layouts of state whose size is not the parameter's ---------------------------------------------------------------
+
+
+def frame_for(held: Frame, size: torch.Size) -> Frame:
+    """Where state of this size lies, for leaves that lie there: beside each of them, whole unless of their size."""
+    if size == held.size:
+        return held
+    layout = whole_on(size, [held.layout.place(row) for row in range(len(held.layout))])
+    return Frame.of(layout, FixedShardingSpec.of(layout), held.rows, held.dtype, held.process_group)
+
+
+def project(layout: Layout, size: torch.Size) -> Layout | None:
+    """The layout of what has one value for a whole dim of the parameter: its boxes, flat in such dims.
+
+    None where there is none: the size is of another kind, or boxes that differ only in those dims do not end up the
+    same.
+    """
+    if len(size) != layout.ndim or any(new not in (1, old) for new, old in zip(size, layout.size, strict=True)):
+        return None
+    flat = [new != old for new, old in zip(size, layout.size, strict=True)]
+    offsets, sizes = layout.boxes.offsets.copy(), layout.boxes.sizes.copy()
+    offsets[:, flat] = 0
+    sizes[:, flat] = sizes[:, flat].clip(max=1)
+    seen: dict[Any, int] = {}
+    for row in range(len(layout)):
+        if sizes[row].all():
+            seen.setdefault((*offsets[row].tolist(), *sizes[row].tolist(), layout.place(row)), row)
+    rows = list(seen.values())
+    boxes = Boxes(offsets[rows], sizes[rows])
+    try:
+        return Layout.checked(size, boxes, [layout.place(row) for row in rows], boxes.describe, replicas=True)
+    except LayoutError:
+        return None
+
+
+# From names to leaves -----------------------------------------------------------------------------------------------
+
+
+def imported(
+    members: Sequence[Member], entries: Mapping[str, Entry], options: Mapping[str, Mapping[str, Any]]
+) -> LeafState:
+    """New state for the leaves of these members, from entries that fit them, whatever layout they have.
+
+    Every rank calls it, with the same keys in the same order. What a rank does not have of its part travels.
+    """
+    made: LeafState = {}
+    with torch.no_grad():
+        for member in members:
+            entry = entries[member.name]
+            spread = {key: _spread(member, value) for key, value in entry.items()}
+            for k, leaf in enumerate(member.leaves if entry else []):
+                made[leaf] = {key: _cast(leaf, key, spread[key][k], options[member.name]) for key in entry}
+    return made
+
+
+def _spread(member: Member, value: Any) -> list[Any]:
+    """A value of its own for each leaf."""
+    held = member.held
+    if isinstance(value, ShardedTensor):
+        if held is None:
+            return [value.full_tensor()]
+        target = frame_for(held, value.shape)
+        group = None if value._process_group is held.process_group else held.process_group
+        there: ShardedTensor = value.redistribute(FixedShardingSpec.of(target.layout), process_group=group)
+        return there._local_tensors()
+    if isinstance(value, torch.Tensor) and held is not None and value.shape == held.size:
+        boxes = held.layout.boxes
+        parts = [(boxes.offsets[row].tolist(), boxes.sizes[row].tolist()) for row in held.rows]
+        return [narrow_tensor_by_index(value.detach(), *part).clone() for part in parts]
+    return [value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value) for _ in member.leaves]
+
+
+def _cast(leaf: torch.Tensor, key: str, value: Any, options: Mapping[str, Any]) -> Any:
+    """As torch does when it loads: floats in the dtype of the parameter and on its device, counters as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if key == "step":
+        on_device = options.get("capturable") or options.get("fused")
+        return value.to(leaf.device, torch.float32) if on_device else value.cpu()
+    as_leaf = leaf.is_floating_point() and value.is_floating_point()
+    return value.to(leaf.device, leaf.dtype if as_leaf else value.dtype).contiguous()

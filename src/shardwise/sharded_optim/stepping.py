@@ -1,0 +1,106 @@
+"""One step of torch's optimizer: over the leaves as they lie, or with whole parameters that come for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.process_group import Fields, or_default
+from shardwise.sharded_optim import whole
+from shardwise.sharded_optim.roster import Roster, together
+from shardwise.sharded_optim.template import empty_sparse
+
+Closure = Callable[[], Any]
+
+
+def step_in_place(roster: Roster, closure: Closure | None) -> Any:
+    """Update every leaf where it lies. Nothing travels, but for what the closure computes."""
+    if closure is None:
+        complete_gradients(roster)
+        return _step_leaves(roster.inner, None)
+
+    def evaluate() -> Any:
+        loss = closure()
+        complete_gradients(roster)
+        return loss
+
+    return _step_leaves(roster.inner, evaluate)
+
+
+def step_whole(roster: Roster, closure: Closure | None) -> Any:
+    """Update whole parameters, each on one rank, the others where they lie. The closure is called once, before."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    group = or_default(roster.group)
+    complete_gradients(roster)
+    visitors = whole.with_gradients(roster.visitors, group)
+
+    def work() -> tuple[Any, Fields]:
+        return _step_leaves(roster.inner, None), {"verb": "step"}
+
+    try:
+        whole.bring_parameters(visitors)
+        whole.bring_gradients(visitors)
+        together(group, work)
+        whole.take_back(visitors)
+    finally:
+        whole.empty_leaves(visitors)
+    return loss
+
+
+def step_jointly(roster: Roster, closure: Closure | None) -> Any:
+    """Update all parameters, whole on every rank, all doing the same; as often as the optimizer calls the closure."""
+    group = or_default(roster.group)
+    visitors = roster.visitors
+
+    def bring_gradients() -> None:
+        complete_gradients(roster)
+        whole.bring_gradients(whole.with_gradients(visitors, group))
+
+    def evaluate() -> Any:
+        whole.take_back(visitors)
+        for leaf in (leaf for member in visitors for leaf in member.leaves):
+            leaf.grad = None
+        with torch.enable_grad():
+            loss = closure()  # type: ignore[misc] # called only where there is one
+        # Ranks that see another loss would soon do other steps.
+        together(group, lambda: (None, {"verb": "closure", "loss": None if loss is None else float(loss)}))
+        bring_gradients()
+        return loss
+
+    def work() -> tuple[Any, Fields]:
+        return _step_leaves(roster.inner, None if closure is None else evaluate), {"verb": "step"}
+
+    try:
+        whole.bring_parameters(visitors)
+        if closure is None:
+            bring_gradients()
+        loss = together(group, work)
+        whole.take_back(visitors)
+    finally:
+        whole.empty_leaves(visitors)
+    return loss
+
+
+def complete_gradients(roster: Roster) -> None:
+    """Zeros for shards that nothing depended on, where others of the same parameter have a gradient."""
+    for member in roster.several:
+        grads = [leaf.grad for leaf in member.leaves]
+        there = next((grad for grad in grads if grad is not None), None)
+        if there is None:
+            continue
+        for leaf, grad in zip(member.leaves, grads, strict=True):
+            if grad is None:
+                leaf.grad = empty_sparse(leaf) if there.is_sparse else torch.zeros_like(leaf)
+
+
+def _step_leaves(inner: torch.optim.Optimizer, closure: Closure | None) -> Any:
+    """A step without torch's hooks, which have been called for the optimizer that the caller has."""
+    step: Any = type(inner).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step(inner) if closure is None else step(inner, closure)

@@ -1,0 +1,63 @@
+"""What state an optimizer keeps for a parameter, learnt from one step of a new one on zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shardwise.sharded_optim.state import Entry
+
+New = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # an optimizer of the same class, for other groups
+Shape = tuple[int, ...] | None  # None: any
+
+FIRST_DIMS = (2, 3, 5, 7, 11, 13, 17, 19)  # all different, so that a dim of state tells which it is
+
+
+def first_state(new: New, options: Mapping[str, Any], like: torch.Tensor) -> Entry:
+    """The state before the first step, for a parameter like this one: of a step on zeros, what it counts set back."""
+    leaf = torch.zeros(like.shape, dtype=like.dtype, device=like.device, requires_grad=True)
+    optimizer = new([{**options, "params": [leaf]}])
+    sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    leaf.grad = empty_sparse(leaf) if sparse else torch.zeros_like(leaf)
+    optimizer.step()
+    entry: Entry = dict(optimizer.state.get(leaf, {}))
+    starts = {"step": 0, "mu_product": 1, "eta": float(options.get("lr", 0))}
+    for key, start in starts.items():
+        if isinstance(entry.get(key), torch.Tensor):
+            entry[key].fill_(start)
+        elif key in entry:
+            entry[key] = start
+    return entry
+
+
+def shapes_of(new: New, options: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Shape] | None:
+    """For each key of a parameter's state its shape, () for numbers; None where that cannot be found out."""
+    small = FIRST_DIMS[: parameter.ndim]
+    if len(small) < parameter.ndim:
+        return None
+    try:
+        entry = first_state(new, options, torch.empty(small, dtype=parameter.dtype))
+    except Exception:  # an optimizer that wants a closure, or anything else: it is not asked to be any special way
+        return None
+    return {key: _shape(value, small, parameter) for key, value in entry.items()}
+
+
+def _shape(value: Any, small: tuple[int, ...], parameter: torch.Tensor) -> Shape:
+    if not isinstance(value, torch.Tensor):
+        return () if isinstance(value, bool | int | float) else None
+    if value.ndim not in (0, parameter.ndim):
+        return None
+    shape = [
+        size if dim == one else 1 if dim == 1 else None
+        for dim, one, size in zip(value.shape, small, parameter.shape, strict=False)
+    ]
+    return None if None in shape else tuple(dim for dim in shape if dim is not None)
+
+
+def empty_sparse(like: torch.Tensor) -> torch.Tensor:
+    """A sparse gradient of no rows."""
+    rows = torch.empty((1, 0), dtype=torch.int64, device=like.device)
+    values = torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=like.device)
+    return torch.sparse_coo_tensor(rows, values, like.shape, check_invariants=False)

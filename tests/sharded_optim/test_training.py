@@ -1,0 +1,97 @@
+"""Training a model with sharded parameters is training its plain twin, with every optimizer of torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.cases import ALL, chunks
+from tests.sharded_optim.models import assert_same, batches, model, named, sharded, train
+
+from shardwise import ShardedOptimizer
+from shardwise.testing import ranks
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "SGD": ("SGD", {"lr": 0.1}),
+    "SGD momentum": ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    "SGD nesterov foreach": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
+    "SGD fused": ("SGD", {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "Adam": ("Adam", {"lr": 0.01, "weight_decay": 0.1}),
+    "AdamW amsgrad": ("AdamW", {"lr": 0.01, "amsgrad": True}),
+    "AdamW foreach": ("AdamW", {"lr": 0.01, "foreach": True}),
+    "AdamW fused": ("AdamW", {"lr": 0.01, "fused": True}),
+    "Adamax": ("Adamax", {}),
+    "NAdam": ("NAdam", {}),
+    "RAdam": ("RAdam", {"lr": 0.01}),
+    "Adagrad": ("Adagrad", {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    "Adagrad fused": ("Adagrad", {"lr": 0.1, "fused": True}),
+    "Adadelta": ("Adadelta", {}),
+    "RMSprop": ("RMSprop", {"lr": 0.01, "momentum": 0.5, "centered": True, "eps": 1e-2}),
+    "Rprop": ("Rprop", {}),
+    "ASGD": ("ASGD", {"t0": 1}),
+    "Adafactor": ("Adafactor", {"lr": 0.05}),
+    "Adafactor foreach": ("Adafactor", {"lr": 0.05, "foreach": True}),
+}
+LAYOUTS = [
+    "chunk dim 0", "chunk repeated", "chunk on two ranks", "more chunks than elements", "grid", "uneven grid",
+    "uneven, several per rank", "all on one rank", "with empty boxes", "replicated",
+]  # fmt: skip
+
+
+def make(kind: str, parameters: Any, wrapper: Any = None) -> Any:
+    """The optimizer, plain or sharded."""
+    name, kwargs = OPTIMIZERS[kind]
+    optimizer = getattr(torch.optim, name)
+    return optimizer(parameters, **kwargs) if wrapper is None else wrapper(parameters, optimizer, **kwargs)
+
+
+def compare(kind: str, spec: Any, second: Any) -> None:
+    """Train both, three steps; losses and parameters are the same."""
+    plain = model()
+    twin = sharded(plain, spec, second)
+    ours, theirs = make(kind, named(twin), ShardedOptimizer), make(kind, plain.parameters())
+    data = batches(3)
+    assert train(twin, ours, data) == pytest.approx(train(plain, theirs, data), rel=1e-9)
+    assert_same(twin, plain, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@ranks(4)
+def test_every_optimizer_trains_as_on_the_plain_twin(kind: str) -> None:
+    """Over uneven shards, several on a rank, a rank without any, replicas and plain parameters."""
+    compare(kind, ALL["uneven, several per rank"], chunks(0, 0, 1, 2))
+
+
+@pytest.mark.parametrize("kind", ["AdamW foreach", "Adagrad", "Adafactor"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@ranks(4)
+def test_every_layout_trains_as_the_plain_twin(layout: str, kind: str) -> None:
+    """Whatever boxes, on whatever ranks."""
+    compare(kind, ALL[layout], chunks(-1, 3, 1))
+
+
+@pytest.mark.parametrize("kind", ["SGD momentum", "AdamW amsgrad", "AdamW foreach", "AdamW fused", "Adagrad"])
+@ranks(1)
+def test_on_one_rank_it_is_the_same_bit_for_bit(kind: str) -> None:
+    """Every loss and every parameter, in single precision, of a model in one shard each."""
+    plain = model(torch.float32)
+    twin = sharded(plain, chunks(0, 0), chunks(1, 0))
+    ours, theirs = make(kind, named(twin), ShardedOptimizer), make(kind, plain.parameters())
+    data = batches(5, torch.float32)
+    assert train(twin, ours, data) == train(plain, theirs, data)
+    assert_same(twin, plain, rtol=0, atol=0)
+
+
+@ranks(4)
+def test_muon_sees_whole_matrices() -> None:
+    """Orthogonal updates of sharded matrices, as of plain ones; and no shard is taken for a matrix."""
+    plain = model()
+    twin = sharded(plain, ALL["grid"], chunks(0, 0, 1, 2))
+    matrices = [name for name, parameter in plain.named_parameters() if parameter.ndim == 2]
+    ours = ShardedOptimizer(named(twin, matrices.__contains__), torch.optim.Muon, lr=0.1)
+    theirs = torch.optim.Muon([plain.get_parameter(name) for name in matrices], lr=0.1)
+    data = batches(3)
+    losses = [train(one, step, data) for one, step in ((twin, ours), (plain, theirs))]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # it computes in bfloat16
+    assert_same(twin, plain, rtol=1e-3, atol=1e-4)
