@@ -68,7 +68,8 @@ def step_jointly(roster: Roster, closure: Closure | None) -> Any:
         with torch.enable_grad():
             loss = closure()  # type: ignore[misc] # called only where there is one
         # Ranks that see another loss would soon do other steps.
-        together(group, lambda: (None, {"verb": "closure", "loss": None if loss is None else float(loss)}))
+        value = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
+        together(group, lambda: (None, {"verb": "closure", "loss": value}))
         bring_gradients()
         return loss
 
