@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import boxes, layers, ops, tensors, transfers
+from benchmarks import boxes, layers, ops, optimizers, tensors, transfers
 from benchmarks.table import show, show_fractions
 from shardwise.testing import run_on_ranks
 
@@ -34,7 +34,9 @@ def main() -> int:
     trained = run_on_ranks(4, layers.linear, timeout=300, fresh=True)[0]
     trained += run_on_ranks(4, layers.training, timeout=550, fresh=True)[0]
     show("Tensor parallelism (DTensor by torch.distributed.tensor.parallel; by hand: plain parts, all_reduce)", trained)
-    built += moved + gathered + planned + computed + looked_up + trained
+    stepped = run_on_ranks(1, optimizers.step, timeout=550, fresh=True)[0]
+    show("Optimizers on one rank (plain: torch.optim on the same local tensors)", stepped)
+    built += moved + gathered + planned + computed + looked_up + trained + stepped
     over = [row.work for row in [*rows, *made, *built] if row.verdict in ("OVER", "RAISES")]
     print(f"\nover budget, or raising: {', '.join(over)}" if over else "\nevery budget is held")
     return 1 if over else 0

@@ -20,6 +20,8 @@ OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
     "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
+    "SGD fused": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
     "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.5, eps=1e-2),
 }

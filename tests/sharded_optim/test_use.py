@@ -138,7 +138,7 @@ def spoil(weight: torch.Tensor) -> None:
     """An inf in the gradient of row 4, wherever that is."""
     rows = weight.grad.local_shards() if hasattr(weight, "local_shards") else None
     if rows is None:
-        weight.grad[4, 0] = float("inf")
+        weight.grad[4, 0] = float("inf")  # type: ignore[index] # there is one
     for shard in rows or []:
         first = shard.metadata.shard_offsets[0]
         if first <= 4 < first + shard.metadata.shard_sizes[0]:

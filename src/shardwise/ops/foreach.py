@@ -1,4 +1,4 @@
-"""`torch._foreach_*`: lists of tensors at once. Sharded ones stand for their shards, in one call."""
+"""`torch._foreach_*` and `torch._fused_*`: lists of tensors at once, in which sharded ones stand for their shards."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def _register(op: Op, *, in_place: bool) -> None:
             """A list for each tensor as a list for each shard."""
             if not isinstance(arg, list | tuple):
                 return _value(arg)
-            if len(arg) != len(first):
+            if arg and len(arg) != len(first):  # an optimizer's state that it does not keep is an empty list
                 raise PropertyError(f"{op.__name__} was given lists of {len(first)} and {len(arg)} tensors")
             leaves: list[Any] = []
-            for one, model, count in zip(arg, first, counts, strict=True):
+            for one, model, count in zip(arg, first, counts, strict=bool(arg)):
                 leaves += _shards(one, model) if isinstance(one, ShardedTensorBase) else [one] * count
             return leaves
 
@@ -93,6 +93,9 @@ def _maxima(types: Any, args: Any, kwargs: Any, process_group: Any) -> list[Any]
 for _name in sorted(dir(torch)):
     if _name.startswith("_foreach_") and _name not in REDUCTIONS:
         _register(getattr(torch, _name), in_place=_name.endswith("_"))
+for _name in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"):
+    if hasattr(torch, _name):
+        _register(getattr(torch, _name), in_place=True)
 registry.built_in[torch._foreach_norm] = _norms
 registry.built_in[torch._foreach_max] = _maxima
 if hasattr(torch, "_foreach_powsum"):
