@@ -29,14 +29,14 @@ def _unscale(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
         CHECK(values, found_inf, inv_scale)
 
     def work() -> tuple[None, Fields, bool]:
-        return None, {"verb": "unscale", "gradients": len(grads)}, bool(found_inf.item())
+        return None, {"verb": "unscale"}, bool(found_inf.item())
 
     groups = {id(grad._process_group): grad._process_group for grad in sharded if grad._process_group is not None}
-    for group in groups.values():
-        if is_member(group):
-            _, found = in_step_sharing(group, work)
-            if any(found):
-                found_inf.fill_(1.0)
+    mine = [group for group in groups.values() if is_member(group)]
+    for group in sorted(mine, key=lambda group: group.size()):  # so that what a small group finds reaches the large one
+        _, found = in_step_sharing(group, work)
+        if any(found):
+            found_inf.fill_(1.0)
 
 
 registry.built_in[CHECK] = _unscale

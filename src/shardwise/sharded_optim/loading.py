@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from shardwise.errors import OptimizerStateError
+from shardwise.process_group import or_default
 from shardwise.sharded_optim.member import Member, lies_whole
 from shardwise.sharded_optim.naming import options
 from shardwise.sharded_optim.scope import Scope
 from shardwise.sharded_optim.state import Entry
 from shardwise.sharded_optim.template import Shape
-from shardwise.sharded_tensor import ShardedTensor, ShardedTensorBase
+from shardwise.sharded_tensor import ShardedTensorBase
 
-Shapes = Callable[[Member, Mapping[str, Any]], dict[str, Shape] | None]
+Shapes = Callable[[Member, int, Mapping[str, Any]], dict[str, Shape] | None]  # of the group of a number, with options
 MOST_TOLD = 20  # problems
 
 
@@ -35,11 +37,18 @@ class Loaded:
 
 
 def checked(
-    state_dict: Any, groups: Sequence[Sequence[Member]], *, scope: Scope | None, shapes: Shapes, strict: bool
+    state_dict: Any,
+    groups: Sequence[Sequence[Member]],
+    group: ProcessGroup | None,
+    *,
+    scope: Scope | None,
+    shapes: Shapes,
+    strict: bool,
 ) -> Loaded:
     """The parts of a state dict, when each belongs to a parameter and is of the right size; else one error for all.
 
-    ``shapes`` says which shapes a parameter's state should have; if ``strict``, it has no keys besides.
+    ``group`` are the ranks that load. ``shapes`` says which shapes a parameter's state should have; if ``strict``, it
+    has no keys besides.
     """
     entries, loaded_groups = _by_name(state_dict)
     members = {member.name: member for group in groups for member in group}
@@ -49,11 +58,12 @@ def checked(
     for name in members:
         lacks = [what for what, names in (("state", entries), ("a group", there)) if name not in names]
         problems += [f"missing parameter {name!r}: it has no entry in {' and '.join(lacks)}"] if lacks else []
-    found = [_options_for(group, loaded_groups, problems, ordered=scope == "model") for group in groups]
-    for group, group_options in zip(groups, found, strict=True):
-        for member in group:
-            expected = shapes(member, group_options)
-            problems += _wrong(member, entries.get(member.name) or {}, expected, strict=strict)
+    found = [_options_for(of_one, loaded_groups, problems, ordered=scope == "model") for of_one in groups]
+    for number, (of_one, group_options) in enumerate(zip(groups, found, strict=True)):
+        for member in of_one:
+            entry = entries.get(member.name) or {}
+            expected = shapes(member, number, group_options) if entry else None
+            problems += _wrong(member, entry, expected, strict=strict) + _out_of_reach(member, entry, group)
     if problems:
         more = [f"and {len(problems) - MOST_TOLD} more"] if len(problems) > MOST_TOLD else []
         raise OptimizerStateError(
@@ -124,11 +134,23 @@ def _wrong(member: Member, entry: Any, expected: dict[str, Shape] | None, *, str
             if shape not in (None, ()) and value is not None:
                 problems.append(f"state {key!r} of {name!r} should be a tensor of size {shape}, found {value!r:.40}")
             continue
-        if isinstance(value, ShardedTensorBase) and not isinstance(value, ShardedTensor):
-            problems.append(f"state {key!r} of {name!r} is sharded but belongs to no process group")
         whole = member.held is None or lies_whole(member.held.layout)
         wanted = shape if shape is not None else size
         fits = tuple(value.shape) == wanted if shape is not None else whole or tuple(value.shape) in (size, ())
         if not fits:
             problems.append(f"mis-shaped state {key!r} of {name!r}: size {tuple(value.shape)}, should be {wanted}")
+    return problems
+
+
+def _out_of_reach(member: Member, entry: Any, group: ProcessGroup | None) -> list[str]:
+    """Sharded state in a process group whose ranks do not all load, or in none."""
+    problems = []
+    for key, value in entry.items() if isinstance(entry, Mapping) else ():
+        if not isinstance(value, ShardedTensorBase):
+            continue
+        there = value._process_group
+        near = member.held is not None and there is member.held.process_group
+        if there is None or not (near or group is or_default(None) or (member.held is None and group is there)):
+            where = "belongs to no process group" if there is None else "lies in another process group"
+            problems.append(f"state {key!r} of {member.name!r} {where}: redistribute it to that of the parameter")
     return problems

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Member:
     parameter: torch.Tensor
     leaves: list[torch.Tensor]
     frame: Frame | None = None  # of a sharded parameter, when its leaves were made
-    locals: list[torch.Tensor] | None = None  # its local tensors then
+    locals: list[torch.Tensor] = field(default_factory=list)  # its local tensors then
     home: Frame | None = None
 
     @property
@@ -50,12 +51,17 @@ class Member:
         """Whether the parameter still has the layout and the local tensors that it had."""
         if self.frame is None:
             return True
-        now, then = self.itself._local_tensors(), self.locals or []
-        same = len(now) == len(then) and all(one is other for one, other in zip(now, then, strict=True))
-        if same and self.keeps_layout():
-            self.locals = now  # the same tensors in another list: the next look is quick again
+        parameter: Any = self.parameter
+        then = self.locals
+        if parameter._frame.layout is not self.frame.layout and not self.keeps_layout():
+            return False
+        shards = parameter._shards
+        if shards is None:
+            if len(parameter._tensors) != len(then) or any(map(is_not, parameter._tensors, then)):
+                return False
+            self.locals = parameter._tensors  # the same tensors in another list: the next look is quick again
             return True
-        return False
+        return len(shards) == len(then) and not any(map(is_not, map(attrgetter("tensor"), shards), then))
 
     def keeps_layout(self) -> bool:
         """Whether the parameter still has the layout that it had; the same on every rank."""
@@ -63,7 +69,7 @@ class Member:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Member:
         parameter, leaves = copy.deepcopy(self.parameter, memo), copy.deepcopy(self.leaves, memo)
-        local = parameter._local_tensors() if isinstance(parameter, ShardedTensor) else None
+        local = parameter._local_tensors() if isinstance(parameter, ShardedTensor) else []
         return Member(self.name, parameter, leaves, self.frame, local, self.home)
 
 
@@ -84,44 +90,56 @@ def new_member(name: str, parameter: torch.Tensor, home: Frame | None) -> Member
     return Member(name, parameter, list(leaves), parameter._frame, local, home)
 
 
-class Homes:
-    """Where whole parameters are updated: each on one rank, so that all have about as much to do; or all everywhere."""
+def homes_of(
+    named: Mapping[str, torch.Tensor], scope: Scope | None, members: Sequence[Member]
+) -> dict[str, Frame | None]:
+    """For each parameter its home, None where it is updated as it lies. The same on every rank.
 
-    def __init__(self, scope: Scope) -> None:
-        self._scope = scope
-        self._load: dict[int, int] = {}  # bytes of parameters that a rank updates
+    It is one rank, chosen so that all have about as much to do, the members counted in; or all ranks, for an optimizer
+    that looks at all parameters at once.
+    """
+    load: dict[int, int] = {}  # bytes of parameters that a rank updates
+    for home in (member.home for member in members if member.home is not None):
+        _add(load, int(home.layout.ranks[0]), home.size.numel() * home.dtype.itemsize)
+    largest_first = sorted(named, key=lambda name: -named[name].numel())
+    homes = {name: _home(named[name], scope, load) for name in largest_first}
+    return {name: homes[name] for name in named}
 
-    def of(self, named: Mapping[str, torch.Tensor]) -> dict[str, Frame | None]:
-        """For each parameter its home, None where it is updated as it lies. The same on every rank."""
-        largest_first = sorted(named, key=lambda name: -named[name].numel())
-        homes = {name: self._home(named[name]) for name in largest_first}
-        return {name: homes[name] for name in named}
 
-    def _home(self, parameter: torch.Tensor) -> Frame | None:
-        if not isinstance(parameter, ShardedTensor) or not self.needs_home(parameter):
-            return None
-        layout, group = parameter._layout, parameter._process_group
-        ranks = group_ranks(group) if self._scope == "model" else [self._owner(parameter)]
-        there = {place.rank: place.device for place in layout.places}
-        kind = layout.places[0].device.type
-        places = [Placement(there.get(rank) or rank_device(rank, kind), rank) for rank in ranks]
-        whole = whole_on(layout.size, places)
-        rows = whole.rows_on(dist.get_rank()) if is_member(group) else ()
-        return Frame.of(whole, FixedShardingSpec.of(whole), rows, parameter.dtype, group)
+def needs_home(parameter: ShardedTensor, scope: Scope | None) -> bool:
+    """Whether some rank would see only a part of a parameter that must be seen whole."""
+    if scope == "model" and is_member(parameter._process_group):
+        return not lies_whole(parameter._layout) or len(parameter._layout) < parameter._process_group.size()
+    return scope != "element" and not lies_whole(parameter._layout)
 
-    def needs_home(self, parameter: ShardedTensor) -> bool:
-        """Whether this rank, or another, would see only a part of a parameter that must be seen whole."""
-        return self._scope != "element" and not (
-            lies_whole(parameter._layout)
-            and (self._scope == "tensor" or len(parameter._layout) == parameter._process_group.size())
-        )
 
-    def _owner(self, parameter: ShardedTensor) -> int:
-        """Of the ranks that hold some of it, one with the least to do; of those, the one that holds the most."""
-        held = parameter._layout.elements_by_rank()
-        owner = min(held, key=lambda rank: (self._load.get(rank, 0), -held[rank], rank))
-        self._load[owner] = self._load.get(owner, 0) + parameter.numel() * parameter.dtype.itemsize
-        return owner
+def _home(parameter: torch.Tensor, scope: Scope | None, load: dict[int, int]) -> Frame | None:
+    if scope is None or not isinstance(parameter, ShardedTensor) or not needs_home(parameter, scope):
+        return None
+    layout, group = parameter._layout, parameter._process_group
+    if scope == "tensor":
+        ranks = [_owner(parameter, load)]
+    elif is_member(group):
+        ranks = group_ranks(group)
+    else:
+        return None  # an outsider does not know them, and has no part in it
+    there = {place.rank: place.device for place in layout.places}
+    kind = layout.places[0].device.type
+    whole = whole_on(layout.size, [Placement(there.get(rank) or rank_device(rank, kind), rank) for rank in ranks])
+    rows = whole.rows_on(dist.get_rank()) if is_member(group) else ()
+    return Frame.of(whole, FixedShardingSpec.of(whole), rows, parameter.dtype, group)
+
+
+def _owner(parameter: ShardedTensor, load: dict[int, int]) -> int:
+    """Of the ranks that hold some of it, one with the least to do; of those, the one that holds the most."""
+    held = parameter._layout.elements_by_rank()
+    owner = min(held, key=lambda rank: (load.get(rank, 0), -held[rank], rank))
+    _add(load, owner, parameter.numel() * parameter.dtype.itemsize)
+    return owner
+
+
+def _add(load: dict[int, int], rank: int, count: int) -> None:
+    load[rank] = load.get(rank, 0) + count
 
 
 def lies_whole(layout: Layout) -> bool:

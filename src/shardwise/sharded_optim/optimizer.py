@@ -159,8 +159,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         roster = self._roster
 
         def check() -> tuple[loading.Loaded, Fields]:
-            strict = roster.optimizer_class in TORCH
-            loaded = loading.checked(given, roster.groups, scope=roster.scope, shapes=self._shapes, strict=strict)
+            strict, shapes = roster.optimizer_class in TORCH, template.Shapes(roster.new_optimizer)
+
+            def shapes_of(member: Member, number: int, options: Mapping[str, Any]) -> dict[str, template.Shape] | None:
+                if roster.scope == "model":
+                    return None  # it keeps what it likes, where it likes
+                own = naming.options(self.param_groups[number])
+                return shapes.of(member.parameter, number, {**own, **options})
+
+            loaded = loading.checked(
+                given, roster.groups, roster.group, scope=roster.scope, shapes=shapes_of, strict=strict
+            )
             return loaded, {"verb": "load_state_dict", "state": loaded.outline}
 
         loaded = together(roster.group, check)
@@ -208,13 +217,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = self._roster.groups
         for members, group, over in zip(groups, self.param_groups, loaded or [{}] * len(groups), strict=True):
             yield members, {**naming.options(group), **over}
-
-    def _shapes(self, member: Member, options: Mapping[str, Any]) -> dict[str, template.Shape] | None:
-        """The shapes that the state of this parameter should have, if the group has these options over its own."""
-        if self._roster.scope == "model":
-            return None
-        own = next(own for members, own in self._with_options() if member in members)
-        return template.shapes_of(self._roster.new_optimizer, {**own, **options}, member.parameter)
 
     # Python's protocols ---------------------------------------------------------------------------------------------
 

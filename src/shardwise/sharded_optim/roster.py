@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from shardwise.errors import OptimizerError
 from shardwise.process_group import Fields, in_step, or_default
 from shardwise.sharded_optim import naming, state
-from shardwise.sharded_optim.member import Homes, Member, new_member
+from shardwise.sharded_optim.member import Member, homes_of, needs_home, new_member
 from shardwise.sharded_optim.scope import Scope, undeclared
 from shardwise.sharded_tensor import ShardedTensor
 
@@ -31,11 +31,12 @@ class Roster:
     ) -> None:
         self.optimizer_class, self.scope = optimizer_class, scope
         self._arguments = arguments
-        self._homes = Homes(scope or "element")
 
         def work() -> tuple[tuple[list[list[Member]], torch.optim.Optimizer], Fields]:
             self._require_scope(groups)
-            made = [self._enlisted(group) for group in groups]
+            made: list[list[Member]] = []
+            for group in groups:
+                made.append(self._enlisted(group, [member for members in made for member in members]))
             given = [leaf_group(group, new) for group, new in zip(groups, made, strict=True)]
             return (made, self.new_optimizer(given)), {"verb": "optimizer", **self._fields(groups)}
 
@@ -55,7 +56,7 @@ class Roster:
         def work() -> tuple[list[Member], Fields]:
             naming.require_distinct([*old, group])
             self._require_scope([*old, group])
-            members = self._enlisted(group)
+            members = self._enlisted(group, self.members)
             self.inner.add_param_group(leaf_group(group, members))
             return members, {"verb": "add_param_group", **self._fields([group])}
 
@@ -90,7 +91,7 @@ class Roster:
     def _renewed(self, member: Member) -> Member:
         """The member as its parameter lies now; what is updated at a home stays there."""
         if member.home is None and not member.keeps_layout():
-            home = self._homes.of({member.name: member.parameter})[member.name]
+            home = homes_of({member.name: member.parameter}, self.scope, self.members)[member.name]
         else:
             home = member.home
         new = new_member(member.name, member.parameter, home)
@@ -98,8 +99,8 @@ class Roster:
             new.leaves = member.leaves
         return new
 
-    def _enlisted(self, group: Group) -> list[Member]:
-        homes = self._homes.of(group["params"])
+    def _enlisted(self, group: Group, others: Sequence[Member]) -> list[Member]:
+        homes = homes_of(group["params"], self.scope, others)
         return [new_member(name, tensor, homes[name]) for name, tensor in group["params"].items()]
 
     def _sort(self) -> None:
@@ -125,7 +126,7 @@ class Roster:
         sharded = {name: tensor for name, tensor in named.items() if isinstance(tensor, ShardedTensor)}
         if self.scope is None:
             for name, tensor in sharded.items():
-                if Homes("tensor").needs_home(tensor):
+                if needs_home(tensor, "tensor"):
                     raise undeclared(self.optimizer_class, name)
         if self.scope == "model" and len({id(tensor._process_group) for tensor in sharded.values()}) > 1:
             raise OptimizerError(

@@ -12,7 +12,7 @@ from shardwise.sharded_optim.state import Entry
 New = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # an optimizer of the same class, for other groups
 Shape = tuple[int, ...] | None  # None: any
 
-FIRST_DIMS = (2, 3, 5, 7, 11, 13, 17, 19)  # all different, so that a dim of state tells which it is
+FIRST_DIMS = tuple(range(2, 34))  # all different, so that a dim of state tells which it is
 
 
 def first_state(new: New, options: Mapping[str, Any], like: torch.Tensor) -> Entry:
@@ -32,16 +32,26 @@ def first_state(new: New, options: Mapping[str, Any], like: torch.Tensor) -> Ent
     return entry
 
 
-def shapes_of(new: New, options: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Shape] | None:
-    """For each key of a parameter's state its shape, () for numbers; None where that cannot be found out."""
-    small = FIRST_DIMS[: parameter.ndim]
-    if len(small) < parameter.ndim:
-        return None
-    try:
-        entry = first_state(new, options, torch.empty(small, dtype=parameter.dtype))
-    except Exception:  # an optimizer that wants a closure, or anything else: it is not asked to be any special way
-        return None
-    return {key: _shape(value, small, parameter) for key, value in entry.items()}
+class Shapes:
+    """The shapes that state should have, by key, () for numbers; each kind of parameter of a group is tried once."""
+
+    def __init__(self, new: New) -> None:
+        self._new = new
+        self._tried: dict[Any, Entry | None] = {}
+
+    def of(self, parameter: torch.Tensor, group: int, options: Mapping[str, Any]) -> dict[str, Shape] | None:
+        """For a parameter of the group of this number, which has these options; None if that cannot be found out."""
+        small, kind = FIRST_DIMS[: parameter.ndim], (group, parameter.ndim, parameter.dtype)
+        if kind not in self._tried:
+            self._tried[kind] = self._try(torch.empty(small, dtype=parameter.dtype), options)
+        entry = self._tried[kind]
+        return None if entry is None else {key: _shape(value, small, parameter) for key, value in entry.items()}
+
+    def _try(self, like: torch.Tensor, options: Mapping[str, Any]) -> Entry | None:
+        try:
+            return first_state(self._new, options, like)
+        except Exception:  # whatever the optimizer minds about a parameter so small: then shapes are not checked
+            return None
 
 
 def _shape(value: Any, small: tuple[int, ...], parameter: torch.Tensor) -> Shape:
