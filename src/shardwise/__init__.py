@@ -1,7 +1,8 @@
 """Tensors that live in pieces on many processes: any boxes, on any ranks."""
 
-from shardwise import errors, ops, random, viz
+from shardwise import checkpoint, errors, ops, random, viz
 from shardwise.api import collect_local_shard, reshard_output, shard_module, shard_parameter
+from shardwise.checkpoint import load, save
 from shardwise.dispatch import custom_sharded_op_impl, custom_sharding_spec_op
 from shardwise.errors import ShardwiseError
 from shardwise.layout import Layout
@@ -70,6 +71,7 @@ __all__ = [
     "ShardingSpec",
     "ShardwiseError",
     "TensorProperties",
+    "checkpoint",
     "collect_local_shard",
     "custom_sharded_op_impl",
     "custom_sharding_spec_op",
@@ -80,6 +82,7 @@ __all__ = [
     "infer_sharding_spec",
     "init_from_local_shards",
     "layout_independent",
+    "load",
     "load_with_process_group",
     "make_plan",
     "mesh_placements",
@@ -92,6 +95,7 @@ __all__ = [
     "random",
     "relabel",
     "reshard_output",
+    "save",
     "shard_module",
     "shard_parameter",
     "shard_tensor",

@@ -21,6 +21,8 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     ├── ProcessGroupError(RuntimeError)     no process group, or the wrong one
     │   └── RankOrderError(ValueError)      RPC numbers the processes in another order
     ├── TransferError(RuntimeError)         data on its way between ranks was lost
+    ├── CheckpointError(RuntimeError)       a checkpoint that cannot be written or read
+    │   └── StateMismatchError(ValueError)  a checkpoint that does not hold the state to be loaded
     ├── RpcError(RuntimeError)              the RPC framework is missing
     ├── UnsupportedOpError(RuntimeError)    an op that has no rule for sharded tensors
     │   └── NoAttributeError(AttributeError)
@@ -110,6 +112,14 @@ class RankOrderError(ProcessGroupError, ValueError):
 
 class TransferError(ShardwiseError, RuntimeError):
     """Data on its way between ranks was lost, most likely with one of the ranks."""
+
+
+class CheckpointError(ShardwiseError, RuntimeError):
+    """A checkpoint that cannot be written or read."""
+
+
+class StateMismatchError(CheckpointError, ValueError):
+    """A checkpoint that is whole, but does not hold the state that is to be loaded."""
 
 
 class RpcError(ShardwiseError, RuntimeError):

@@ -37,6 +37,7 @@ Fields = Mapping[str, object]  # what must be the same on every rank, by name
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 DIGEST = 16
+SUBJECT = "ShardedTensor"  # what an error says has the fields that differ
 HEADER = 128  # bytes: digest, whether this rank failed, length of what it brings, and that itself if there is room
 ROOM = HEADER - DIGEST - 1 - 8
 
@@ -172,18 +173,25 @@ class Step(Generic[T]):
             raise self._error
 
 
-def in_step_sharing(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields, Any]]) -> tuple[T, list[Any]]:
-    """The same, and what each rank brings (plain values that JSON knows) is given to all, in group order."""
+def in_step_sharing(
+    process_group: ProcessGroup, work: Callable[[], tuple[T, Fields, Any]], *, subject: str = SUBJECT
+) -> tuple[T, list[Any]]:
+    """The same, and what each rank brings (plain values that JSON knows) is given to all, in group order.
+
+    The subject is what an error says has these fields.
+    """
 
     def encoded() -> tuple[T, Fields, bytes]:
         value, fields, brought = work()
         return value, fields, json.dumps(brought).encode()
 
-    value, gathered = in_step_telling(process_group, encoded)
+    value, gathered = in_step_telling(process_group, encoded, subject=subject)
     return value, [json.loads(entry) for entry in gathered]
 
 
-def in_step_telling(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields, bytes]]) -> tuple[T, list[bytes]]:
+def in_step_telling(
+    process_group: ProcessGroup, work: Callable[[], tuple[T, Fields, bytes]], *, subject: str = SUBJECT
+) -> tuple[T, list[bytes]]:
     """The same for bytes; up to `ROOM` of them travel with the digest."""
     if not _talks(process_group):
         value, _, brought = work()
@@ -195,7 +203,7 @@ def in_step_telling(process_group: ProcessGroup, work: Callable[[], tuple[T, Fie
 
     result, fields, error = _attempt(attempt)
     brought = b"" if result is None else result[1]
-    letters = _compare(process_group, fields, error, brought)
+    letters = _compare(process_group, fields, error, brought, subject)
     lengths = [length for length, _ in letters]
     told = [letter for _, letter in letters] if max(lengths) <= ROOM else _all_gather(process_group, brought, lengths)
     return cast(tuple[T, bytes], result)[0], told
@@ -222,15 +230,15 @@ def _header(fields: Fields, error: Exception | None, brought: bytes) -> bytes:
 
 
 def _compare(
-    process_group: ProcessGroup, fields: Fields, error: Exception | None, brought: bytes
+    process_group: ProcessGroup, fields: Fields, error: Exception | None, brought: bytes, subject: str = SUBJECT
 ) -> list[tuple[int, bytes]]:
     """Raise the same error on every rank unless nobody failed and all fields agree; else what each brings."""
     headers = _all_gather(process_group, _header(fields, error, brought), [HEADER] * process_group.size())
-    return _judge(process_group, headers, fields, error)
+    return _judge(process_group, headers, fields, error, subject)
 
 
 def _judge(
-    process_group: ProcessGroup, headers: list[bytes], fields: Fields, error: Exception | None
+    process_group: ProcessGroup, headers: list[bytes], fields: Fields, error: Exception | None, subject: str = SUBJECT
 ) -> list[tuple[int, bytes]]:
     begin = HEADER - ROOM
     if all(other[: DIGEST + 1] == headers[0][: DIGEST + 1] for other in headers) and not headers[0][DIGEST]:
@@ -241,10 +249,10 @@ def _judge(
     sizes = _all_gather(process_group, len(report).to_bytes(8, "little"), [8] * process_group.size())
     lengths = [int.from_bytes(size, "little") for size in sizes]
     reports = [json.loads(entry) for entry in _all_gather(process_group, report, lengths)]
-    raise _verdict(reports, group_ranks(process_group)) from error
+    raise _verdict(reports, group_ranks(process_group), subject) from error
 
 
-def _verdict(reports: list[Any], ranks: list[int]) -> Exception:
+def _verdict(reports: list[Any], ranks: list[int], subject: str) -> Exception:
     """The one error that every rank raises, from what all ranks reported."""
     failed = [(rank, failure) for rank, (_, failure) in zip(ranks, reports, strict=True) if failure is not None]
     if failed:
@@ -257,7 +265,7 @@ def _verdict(reports: list[Any], ranks: list[int]) -> Exception:
             mine, theirs = first.get(name, "nothing"), fields.get(name, "nothing")
             if mine != theirs:
                 return RankMismatchError(
-                    f"ShardedTensor {name} property does not match from different ranks! "
+                    f"{subject} {name} property does not match from different ranks! "
                     f"{name}={mine} on rank:{ranks[0]} does not match with {name}={theirs} on rank:{rank}."
                 )
     return RankMismatchError(f"ranks {ranks} differ in values that read the same: {first}")

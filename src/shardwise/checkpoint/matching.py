@@ -1,0 +1,133 @@
+"""What a checkpoint holds beside what is to be loaded into: which tensor goes where, and all that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.index import StoredTensor
+from shardwise.checkpoint.nest import Kind, Node, Path, name_of
+from shardwise.errors import StateMismatchError
+
+MOST_LISTED = 20  # of each kind of difference
+
+
+@dataclass
+class Match:
+    """Tensors of a state with those of a checkpoint that fill them, and what is different."""
+
+    pairs: list[tuple[str, torch.Tensor, StoredTensor]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # names that only the state has
+    unexpected: list[str] = field(default_factory=list)  # names that only the checkpoint has
+    different: list[str] = field(default_factory=list)  # what is said of names that both have
+
+    def compare(self, target: Node, stored: Node, path: Path = ()) -> None:
+        """Take down what fits and what does not, in these and all they contain."""
+        target, name = target.content, name_of(path)
+        if target.kind is stored.kind is Kind.TENSOR:
+            self._compare_tensors(name, target.own, stored.own)
+        elif target.kind is stored.kind is Kind.DICT:
+            for key, child in target.children.items():
+                if key in stored.children:
+                    self.compare(child, stored.children[key], (*path, key))
+                else:
+                    self.missing += _names(child, (*path, key))
+            for key, child in stored.children.items():
+                if key not in target.children:
+                    self.unexpected += _names(child, (*path, key))
+        elif replaced_whole(target, stored):
+            return
+        elif target.kind is stored.kind and len(target.children) == len(stored.children) > 0:
+            for key, child in target.children.items():
+                self.compare(child, stored.children[key], (*path, key))
+        else:
+            self.different.append(f"'{name}' is {_what(target)} in the state and {_what(stored)} in the checkpoint")
+
+    def _compare_tensors(self, name: str, tensor: torch.Tensor, stored: StoredTensor) -> None:
+        if tensor.shape != stored.size:
+            mine, theirs = tuple(tensor.shape), tuple(stored.size)
+            self.different.append(f"'{name}' is of size {mine} in the state and {theirs} in the checkpoint")
+        elif tensor.dtype != stored.dtype:
+            self.different.append(
+                f"'{name}' is {tensor.dtype} in the state and {stored.dtype} in the checkpoint: load it as that, then "
+                "convert it"
+            )
+        else:
+            self.pairs.append((name, tensor, stored))
+
+    def require(self, where: object, *, strict: bool) -> None:
+        """Raise one error with all that does not fit; names that only one side has are no matter unless strict."""
+        told = [("different", self.different)]
+        if strict:
+            told = [("missing in the checkpoint", self.missing), ("not in the state", self.unexpected), *told]
+        lines = [f"  {what}: {_listed(found)}" for what, found in told if found]
+        if not lines:
+            return
+        if strict and any("/state/" in f"/{name}" for name in self.unexpected):
+            lines.append("  (an optimizer has no state before its first step: give it init_state(), or step once)")
+        if strict and (self.missing or self.unexpected):
+            lines.append("  (strict=False loads the names that both have)")
+        raise StateMismatchError("\n".join([f"'{where}' does not hold this state; nothing was loaded", *lines]))
+
+
+def replaced_whole(target: Node, stored: Node) -> bool:
+    """Whether what the checkpoint has is a value that takes the place of what is there: dicts only of None."""
+    same = (target.kind is Kind.DICT) == (stored.kind is Kind.DICT) or target.own is None
+    return same and target.is_value() and stored.is_value()
+
+
+def settle(target: Node, stored: Node) -> Any:
+    """Put the plain values of a checkpoint into a state whose tensors are filled; gives the state.
+
+    Dicts and lists are changed in place, tuples made anew. An object is given its state dict when it is complete.
+    """
+    own = target.own
+    if target.kind is Kind.OBJECT:
+        own.load_state_dict(settle(target.children[0], stored))
+    elif target.kind is stored.kind is Kind.DICT:
+        for key in target.children.keys() & stored.children.keys():
+            own[key] = settle(target.children[key], stored.children[key])
+    elif target.kind is Kind.TENSOR:
+        return own
+    elif replaced_whole(target, stored):
+        if target.kind is stored.kind is Kind.LIST:
+            own[:] = stored.own
+        elif target.kind is stored.kind is Kind.TUPLE:
+            return _tuple_like(own, stored.own)
+        else:
+            return stored.own
+    else:
+        items = [settle(child, stored.children[key]) for key, child in target.children.items()]
+        if target.kind is Kind.TUPLE:
+            return _tuple_like(own, items)
+        own[:] = items
+    return own
+
+
+def _tuple_like(own: tuple[Any, ...], items: Sequence[Any]) -> Any:
+    if all(new is old for new, old in zip(items, own, strict=False)) and len(items) == len(own):
+        return own
+    make = getattr(type(own), "_make", type(own))  # a named tuple wants its items one by one
+    return make(items)
+
+
+def _names(node: Node, path: Path) -> list[str]:
+    """The entries in a node, or itself where there are none."""
+    return [name_of(at) for at, inner in node.walk(path) if not inner.children]
+
+
+def _what(node: Node) -> str:
+    if node.kind is Kind.VALUE:
+        return f"the value {node.own!r:.40}"
+    if node.kind is Kind.TENSOR:
+        size = node.own.size if isinstance(node.own, StoredTensor) else node.own.shape
+        return f"a tensor of size {tuple(size)}, {node.own.dtype}"
+    return f"a {node.kind.value} of {len(node.children)}"
+
+
+def _listed(found: Sequence[str]) -> str:
+    more = f" and {len(found) - MOST_LISTED} more" if len(found) > MOST_LISTED else ""
+    return "; ".join(found[:MOST_LISTED]) + more
