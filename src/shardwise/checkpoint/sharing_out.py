@@ -15,7 +15,8 @@ from shardwise.geometry import describe
 from shardwise.layout import Layout
 from shardwise.transfer.plan import cut
 
-WORTH_CUTTING = 2**20  # bytes of a box that several ranks hold, of which each then writes a part
+SMALLEST = 2**20  # bytes of the parts that a box is cut into where several ranks hold it
+PARTS = 4  # of such a box for each rank that holds it, so that those with less to write can take more
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,7 @@ def share_out(sources: Sequence[Source], ranks: Sequence[int]) -> dict[int, list
                 give(rank, number, row, held.box, held.nbytes)
     for held in sorted(several, key=lambda held: -held.nbytes):  # the largest first, so that the small ones even out
         itemsize = sources[held.source].dtype.itemsize
-        most = max(-(-held.nbytes // len(held.rows)), WORTH_CUTTING) // itemsize
+        most = max(-(-held.nbytes // (len(held.rows) * PARTS)), SMALLEST) // itemsize
         for box in cut(held.box, max(most, 1)):
             rank = min(held.rows, key=lambda rank: (load[rank], rank))
             give(rank, held.source, held.rows[rank], box, torch.Size(box[1]).numel() * itemsize)
