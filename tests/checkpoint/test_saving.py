@@ -193,7 +193,7 @@ def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
     assert sorted(index.tensors) == ["a", "c", "model/embedding.weight"]
     assert index.state["b"][0] is index.state["a"]
     assert index.state["again"] is index.state["model"]["head.weight"]
-    target = {
+    target: dict[str, Any] = {
         "a": torch.zeros(5, 5),
         "b": [torch.zeros(5, 5)],
         "c": torch.zeros(3, 5),
@@ -212,7 +212,7 @@ def test_the_files_are_safetensors(tmp_path: Path) -> None:
     weight = shard_tensor(PLAIN, chunks(0, 0, 1))
     state = {"weight": weight, "bias": torch.arange(3.0).to(torch.bfloat16), "phase": torch.tensor([1j])}
     shardwise.save({"model": state}, tmp_path / "checkpoint")
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for rank in range(2):
         with safe_open(tmp_path / "checkpoint" / f"rank-0000{rank}.safetensors", "pt") as file:
             found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no dict

@@ -130,6 +130,7 @@ class LocalStorage:
                 parent.mkdir(exist_ok=True)
                 self._made.append(parent)
             self._draft.mkdir()
+            self._made.append(self._draft)
 
     def _clear_draft(self) -> None:
         """Remove what a job left behind that ended while it saved."""
@@ -184,9 +185,10 @@ class LocalStorage:
 
     def discard(self) -> None:
         """Remove the new files, and all that `begin` made. The rank that began calls it instead of `commit`."""
-        shutil.rmtree(self._draft, ignore_errors=True)
         for directory in reversed(self._made):
-            with suppress(OSError):
+            if directory == self._draft:
+                shutil.rmtree(directory, ignore_errors=True)
+            with suppress(OSError):  # somebody else uses it by now
                 directory.rmdir()
         self._made = []
 
