@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import boxes, layers, ops, optimizers, tensors, transfers
+from benchmarks import boxes, checkpoint, layers, ops, optimizers, tensors, transfers
 from benchmarks.table import show, show_fractions
 from shardwise.testing import run_on_ranks
 
@@ -36,7 +36,9 @@ def main() -> int:
     show("Tensor parallelism (DTensor by torch.distributed.tensor.parallel; by hand: plain parts, all_reduce)", trained)
     stepped = run_on_ranks(1, optimizers.step, timeout=550, fresh=True)[0]
     show("Optimizers on one rank (plain: torch.optim on the same local tensors)", stepped)
-    built += moved + gathered + planned + computed + looked_up + trained + stepped
+    kept = run_on_ranks(4, checkpoint.save_and_load, timeout=300, fresh=True)[0]
+    show("Checkpoints (plain: a copy of the files, or reading them; fsync alike)", kept)
+    built += moved + gathered + planned + computed + looked_up + trained + stepped + kept
     over = [row.work for row in [*rows, *made, *built] if row.verdict in ("OVER", "RAISES")]
     print(f"\nover budget, or raising: {', '.join(over)}" if over else "\nevery budget is held")
     return 1 if over else 0

@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-COLUMNS = ("shardwise", "plain", "by hand", "DTensor", "_shard")  # shown where somebody runs in them
+COLUMNS = (
+    "shardwise",
+    "plain",
+    "by hand",
+    "DTensor",
+    "_shard",
+    "torch.save",
+    "DCP",
+)  # shown where somebody runs in them
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ def save(state: Any, path: str | os.PathLike[str] | Storage, *, process_group: P
     except BaseException:
         saving.discard()
         raise
+    saving.clear()
 
 
 class _Saving:
@@ -104,6 +105,18 @@ class _Saving:
             return None, {}, None
 
         self._ranks.in_step(work)
+
+    def clear(self) -> None:
+        """Remove the older checkpoint. All ranks share that: to free as much memory as was written takes time too."""
+        ranks, storage = self._ranks, self._storage
+
+        def work() -> tuple[None, Fields, None]:
+            storage.clear(ranks.all.index(ranks.here), len(ranks.all))
+            return None, {}, None
+
+        ranks.in_step(work)
+        if ranks.first:
+            storage.clear(0, 1)
 
     def discard(self) -> None:
         """Leave nothing behind."""

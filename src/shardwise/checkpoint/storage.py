@@ -54,6 +54,9 @@ class Storage(Protocol):
     def commit(self) -> None:
         """Put the new files in the place of the old ones, at once. One rank calls it, when all have written."""
 
+    def clear(self, number: int, ranks: int) -> None:
+        """Remove a share of what `commit` replaced; every rank calls it, and one at last with all of it, (0, 1)."""
+
     def discard(self) -> None:
         """Remove the new files, and all that `begin` made. The rank that began calls it instead of `commit`."""
 
@@ -105,8 +108,12 @@ class LocalStorage:
             file = os.open(path, os.O_RDONLY)
 
         def read(begin: int, buffers: Sequence[memoryview]) -> None:
-            with _telling("read", path):
-                _read_all(file, begin, buffers, path)
+            # Short, for it is called for every row of a slab of columns.
+            try:
+                if len(buffers) > 1 or os.preadv(file, buffers, begin) != buffers[0].nbytes:
+                    _read_all(file, begin, buffers, path)
+            except OSError as error:
+                raise _told("read", path, error) from error
 
         try:
             yield read
@@ -181,7 +188,14 @@ class LocalStorage:
                     os.rename(self._replaced, self.path)
                 raise
             _sync_directory(self.path.parent)
-        shutil.rmtree(self._replaced, ignore_errors=True)  # what stays is removed by the next save
+
+    def clear(self, number: int, ranks: int) -> None:
+        """Remove a share of what `commit` replaced; every rank calls it, and one at last with all of it, (0, 1)."""
+        with suppress(OSError):  # what stays is removed by the next save
+            for name in sorted(os.listdir(self._replaced))[number::ranks]:
+                os.remove(self._replaced / name)
+            if ranks == 1:
+                os.rmdir(self._replaced)
 
     def discard(self) -> None:
         """Remove the new files, and all that `begin` made. The rank that began calls it instead of `commit`."""
@@ -208,7 +222,11 @@ def _telling(what: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(f"could not {what} '{path}': {error.strerror or error}") from error
+        raise _told(what, path, error) from error
+
+
+def _told(what: str, path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"could not {what} '{path}': {error.strerror or error}")
 
 
 def _windows(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
