@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from benchmarks.table import Row
 from benchmarks.timing import best_together
 
 ROWS, COLUMNS, TENSORS = 4096, 4096, 4  # four float32 squares of 64 MiB
-REPEATS = 3
+REPEATS = 4
 
 
 @contextmanager
@@ -57,11 +58,24 @@ def save_and_load() -> list[Row]:
     half = dist.new_group(list(range(world // 2)))
     everything = {name: torch.empty(ROWS, COLUMNS) for name in state}
     with shared_folder() as folder:
-        mine, theirs, pickled = folder / "shardwise", folder / "dcp", folder / f"{rank}.pt"
+        mine, theirs, pickled, copy = (
+            folder / "shardwise",
+            folder / "dcp",
+            folder / f"{rank}.pt",
+            folder / f"{rank}.copy",
+        )
         shardwise.save(state, mine)
         source = mine / f"rank-{rank:05d}.safetensors"
-        os.link(source, folder / f"{rank}.source")  # it stays when the checkpoint is replaced
-        copy = folder / f"{rank}.copy"
+        original = folder / f"{rank}.original"
+        os.link(source, original)  # it stays when the checkpoint is replaced
+        numbers, shared = count(), count()  # shared: the same on every rank
+
+        def new(path: Path) -> Path:
+            return Path(f"{path}-{next(numbers)}")
+
+        def replace() -> None:
+            written(new_copy := new(copy), lambda path: shutil.copyfile(original, path))
+            os.replace(new_copy, copy)
 
         def read_in() -> None:
             buffer = bytearray(source.stat().st_size)
@@ -72,15 +86,18 @@ def save_and_load() -> list[Row]:
             if rank < world // 2:
                 shardwise.load(everything, mine, process_group=half)
 
+        torch.save(local, pickled)
+        dcp_save(local, storage_writer=FileSystemWriter(theirs))
         saved = best_together(
             {
-                "shardwise": lambda: shardwise.save(state, mine),
-                "plain": lambda: written(copy, lambda path: shutil.copyfile(folder / f"{rank}.source", path)),
-                "torch.save": lambda: written(pickled, lambda path: torch.save(local, path)),
-                "DCP": lambda: dcp_save(local, storage_writer=FileSystemWriter(theirs)),
+                "shardwise": lambda: shardwise.save(state, folder / f"shardwise-{next(shared)}"),
+                "plain": lambda: written(new(copy), lambda path: shutil.copyfile(original, path)),
+                "torch.save": lambda: written(new(pickled), lambda path: torch.save(local, path)),
+                "DCP": lambda: dcp_save(local, storage_writer=FileSystemWriter(folder / f"dcp-{next(shared)}")),
             },
             repeats=REPEATS,
         )
+        replaced = best_together({"shardwise": lambda: shardwise.save(state, mine), "plain": replace}, repeats=REPEATS)
         alike = best_together(
             {
                 "shardwise": lambda: shardwise.load(state, mine),
@@ -96,6 +113,7 @@ def save_and_load() -> list[Row]:
     size = f"{ROWS * COLUMNS * 4 * TENSORS >> 20} MiB, {world} ranks"
     return [
         Row(f"save {size}", saved, "≤ 1.2x copy", ("plain", 1.2)),
+        Row(f"save {size}, in the place of an older one", replaced, "≤ 1.2x copy", ("plain", 1.2)),
         Row(f"load {size}, as it was saved", alike, "≤ DCP", ("DCP", 1.0)),
         Row(f"load {size}, rows into columns", turned),
         Row(f"load {size}, all of it on each of {world // 2} ranks", whole),

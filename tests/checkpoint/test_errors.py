@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import ALL, PLAIN, SIZE, chunks, holds
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardwise
 from shardwise import PartialTensor, empty, shard_tensor, zeros
@@ -61,7 +63,7 @@ def swap(file: Path) -> None:
     file.write_bytes(words[:at] + b"0" * 16 + words[at + 16 :])
 
 
-def edit(file: Path, *keys: str, value: Any) -> None:
+def edit(file: Path, *keys: str | int, value: Any) -> None:
     """Change one entry of an index."""
     words = json.loads(file.read_text())
     inner = words
@@ -90,6 +92,7 @@ DAMAGES: dict[str, tuple[Any, str, str]] = {
     "a file elsewhere": (lambda file: edit(file, "files", "../x.safetensors", value=1), INDEX, "no name of a file"),
     "an unknown dtype": (lambda file: edit(file, "tensors", "bias", "dtype", value="float7"), INDEX, "'float7'"),
     "another dtype": (lambda file: edit(file, "tensors", "weight", "dtype", value="int32"), INDEX, "'weight' is"),
+    "another key": (lambda file: edit(file, *PIECES, 1, "key", value="x"), INDEX, "should hold 'x' as F32 of shape"),
     "a negative size": (lambda file: edit(file, "files", FILE, value=-1), INDEX, "garbles"),
     "a value that is none": (lambda file: edit(file, "state", value={"set": []}), INDEX, "stands for no value"),
 }
@@ -190,10 +193,13 @@ def test_ranks_with_different_states(tmp_path: Path, what: str) -> None:
 
 
 @ranks(2)
-def test_a_partial_tensor_is_refused(tmp_path: Path) -> None:
+def test_tensors_that_are_neither_sharded_nor_plain_are_refused(tmp_path: Path) -> None:
     """With the way out."""
-    with pytest.raises(CheckpointError, match=r"'p' is PartialTensor.*redistribute\(spec\)"):
+    with pytest.raises(CheckpointError, match=r"'p' is a PartialTensor.*redistribute\(spec\)"):
         shardwise.save({"p": PartialTensor(torch.ones(3))}, tmp_path / "checkpoint")
+    theirs = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(CheckpointError, match=r"'d' is a DTensor.*full_tensor\(\)"):
+        shardwise.save({"d": theirs}, tmp_path / "checkpoint")
     assert os.listdir(tmp_path) == []
 
 

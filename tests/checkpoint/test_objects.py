@@ -114,6 +114,16 @@ def test_an_object_is_asked_to_make_room_for_its_state(tmp_path: Path) -> None:
     assert torch.equal(target.given["moment"].full_tensor(), torch.ones(SIZE))
 
 
+@ranks(2)
+def test_an_object_that_was_saved_without_state_is_not_asked(tmp_path: Path) -> None:
+    """It would then have more than the checkpoint."""
+    shardwise.save({"lazy": Lazy()}, tmp_path / "checkpoint")
+    target = Lazy()
+    shardwise.load({"lazy": target}, tmp_path / "checkpoint")
+    assert target.given == {}
+    assert target.state == {}
+
+
 def test_an_optimizer_of_another_model_is_told_apart(tmp_path: Path) -> None:
     """State for a parameter that is not there, and one of another size."""
     parameter = nn.Parameter(torch.ones(3))

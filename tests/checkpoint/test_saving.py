@@ -13,7 +13,15 @@ from safetensors import safe_open
 from tests.cases import ALL, PLAIN, SIZE, boxes, chunks, holds, places
 
 import shardwise
-from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardingSpec, empty, shard_tensor, zeros
+from shardwise import (
+    GridShardingSpec,
+    ReplicatedShardingSpec,
+    ReplicatedTensor,
+    ShardingSpec,
+    empty,
+    shard_tensor,
+    zeros,
+)
 from shardwise.checkpoint import read_index
 from shardwise.testing import ranks, run_on_ranks
 
@@ -128,6 +136,11 @@ def test_odd_tensors(tmp_path: Path) -> None:
     """Whatever their memory looks like, their values are saved; and loaded into memory of the same kind."""
     shardwise.save(odd_tensors(), tmp_path / "checkpoint")
     targets = {name: torch.zeros_like(tensor) for name, tensor in odd_tensors().items()}
+    state = {"replicated": ReplicatedTensor(torch.arange(4.0)), "name": "\udc80", "\udc80": 1}
+    shardwise.save(state, tmp_path / "more")
+    loaded = shardwise.load({"replicated": torch.zeros(4), "name": "", "\udc80": 0}, tmp_path / "more")
+    assert torch.equal(loaded["replicated"], torch.arange(4.0))
+    assert (loaded["name"], loaded["\udc80"]) == ("\udc80", 1)
     targets["transposed"] = torch.zeros(4, 6).t()
     targets["every other"] = torch.zeros(8, 9)[::4, ::3]
     targets["conjugate"] = torch.zeros(4, 6, dtype=torch.complex64).conj()

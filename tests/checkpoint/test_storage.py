@@ -185,6 +185,11 @@ def test_saving_again_replaces_the_checkpoint(tmp_path: Path) -> None:
     assert shardwise.load({"step": 0}, tmp_path / "link") == {"step": 3}
 
 
+def full(file: int) -> None:
+    """A disk without room."""
+    raise OSError(28, "the disk is full")
+
+
 def test_a_job_that_ended_while_it_replaced_a_checkpoint(tmp_path: Path) -> None:
     """The old one is found where it was put aside; the next save clears up."""
     path = tmp_path / "checkpoint"
@@ -192,6 +197,13 @@ def test_a_job_that_ended_while_it_replaced_a_checkpoint(tmp_path: Path) -> None
     os.rename(path, tmp_path / "checkpoint.replaced")
     os.mkdir(tmp_path / "checkpoint.partial")
     (tmp_path / "checkpoint.partial" / "rank-00000.safetensors").write_bytes(b"half")
+    assert shardwise.load({"step": 0}, path) == {"step": 1}
+    os.mkdir(path)  # as a script may that makes sure of its directories first
+    assert shardwise.load({"step": 0}, path) == {"step": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match="full"):
+            shardwise.save({"step": 2}, path)
     assert shardwise.load({"step": 0}, path) == {"step": 1}
     shardwise.save({"step": 2}, path)
     assert os.listdir(tmp_path) == ["checkpoint"]

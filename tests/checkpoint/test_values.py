@@ -114,7 +114,7 @@ def test_values_take_the_place_of_those_in_the_state(tmp_path: Path) -> None:
     assert type(inner["point"]) is Point
 
 
-@pytest.mark.parametrize("value", [3, "text", None, (1, 2.5), b"\x00\xff", torch.arange(3)], ids=repr)
+@pytest.mark.parametrize("value", [3, "text \udc80", None, (1, 2.5), b"\x00\xff", torch.arange(3)], ids=repr)
 def test_a_state_may_be_a_single_value_or_tensor(tmp_path: Path, value: Any) -> None:
     """What is not changed in place is returned."""
     shardwise.save(value, tmp_path)

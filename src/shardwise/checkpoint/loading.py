@@ -39,8 +39,9 @@ def load(
     boxes that it holds, and nothing travels but digests.
 
     Tensors are filled in place, also leaves that require grad. Values are put into the dicts and lists they belong to;
-    a list of values is replaced as a whole. An object with ``load_state_dict()`` is first asked for its state, after
-    ``init_state()`` if it has that, and gets it back filled. The optimizers of torch need not have stepped.
+    a list of values is replaced as a whole. An object with ``load_state_dict()`` is asked for its state, and gets it
+    back filled; where it lacks what the checkpoint has, it is first asked to ``init_state()``, if it can. The
+    optimizers of torch need not have stepped.
 
     All differences in names, sizes and dtypes are told in one error. With ``strict=False``, names that only the state
     or only the checkpoint has are left alone. All checks (of the index, of the size and the header of each file that
@@ -61,7 +62,7 @@ def load(
 
     def find() -> tuple[tuple[Index, list[Any]], Fields, None]:
         index = read_index(storage)
-        return (index, _owners(state)), {"checkpoint": index.id}, None
+        return (index, _without_room(state, _tree(index))), {"checkpoint": index.id}, None
 
     def plan() -> tuple[_Loading, Fields, None]:
         return _Loading.of(state, index, storage, ranks, strict=strict), {}, None
@@ -71,20 +72,30 @@ def load(
         return None, {}, None
 
     (index, owners), _ = ranks.in_step(find)
-    for owner in owners:  # outside of a step: it may be a collective of its own
-        if callable(getattr(owner, "init_state", None)):
-            owner.init_state()
+    for owner in owners:
+        owner.init_state()  # outside of a step, for it may be a collective of its own
     loading, _ = ranks.in_step(plan)
     ranks.in_step(fill)
     return settle(loading.target, loading.stored)
 
 
-def _owners(state: Any) -> list[Any]:
-    """The objects in a state that have a state of their own."""
+def _tree(index: Index) -> Node:
+    """What was saved, as a tree; it holds no objects any more."""
+    return nest.parse(index.state, lambda owner, _: None, tensors=(StoredTensor,))
+
+
+def _without_room(state: Any, stored: Node) -> list[Any]:
+    """The objects that can make room for state which the checkpoint has and they have not, as optimizers can."""
     found: list[Any] = []
 
-    def content(owner: Any, _: nest.Path) -> None:
-        found.append(owner)
+    def content(owner: Any, path: nest.Path) -> Any:
+        inner, there = owner.state_dict(), stored.at(path)
+        if there is not None and callable(getattr(owner, "init_state", None)):
+            match = Match()
+            match.compare(nest.parse(inner, lambda nested, _: nested.state_dict()), there)
+            if match.unexpected:
+                found.append(owner)
+        return inner
 
     nest.parse(state, content)
     return found
@@ -103,7 +114,7 @@ class _Loading:
     @staticmethod
     def of(state: Any, index: Index, storage: Storage, ranks: Ranks, *, strict: bool) -> _Loading:
         """Everything that can be wrong is found here, before anything is changed."""
-        stored = nest.parse(index.state, _no_content, tensors=(StoredTensor,))
+        stored = _tree(index)
         target = nest.parse(state, lambda owner, path: content_to_fill(owner, stored.at(path)))
         match = Match()
         match.compare(target, stored)
@@ -127,10 +138,6 @@ class _Loading:
             with self.storage.reader(name) as read, torch.no_grad():
                 _fill(slabs, read)
         increment_version([tensor for tensor in self.tensors if not tensor.is_inference()])
-
-
-def _no_content(owner: Any, path: nest.Path) -> Any:
-    raise AssertionError("what was saved holds no objects")
 
 
 def _require_writable(name: str, local: Local) -> None:

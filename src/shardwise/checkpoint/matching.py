@@ -67,7 +67,9 @@ class Match:
         if not lines:
             return
         if strict and any("/state/" in f"/{name}" for name in self.unexpected):
-            lines.append("  (an optimizer has no state before its first step: give it init_state(), or step once)")
+            lines.append(
+                "  (an optimizer has no state before its first step: give the optimizer, not its state_dict())"
+            )
         if strict and (self.missing or self.unexpected):
             lines.append("  (strict=False loads the names that both have)")
         raise StateMismatchError("\n".join([f"'{where}' does not hold this state; nothing was loaded", *lines]))

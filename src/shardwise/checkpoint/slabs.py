@@ -42,6 +42,8 @@ class Slab:
 
 def slabs_of(stored: StoredTensor, local: Local, rank: int) -> Iterator[Slab]:
     """All that this rank needs of a stored tensor for what is here of a target."""
+    if not local.tensors:
+        return
     rows = np.array(list(local.tensors), dtype=np.int64)
     wanted = Layout.of(stored.size, local.layout.boxes.take(rows), [Placement(torch.device("cpu"), rank)] * len(rows))
     plan = make_plan(stored.layout, wanted)

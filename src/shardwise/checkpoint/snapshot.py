@@ -43,7 +43,7 @@ class Snapshot:
             if node.kind is Kind.TENSOR:
                 entries[name] = _description(next(tensors))
             elif node.kind is Kind.VALUE:
-                entries[name] = f"{type(node.own).__name__} {encode(node, lambda _: '')}"
+                entries[name] = f"{type(node.own).__name__} {encode(node, lambda _: '')!r}"
             else:
                 containers[f"{name} (as a whole)"] = f"a {node.kind.value} of {list(node.children)}"
         return {**entries, **containers}

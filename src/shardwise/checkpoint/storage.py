@@ -80,7 +80,7 @@ class LocalStorage:
     # Reading ------------------------------------------------------------------------------------------------------
 
     def _home(self) -> Path:
-        return self._replaced if not self.path.exists() and self._replaced.exists() else self.path
+        return self._replaced if self._replaced.exists() and not _holds_anything(self.path) else self.path
 
     def names(self) -> list[str]:
         """The files that are there, in order; none where nothing was ever committed."""
@@ -125,8 +125,8 @@ class LocalStorage:
     def begin(self) -> None:
         """Make room for new files, beside those that are there. One rank calls it, before any writes."""
         with _telling("make", self._draft):
-            if self._replaced.exists():  # a job ended between two renames
-                if self.path.exists():
+            if self._replaced.exists():  # a job ended while it replaced a checkpoint
+                if _holds_anything(self.path):
                     shutil.rmtree(self._replaced)
                 else:
                     os.rename(self._replaced, self.path)
@@ -267,6 +267,10 @@ def _pass_by(pending: deque[memoryview], count: int) -> None:
             pending.appendleft(head[count:])
             return
         count -= head.nbytes
+
+
+def _holds_anything(path: Path) -> bool:
+    return path.exists() and (not path.is_dir() or any(path.iterdir()))
 
 
 def _sync_directory(path: Path) -> None:
