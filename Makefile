@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   start 4 local ranks, draw how tensors lie on them and move one"
+	@echo "make demo   train a model in pieces on 4 local ranks, go on with 3, finish with 2, beside its twin"
 	@echo "make test   ruff, mypy --strict, import-linter, then pytest on real gloo ranks"
 	@echo "make lint   the first three of those"
 	@echo "make bench  measure against torch.distributed._shard, DTensor and plain tensors"
@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY)
-	@$(BIN)/python examples/layouts.py
+	@$(BIN)/python examples/train_anywhere.py
 
 lint: $(READY)
 	@$(BIN)/ruff check .

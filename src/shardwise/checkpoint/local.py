@@ -36,8 +36,8 @@ class Local:
             return _of_sharded(name, tensor, ranks)
         if isinstance(tensor, Distributed) or hasattr(tensor, "__tensor_flatten__"):
             raise CheckpointError(
-                f"'{name}' is a {type(tensor).__name__}, which is neither a plain tensor nor a ShardedTensor: give one of "
-                "those, by its full_tensor(), or for a PartialTensor by redistribute(spec)"
+                f"'{name}' is a {type(tensor).__name__}, which is neither a plain tensor nor a ShardedTensor: give one "
+                "of those, by its full_tensor(), or for a PartialTensor by redistribute(spec)"
             )
         place = Placement(torch.device("cpu"), ranks.here)
         tensor = _plain(name, tensor)

@@ -69,27 +69,31 @@ class Pool:
         """Whether the pool can take a task."""
         return bool(self.processes) and all(process.is_alive() for process in self.processes)
 
-    def run(self, task: Task, timeout: float) -> list[Any]:
+    def run(self, task: Task, timeout: float, *, echo: bool = False) -> list[Any]:
         """Run a task on every rank; give what each returned, by rank, or raise a `RankFailure`."""
         __tracebackhide__ = True
+        heard = _Echo(self._file(0, "output")) if echo else None
         try:
             for connection in self.connections:
                 connection.send(task)
-            return self._collect(timeout)
+            return self._collect(timeout, heard)
         except unittest.SkipTest:
             raise
         except BaseException:
             self.close()  # interrupted, its answers would be taken for those of the next task
             raise
 
-    def _collect(self, timeout: float) -> list[Any]:
+    def _collect(self, timeout: float, heard: _Echo | None = None) -> list[Any]:
         __tracebackhide__ = True
         outcomes: dict[int, Outcome] = {}
         deadline = time.monotonic() + timeout
         while len(outcomes) < self.world_size:
             waiting = {self.connections[r]: r for r in range(self.world_size) if r not in outcomes}
-            ready = wait(list(waiting), max(deadline - time.monotonic(), 0))
-            if not ready:
+            left = max(deadline - time.monotonic(), 0)
+            ready = wait(list(waiting), left if heard is None else min(left, _Echo.EVERY))
+            if heard is not None:
+                heard.catch_up()
+            if not ready and time.monotonic() >= deadline:
                 break
             for connection in ready:
                 rank = waiting[connection]  # type: ignore[index] # only connections are waited for
@@ -165,15 +169,36 @@ class Pool:
             self.folder.cleanup()
 
 
+class _Echo:
+    """Prints here what a rank prints, as it comes."""
+
+    EVERY = 0.1  # seconds
+
+    def __init__(self, file: Path) -> None:
+        os.truncate(file, 0)
+        self._file = open(file, errors="replace")  # noqa: SIM115 # as long as it is listened to
+
+    def catch_up(self) -> None:
+        """Print what has been printed since."""
+        print(self._file.read(), end="", flush=True)
+
+
 _pools: dict[int, Pool] = {}
 
 
 def run_on_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60, fresh: bool = False, **kwargs: Any
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60,
+    fresh: bool = False,
+    echo: bool = False,
+    **kwargs: Any,
 ) -> list[Any]:
     """Call a module-level function on so many gloo ranks; give what each returned, by rank.
 
-    With ``fresh``, the ranks are new and end afterwards: for what cannot be undone in a process, such as RPC.
+    With ``fresh``, the ranks are new and end afterwards: for what cannot be undone in a process, such as RPC. With
+    ``echo``, what rank 0 prints is printed here as it comes; else it is told only if the function fails.
 
     >>> from shardwise.testing import run_on_ranks
     >>> import torch.distributed
@@ -184,9 +209,9 @@ def run_on_ranks(
     task = Task.of(function, args, kwargs)
     if fresh:
         with contextlib.closing(Pool(world_size)) as pool:
-            return pool.run(task, timeout)
+            return pool.run(task, timeout, echo=echo)
     pool = _shared(world_size)
-    return pool.run(task, timeout)
+    return pool.run(task, timeout, echo=echo)
 
 
 def _shared(world_size: int) -> Pool:
