@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from shardwise.errors import CheckpointError, LayoutError
 from shardwise.geometry import Boxes, describe
 from shardwise.layout import Layout, parse_size
 from shardwise.placement import Placement
+from shardwise.sharded_tensor.movement import whole_on
 
 FORMAT = "shardwise checkpoint"
 VERSION = 1
@@ -54,6 +55,8 @@ class StoredTensor:
     @cached_property
     def layout(self) -> Layout:
         """Its pieces as boxes on ranks; the ranks are the numbers of its files, from which a transfer can begin."""
+        if len(self.pieces) == 1 and self.pieces[0].sizes == tuple(self.size):  # most often
+            return in_one(self.size, 0)
         numbers = {file: Placement(torch.device("cpu"), number) for number, file in enumerate(self.files)}
         offsets, sizes = [piece.offsets for piece in self.pieces], [piece.sizes for piece in self.pieces]
         places = [numbers[piece.file] for piece in self.pieces]
@@ -64,6 +67,12 @@ class StoredTensor:
             return Layout.checked(self.size, boxes, places, lambda row: f"{row} {boxes.describe(row)}")
         except LayoutError as error:
             raise CheckpointError(f"the index says of tensor '{self.name}' what cannot be: {error}") from error
+
+
+@lru_cache(maxsize=1024)  # models have many tensors of few sizes
+def in_one(size: torch.Size, rank: int) -> Layout:
+    """The layout of a tensor that is whole on one rank, or in one file."""
+    return whole_on(size, [Placement(torch.device("cpu"), rank)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,15 +102,16 @@ def write_index(checkpoint: str, files: Mapping[str, int], tensors: Sequence[Sto
         }
         for tensor in tensors
     }
-    words = {
-        "format": FORMAT,
-        "version": VERSION,
-        "id": checkpoint,
-        "files": dict(files),
-        "tensors": described,
-        "state": state,
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(words)}" for name, words in described.items())
+    parts = {
+        "format": json.dumps(FORMAT),
+        "version": json.dumps(VERSION),
+        "id": json.dumps(checkpoint),
+        "files": json.dumps(files),
+        "tensors": f"{{\n{lines}\n }}",  # a line each, for those who look at it
+        "state": json.dumps(state, allow_nan=False),
     }
-    return json.dumps(words, indent=1, allow_nan=False).encode()
+    return ("{" + ",".join(f'\n "{key}": {text}' for key, text in parts.items()) + "\n}").encode()
 
 
 def read_index(path: str | os.PathLike[str] | Storage) -> Index:

@@ -60,28 +60,24 @@ def load(
     """
     ranks, storage = Ranks.of(process_group), storage_at(path)
 
-    def find() -> tuple[tuple[Index, list[Any]], Fields, None]:
+    def find() -> tuple[tuple[Index, Node, list[Any]], Fields, None]:
         index = read_index(storage)
-        return (index, _without_room(state, _tree(index))), {"checkpoint": index.id}, None
+        stored = nest.parse(index.state, lambda owner, _: None, tensors=(StoredTensor,))  # it has no objects any more
+        return (index, stored, _without_room(state, stored)), {"checkpoint": index.id}, None
 
     def plan() -> tuple[_Loading, Fields, None]:
-        return _Loading.of(state, index, storage, ranks, strict=strict), {}, None
+        return _Loading.of(state, stored, index, storage, ranks, strict=strict), {}, None
 
     def fill() -> tuple[None, Fields, None]:
         loading.fill()
         return None, {}, None
 
-    (index, owners), _ = ranks.in_step(find)
+    (index, stored, owners), _ = ranks.in_step(find)
     for owner in owners:
         owner.init_state()  # outside of a step, for it may be a collective of its own
     loading, _ = ranks.in_step(plan)
     ranks.in_step(fill)
-    return settle(loading.target, loading.stored)
-
-
-def _tree(index: Index) -> Node:
-    """What was saved, as a tree; it holds no objects any more."""
-    return nest.parse(index.state, lambda owner, _: None, tensors=(StoredTensor,))
+    return settle(loading.target, stored)
 
 
 def _without_room(state: Any, stored: Node) -> list[Any]:
@@ -107,14 +103,12 @@ class _Loading:
 
     storage: Storage
     target: Node
-    stored: Node
     slabs: Mapping[str, Sequence[tuple[int, Slab]]]  # by file
     tensors: Sequence[torch.Tensor]  # all that are written into
 
     @staticmethod
-    def of(state: Any, index: Index, storage: Storage, ranks: Ranks, *, strict: bool) -> _Loading:
+    def of(state: Any, stored: Node, index: Index, storage: Storage, ranks: Ranks, *, strict: bool) -> _Loading:
         """Everything that can be wrong is found here, before anything is changed."""
-        stored = _tree(index)
         target = nest.parse(state, lambda owner, path: content_to_fill(owner, stored.at(path)))
         match = Match()
         match.compare(target, stored)
@@ -130,7 +124,7 @@ class _Loading:
         for name in index.files if ranks.first else by_file:
             _require_size(storage, name, index.files[name])
         slabs = {name: _located(storage, name, found, index) for name, found in by_file.items()}
-        return _Loading(storage, target, stored, slabs, tensors)
+        return _Loading(storage, target, slabs, tensors)
 
     def fill(self) -> None:
         """Read everything into its place."""

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.checkpoint.index import in_one
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.dispatch import Distributed, summary
 from shardwise.errors import CheckpointError, PropertyError
 from shardwise.layout import Layout
 from shardwise.placement import Placement
 from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.movement import require_movable, whole_on
+from shardwise.sharded_tensor.movement import require_movable
 from shardwise.transfer.pieces import as_bytes
 from shardwise.transfer.plan import cut
 
@@ -39,9 +40,8 @@ class Local:
                 f"'{name}' is a {type(tensor).__name__}, which is neither a plain tensor nor a ShardedTensor: give one "
                 "of those, by its full_tensor(), or for a PartialTensor by redistribute(spec)"
             )
-        place = Placement(torch.device("cpu"), ranks.here)
         tensor = _plain(name, tensor)
-        return Local(whole_on(tensor.shape, [place]), tensor.dtype, {0: tensor}, plain=True)
+        return Local(in_one(tensor.shape, ranks.here), tensor.dtype, {0: tensor}, plain=True)
 
     def memory(self) -> tuple[object, ...] | None:
         """What two tensors have in common if they are tied; None where nothing is here to tell it by."""
@@ -55,7 +55,7 @@ def _of_sharded(name: str, tensor: ShardedTensorBase, ranks: Ranks) -> Local:
         require_movable(tensor)
     except PropertyError as error:
         raise CheckpointError(f"'{name}': {error}") from error
-    layout, rows = tensor._layout, tensor._frame.rows
+    layout, rows, dtype = tensor._layout, tensor._frame.rows, tensor.dtype
     if ranks.group is None:
         layout = layout.moved(lambda place: Placement(place.device, ranks.here))
     if (ranks.group is None and len(rows) < len(layout)) or (
@@ -66,9 +66,9 @@ def _of_sharded(name: str, tensor: ShardedTensorBase, ranks: Ranks) -> Local:
             "layout says: save and load it on the ranks that hold it"
         )
     found = dict(zip(rows, (_plain(name, local) for local in tensor._local_tensors()), strict=True))
-    if any(local.dtype != tensor.dtype for local in found.values()):
-        raise CheckpointError(f"'{name}' is {tensor.dtype}, but a shard of it is of another dtype")
-    return Local(layout, tensor.dtype, found, plain=False)
+    if any(local.dtype != dtype for local in found.values()):
+        raise CheckpointError(f"'{name}' is {dtype}, but a shard of it is of another dtype")
+    return Local(layout, dtype, found, plain=False)
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:

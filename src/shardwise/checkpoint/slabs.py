@@ -44,8 +44,11 @@ def slabs_of(stored: StoredTensor, local: Local, rank: int) -> Iterator[Slab]:
     """All that this rank needs of a stored tensor for what is here of a target."""
     if not local.tensors:
         return
-    rows = np.array(list(local.tensors), dtype=np.int64)
-    wanted = Layout.of(stored.size, local.layout.boxes.take(rows), [Placement(torch.device("cpu"), rank)] * len(rows))
+    wanted = local.layout
+    if len(local.tensors) < len(wanted):
+        rows = np.array(list(local.tensors), dtype=np.int64)
+        place = Placement(torch.device("cpu"), rank)
+        wanted = Layout.of(stored.size, wanted.boxes.take(rows), [place] * len(rows))
     plan = make_plan(stored.layout, wanted)
     source = plan.boxes.offsets - stored.layout.boxes.offsets[plan.src_rows]
     target = plan.boxes.offsets - wanted.boxes.offsets[plan.dst_rows]
@@ -127,7 +130,10 @@ def strides_of(sizes: Sequence[int]) -> tuple[int, ...]:
 
 def _starts(strides: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], dim: int) -> list[int]:
     """The elements at which a box begins for each index of the dims before this one, in a row-major array."""
-    starts = np.array(sum(offset * stride for offset, stride in zip(offsets, strides, strict=True)), dtype=np.int64)
+    first = sum(map(operator.mul, offsets, strides))
+    if dim == 0:
+        return [first]
+    starts = np.array(first, dtype=np.int64)
     for size, stride in zip(sizes[:dim], strides[:dim], strict=True):
         starts = starts[..., None] + np.arange(size) * stride
     found: list[int] = starts.reshape(-1).tolist()

@@ -31,7 +31,7 @@ def ranks(
         @functools.wraps(function)
         def on_ranks(*args: P.args, **kwargs: P.kwargs) -> None:
             __tracebackhide__ = True  # pytest then shows the rank's own traceback only
-            run_on_ranks(world_size, function, *args, timeout=timeout, fresh=fresh, **kwargs)
+            run_on_ranks(world_size, function, *args, timeout=timeout, fresh=fresh, echo=False, **kwargs)
 
         on_ranks.on_this_rank = function  # type: ignore[attr-defined] # how a rank finds what to run
         return on_ranks
