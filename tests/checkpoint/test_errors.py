@@ -243,6 +243,35 @@ def test_a_rank_that_cannot_write(tmp_path: Path, rank: int, call: str) -> None:
     assert read_index(path).state["step"] == 8
 
 
+@ranks(2)
+def test_a_rename_that_fails_half_way(tmp_path: Path) -> None:
+    """The older checkpoint, which was put aside, is put back."""
+    path = saved_small(tmp_path / "checkpoint")
+    with pytest.MonkeyPatch.context() as patch:
+        real = os.rename
+
+        def fail(source: Path, destination: Path) -> None:
+            if str(source).endswith(".partial"):
+                raise OSError(5, "Input/output error")
+            real(source, destination)
+
+        patch.setattr(storage.os, "rename", fail)
+        with pytest.raises(CheckpointError, match="could not rename a new checkpoint"):
+            shardwise.save({"step": 9}, path)
+    dist.barrier()
+    assert os.listdir(tmp_path) == ["checkpoint"]
+    assert read_index(path).state["step"] == 3
+
+
+@ranks(4)
+def test_a_damaged_file_that_nobody_needs(tmp_path: Path) -> None:
+    """Is told of all the same: a checkpoint is whole or it is not."""
+    path = saved(tmp_path / "checkpoint")
+    on_rank_0(cut_off, path / FILE)
+    with pytest.raises(CheckpointError, match="cut off or changed"):
+        shardwise.load({"step": 0}, path, strict=False)
+
+
 @ranks(4)
 def test_a_first_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
     """Not even the directories above it."""

@@ -220,6 +220,19 @@ def test_tied_tensors_are_written_once(tmp_path: Path) -> None:
 
 
 @ranks(2)
+def test_tensors_are_tied_only_if_all_ranks_say_so(tmp_path: Path) -> None:
+    """Else what some hold apart would be lost."""
+    sharded = shard_tensor(PLAIN, chunks(0, 0, 1))
+    other = shard_tensor(PLAIN, chunks(0, 0, 1))
+    if dist.get_rank() == 0:
+        other.local_shards()[0].tensor = sharded.local_tensor()
+    else:
+        other.local_tensor().zero_()
+    shardwise.save({"a": sharded, "b": other}, tmp_path / "checkpoint")
+    assert list(read_index(tmp_path / "checkpoint").tensors) == ["a", "b"]
+
+
+@ranks(2)
 def test_the_files_are_safetensors(tmp_path: Path) -> None:
     """Any reader of that format opens them: a shard under its name and box, a whole tensor under its name."""
     weight = shard_tensor(PLAIN, chunks(0, 0, 1))
