@@ -14,11 +14,14 @@ from shardwise.testing import ranks, run_on_ranks
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+(TEST,) = [block for block in BLOCKS if "shardwise.testing" in block]
+(DROP_IN,) = [block for block in BLOCKS if "shardwise.dropin" in block]
+SCRIPT = [block for block in BLOCKS if block not in (TEST, DROP_IN)]
 
 
 def run_examples() -> None:
     """The examples of a script, one after the other, as a reader would type them."""
-    exec(compile("".join(BLOCKS[:5]), "README.md", "exec"), {})
+    exec(compile("".join(SCRIPT), "README.md", "exec"), {})
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -31,13 +34,13 @@ def test_the_examples_run_on_any_number_of_ranks(world_size: int) -> None:
 def test_the_test_example_passes() -> None:
     """As it stands in its own file."""
     names: dict[str, object] = {}
-    exec(compile(BLOCKS[5], "README.md", "exec"), names)
+    exec(compile(TEST, "README.md", "exec"), names)
     names["test_every_rank_holds_a_row"].on_this_rank()
 
 
 def test_the_drop_in_example_runs() -> None:
     """In a process of its own."""
-    subprocess.run([sys.executable, "-c", BLOCKS[6]], check=True)
+    subprocess.run([sys.executable, "-c", DROP_IN], check=True)
 
 
 def test_the_picture_in_the_readme_is_what_the_demo_draws(capsys: pytest.CaptureFixture[str]) -> None:

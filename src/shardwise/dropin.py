@@ -73,10 +73,7 @@ _FACTORIES = {
     name: getattr(sharded_tensor, name)
     for name in ("empty", "full", "ones", "rand", "randn", "zeros", "init_from_local_shards")
 }
-_OPTIMIZERS = {
-    "ShardedOptimizer": sharded_optim.ShardedOptimizer,
-    "named_params_with_sharded_tensor": named_parameters.named_params_with_sharded_tensor,
-}
+_OPTIMIZERS = {"ShardedOptimizer": sharded_optim.ShardedOptimizer}
 
 _VERBS = {
     "_shard_tensor": sharded_tensor.shard_tensor,
@@ -154,7 +151,10 @@ TABLE: dict[str, dict[str, Any]] = {
         "build_metadata_from_local_shards": joining.build_metadata_from_local_shards,
         "build_global_metadata": joining.build_global_metadata,
     },
-    "sharded_optim": _OPTIMIZERS,
+    "sharded_optim": {
+        **_OPTIMIZERS,
+        "named_params_with_sharded_tensor": named_parameters.named_params_with_sharded_tensor,
+    },
     "sharded_optim.api": _OPTIMIZERS,
     "sharded_tensor.logger": {"_get_or_create_logger": _get_or_create_logger},
 }

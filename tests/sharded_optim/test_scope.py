@@ -166,6 +166,60 @@ def test_ranks_that_compute_another_loss_are_told() -> None:
         ours.step(closure)
 
 
+@pytest.mark.parametrize("kind", ["LBFGS", "Adafactor"])
+@ranks(4)
+def test_a_closure_that_raises_on_one_rank_raises_on_all(kind: str) -> None:
+    """At once, and the next step is in order again."""
+    weight = shard_tensor(torch.ones(4, 4), chunks(0, 0, 1, 2, 3)).requires_grad_()
+    ours = ShardedOptimizer({"w": weight}, getattr(torch.optim, kind))
+    raising = True
+
+    def closure() -> Any:
+        ours.zero_grad()
+        loss = weight.pow(2).sum()
+        loss.backward()
+        if raising and dist.get_rank() == 2:
+            raise ArithmeticError("not here")
+        return loss
+
+    with pytest.raises(ArithmeticError, match="found on rank 2"):
+        ours.step(closure)
+    assert torch.equal(whole(weight), torch.ones(4, 4))
+    raising = False
+    assert ours.step(closure).item() == 16
+    assert not torch.equal(whole(weight), torch.ones(4, 4))
+
+
+@ranks(2)
+def test_ranks_that_ask_for_different_options_are_told() -> None:
+    """Each would train its shards in its own way."""
+    weight = shard_tensor(torch.ones(4, 4), chunks(0, 0, 1)).requires_grad_()
+    with pytest.raises(errors.RankMismatchError, match=r"lr: 0\.1.*does not match with.*lr: 0\.2"):
+        ShardedOptimizer({"w": weight}, SGD, lr=0.1 * (1 + dist.get_rank()))
+
+
+FOREACH = ["SGD", "AdamW", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adadelta", "Adafactor"]
+
+
+@pytest.mark.parametrize("kind", [*FOREACH, "Muon"])
+@ranks(2)
+def test_a_rank_that_holds_nothing_at_all_takes_part(kind: str) -> None:
+    """In steps, and in saving and loading; it sees the same names, keys and sizes."""
+    weight = shard_tensor(torch.ones(3, 2), chunks(0, 1)).requires_grad_()
+    ours = ShardedOptimizer({"w": weight}, getattr(torch.optim, kind), **({"foreach": True} if kind in FOREACH else {}))
+    for _ in range(2):
+        ours.zero_grad()
+        weight.pow(2).sum().backward()
+        ours.step()
+        ours.load_state_dict(ours.state_dict())
+    outline = {key: getattr(value, "shape", None) for key, value in ours.state_dict()["state"]["w"].items()}
+    told: list[Any] = [None, None]
+    dist.all_gather_object(told, outline)
+    assert told[0] == told[1]
+    assert bool(outline) == (kind != "SGD")
+    assert not torch.equal(whole(weight), torch.ones(3, 2))
+
+
 @ranks(1)
 def test_without_sharded_parameters_it_is_torchs() -> None:
     """Any class, bit for bit, with no communication."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from shardwise.dispatch import summary
 from shardwise.errors import OptimizerError
 from shardwise.process_group import Fields, in_step, or_default
 from shardwise.sharded_optim import naming, state
@@ -141,7 +142,10 @@ class Roster:
             for group in groups
             for name, tensor in group["params"].items()
         ]
-        return {"optimizer_class": self.optimizer_class.__name__, "scope": self.scope, "parameters": outlines}
+        args, kwargs = self._arguments
+        said = [args, kwargs, *map(naming.options, groups)]
+        kind = {"optimizer_class": self.optimizer_class.__name__, "scope": self.scope}
+        return {**kind, "options": summary(said), "parameters": outlines}
 
 
 def leaves_of(members: Sequence[Member]) -> list[torch.Tensor]:

@@ -31,11 +31,8 @@ def step_in_place(roster: Roster, closure: Closure | None) -> Any:
 
 def step_whole(roster: Roster, closure: Closure | None) -> Any:
     """Update whole parameters, each on one rank, the others where they lie. The closure is called once, before."""
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
     group = or_default(roster.group)
+    loss = None if closure is None else together(group, lambda: (_evaluated(closure), {"verb": "closure"}))
     complete_gradients(roster)
     visitors = whole.with_gradients(roster.visitors, group)
 
@@ -56,35 +53,53 @@ def step_jointly(roster: Roster, closure: Closure | None) -> Any:
     """Update all parameters, whole on every rank, all doing the same; as often as the optimizer calls the closure."""
     group = or_default(roster.group)
     visitors = roster.visitors
+    told: list[Exception] = []  # what went wrong in a closure, which every rank knows
 
     def bring_gradients() -> None:
         complete_gradients(roster)
         whole.bring_gradients(whole.with_gradients(visitors, group))
 
+    def compute() -> tuple[Any, Fields]:
+        loss = None if closure is None else _evaluated(closure)
+        # Ranks that see another loss would soon do other steps.
+        return loss, {"verb": "closure", "loss": float(loss.detach()) if isinstance(loss, torch.Tensor) else loss}
+
     def evaluate() -> Any:
         whole.take_back(visitors)
         for leaf in (leaf for member in visitors for leaf in member.leaves):
             leaf.grad = None
-        with torch.enable_grad():
-            loss = closure()  # type: ignore[misc] # called only where there is one
-        # Ranks that see another loss would soon do other steps.
-        value = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
-        together(group, lambda: (None, {"verb": "closure", "loss": value}))
-        bring_gradients()
+        try:
+            loss = together(group, compute)
+            bring_gradients()
+        except Exception as error:
+            told.append(error)
+            raise
         return loss
 
     def work() -> tuple[Any, Fields]:
-        return _step_leaves(roster.inner, None if closure is None else evaluate), {"verb": "step"}
+        try:
+            return _step_leaves(roster.inner, None if closure is None else evaluate), {"verb": "step"}
+        except Exception:
+            if told:
+                return None, {"verb": "step"}
+            raise
 
     try:
         whole.bring_parameters(visitors)
         if closure is None:
             bring_gradients()
         loss = together(group, work)
+        if told:
+            raise told[0]
         whole.take_back(visitors)
     finally:
         whole.empty_leaves(visitors)
     return loss
+
+
+def _evaluated(closure: Closure) -> Any:
+    with torch.enable_grad():
+        return closure()
 
 
 def complete_gradients(roster: Roster) -> None:
