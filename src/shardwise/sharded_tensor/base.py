@@ -406,4 +406,5 @@ def call_directly(name: str) -> None:
             return method(self, *args, **kwargs)
         return handler((type(self),), (self, *args), kwargs, frame.process_group)
 
+    direct.__doc__ = f"As `torch.Tensor.{name}`, of the whole tensor."
     setattr(ShardedTensorBase, name, direct)
