@@ -38,7 +38,8 @@ def test_to_and_from_a_gpu(tmp_path: Path, staged: int) -> None:
             assert torch.equal(target["sharded"].full_tensor(), PLAIN)
             assert torch.equal(target["plain"], PLAIN.t())
             assert torch.equal(target["host"].cpu(), PLAIN)
-            back = {"sharded": zeros(spec, 7, 6), "plain": zeros(spec, 6, 7), "host": torch.zeros(7, 6)}
+            columns = ChunkShardingSpec(1, [f"rank:{rank}/cuda:0" for rank in range(4)])
+            back = {"sharded": zeros(spec, 7, 6), "plain": zeros(columns, 6, 7), "host": torch.zeros(7, 6)}
             shardwise.load(back, tmp_path / "columns")
             assert torch.equal(back["sharded"].full_tensor().cpu(), PLAIN)
             assert torch.equal(back["plain"].full_tensor().cpu(), PLAIN.t())
