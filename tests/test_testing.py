@@ -54,6 +54,11 @@ def warns() -> None:
     warnings.warn("careful", UserWarning, stacklevel=1)
 
 
+def prints(text: str) -> None:
+    """On every rank, who it is and a text."""
+    print(f"rank {dist.get_rank()} says {text}", end="")
+
+
 def unpicklable() -> object:
     """A result that cannot travel."""
     return lambda: None
@@ -107,6 +112,22 @@ def test_warnings_are_treated_as_by_the_caller() -> None:
     """Errors here, hence errors there."""
     with pytest.raises(RankFailure, match="UserWarning: careful"):
         run_on_ranks(2, warns)
+
+
+def test_what_rank_0_prints_is_heard_here_if_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Character by character, so that a progress bar stays one; nothing of other ranks and of other tasks."""
+    run_on_ranks(2, prints, "nothing of interest")
+    run_on_ranks(2, prints, "█░\r██\n", echo=True)
+    run_on_ranks(2, prints, "nothing more")
+    run_on_ranks(2, prints, "ä" * 10_001, echo=True, fresh=True)
+    assert capsys.readouterr().out == "rank 0 says █░\r██\nrank 0 says " + "ä" * 10_001
+
+
+def test_what_was_heard_is_told_before_the_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    """And is in its report too."""
+    with pytest.raises(RankFailure, match="rank 0 was here"):
+        run_on_ranks(2, fails_on, 0, echo=True)
+    assert capsys.readouterr().out == "rank 0 was here\n"
 
 
 def skips() -> None:

@@ -8,6 +8,7 @@ stack, and the next task gets new processes.
 from __future__ import annotations
 
 import atexit
+import codecs
 import contextlib
 import multiprocessing
 import os
@@ -170,17 +171,22 @@ class Pool:
 
 
 class _Echo:
-    """Prints here what a rank prints, as it comes."""
+    """Prints here what a rank prints, as it comes: whole characters, and carriage returns as they are."""
 
     EVERY = 0.1  # seconds
 
     def __init__(self, file: Path) -> None:
-        os.truncate(file, 0)
-        self._file = open(file, errors="replace")  # noqa: SIM115 # as long as it is listened to
+        os.truncate(file, 0)  # an earlier task's output is not this one's
+        self._file, self._heard = file, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def catch_up(self) -> None:
         """Print what has been printed since."""
-        print(self._file.read(), end="", flush=True)
+        with open(self._file, "rb") as file:
+            file.seek(self._heard)
+            new = file.read()
+        self._heard += len(new)
+        print(self._decoder.decode(new), end="", flush=True)
 
 
 _pools: dict[int, Pool] = {}
