@@ -122,7 +122,7 @@ def train(checkpoint: str, until: int, twin: list[float], terminal: bool) -> tup
     if goes_on:
         shardwise.load(state, checkpoint)
     if rank == 0:
-        print(f"\n{world_size} ranks, from step {state['step']} to {until}\n{picture(model, terminal)}", flush=True)
+        print(f"\n{world_size} ranks, from step {state['step']} to {until}\n\n{picture(model, terminal)}\n", flush=True)
 
     begin, losses = state["step"], []
     for step in range(begin, until):
@@ -135,8 +135,11 @@ def train(checkpoint: str, until: int, twin: list[float], terminal: bool) -> tup
         losses.append(loss.item())
         if rank == 0:
             report(step, begin, until, losses[-1], twin[step], terminal)
-    state["step"] = until
+    state["step"] = begin + len(losses)
     shardwise.save(state, checkpoint)
+    if rank == 0:
+        files = [file.stat().st_size for file in Path(checkpoint).iterdir()]
+        print(f"  saved: {len(files)} files, {sum(files) / 2**20:.1f} MiB", flush=True)
     return begin, losses
 
 
@@ -193,13 +196,14 @@ def main() -> int:
     parser.add_argument("--checkpoint", default="train_anywhere.checkpoint", help="where one leg begins and ends")
     parser.add_argument("--until", type=int, default=30, help="the step that one leg trains until (default 30)")
     options = parser.parse_args()
+    terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     if "TORCHELASTIC_RUN_ID" in os.environ:
         dist.init_process_group("gloo")
-        train(options.checkpoint, options.until, train_twin(options.until)[1], sys.stdout.isatty())
+        train(options.checkpoint, options.until, train_twin(options.until)[1], terminal)
         dist.destroy_process_group()
         return 0
+    print(f"One model: first in one process, {LEGS[-1][1]} steps; then in pieces, on 4, 3 and 2 ranks.", flush=True)
     twin, losses = train_twin(LEGS[-1][1])
-    terminal = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = str(Path(folder) / "checkpoint")
         legs = [
