@@ -1,7 +1,8 @@
-"""The examples print what they promise."""
+"""Every example prints what it promises, on ranks of its own and on torchrun's, and leaves nothing behind."""
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -9,7 +10,31 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "tensor_parallel.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TWINS = ["sharded_table.py", "tensor_parallel.py"]
+
+
+def alone(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
+    """Run an example as ``python examples/name`` does, in a folder where nothing is; give its exit code."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [name])
+    try:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    finally:
+        assert list(folder.iterdir()) == []
+    return 0
+
+
+def under_torchrun(name: str, *options: str, world_size: int = 4, folder: Path | None = None) -> str:
+    """What an example prints there."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    done = subprocess.run(
+        [*command, str(EXAMPLES / name), *options], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def losses_agree(printed: str) -> bool:
@@ -18,15 +43,81 @@ def losses_agree(printed: str) -> bool:
     return len(rows) == 5 and all(sharded == plain for _, sharded, plain in rows) and rows[4][1] < rows[0][1]
 
 
-def test_the_sharded_model_trains_as_its_twin(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_example_is_run_here() -> None:
+    """A new one must be added."""
+    assert {file.name for file in EXAMPLES.glob("*.py")} == {"layouts.py", "train_anywhere.py", *TWINS}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_sharded_model_trains_as_its_twin(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """On ranks that the example starts by itself."""
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert alone(name, monkeypatch, tmp_path) == 0
     assert losses_agree(capsys.readouterr().out)
 
 
-def test_the_same_under_torchrun() -> None:
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("name", TWINS)
+def test_the_same_under_torchrun(name: str) -> None:
     """With its ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(EXAMPLE)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert losses_agree(done.stdout)
+    assert losses_agree(under_torchrun(name))
+
+
+def test_a_rank_holds_its_rows_of_the_table_and_no_more(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And what its users ask of others is far less than the table."""
+    alone("sharded_table.py", monkeypatch, tmp_path)
+    numbers = [int(found.replace(",", "")) for found in re.findall(r"([\d,]+) bytes", capsys.readouterr().out)]
+    whole, held, asked = numbers[0], numbers[1::2], numbers[2::2]
+    assert held == [6_400_000, 3_840_000, 1_920_000, 640_000]
+    assert sum(held) == whole
+    assert all(0 < few < whole // 100 for few in asked)
+
+
+def test_layouts_are_drawn(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With what each rank holds of each."""
+    assert alone("layouts.py", monkeypatch, tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert "rank 1 holds [0:300, 48:128], [700:1000, 96:128] on cpu" in printed
+    assert printed.count("rank 3 holds") == 4
+
+
+@pytest.mark.timeout(180)
+def test_layouts_are_drawn_under_torchrun() -> None:
+    """The same script, with torchrun's ranks."""
+    assert under_torchrun("layouts.py").count("rank 3 holds") == 4
+
+
+@pytest.mark.timeout(180)
+def test_the_demo_trains_the_same_model_anywhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On four, three and two ranks; its verdict and its exit code say so."""
+    assert alone("train_anywhere.py", monkeypatch, tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert re.findall(r"^(\d) ranks, from step (\d+) to (\d+)$", printed, flags=re.MULTILINE) == [
+        ("4", "0", "30"),
+        ("3", "30", "45"),
+        ("2", "45", "60"),
+    ]
+    legs = re.findall(r"^ +(\d) +\d+-\d+  (\S+) +(\S+) +\S+$", printed, flags=re.MULTILINE)
+    assert [ranks for ranks, _, _ in legs] == ["4", "3", "2"]
+    losses = [float(loss) for _, loss, _ in legs]
+    assert losses == pytest.approx([float(twin) for _, _, twin in legs], abs=1e-4)
+    assert losses == sorted(losses, reverse=True)
+    assert printed.endswith("Trained in pieces on 4, 3 and 2 ranks: the same model.\n")
+
+
+@pytest.mark.timeout(180)
+def test_the_demo_goes_on_under_torchrun(tmp_path: Path) -> None:
+    """From where another number of ranks left it; the losses of the second leg are still the twin's."""
+    first = under_torchrun("train_anywhere.py", "--checkpoint=run", "--until=2", world_size=3, folder=tmp_path)
+    second = under_torchrun("train_anywhere.py", "--checkpoint=run", "--until=5", world_size=2, folder=tmp_path)
+    assert "3 ranks, from step 0 to 2" in first
+    assert "2 ranks, from step 2 to 5" in second
+    ((step, loss, twin),) = re.findall(r"step +(\d+)  loss (\S+)  one process (\S+)", second)
+    assert step == "5"
+    assert float(loss) == pytest.approx(float(twin), abs=1e-4)
+    assert [file.name for file in tmp_path.iterdir()] == ["run"]

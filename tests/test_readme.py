@@ -1,4 +1,4 @@
-"""The README's code runs as it stands, and the demo prints what it promises."""
+"""The README's code runs as it stands, and its picture is what an example draws."""
 
 from __future__ import annotations
 
@@ -43,22 +43,8 @@ def test_the_drop_in_example_runs() -> None:
     subprocess.run([sys.executable, "-c", DROP_IN], check=True)
 
 
-def test_the_picture_in_the_readme_is_what_the_demo_draws(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_picture_in_the_readme_is_what_the_example_draws(capsys: pytest.CaptureFixture[str]) -> None:
     """Line for line."""
     runpy.run_path(str(ROOT / "examples" / "layouts.py"), run_name="__main__")
-    printed = capsys.readouterr().out
     picture = (ROOT / "README.md").read_text().split("```")[1].strip()
-    assert picture in printed
-    assert "rank 1 holds [0:300, 48:128], [700:1000, 96:128] on cpu" in printed
-    assert printed.count("rank 3 holds") == 4
-
-
-@pytest.mark.timeout(120)
-def test_the_demo_runs_under_torchrun() -> None:
-    """The same script, with torchrun's ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run(
-        [*command, str(ROOT / "examples" / "layouts.py")], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("rank 3 holds") == 4
+    assert picture in capsys.readouterr().out
