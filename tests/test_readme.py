@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import subprocess
@@ -19,15 +20,17 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), fl
 SCRIPT = [block for block in BLOCKS if block not in (TEST, DROP_IN)]
 
 
-def run_examples() -> None:
-    """The examples of a script, one after the other, as a reader would type them."""
+def run_examples(folder: str) -> None:
+    """The examples of a script, one after the other, as a reader would type them, in a folder of their own."""
+    os.chdir(folder)
     exec(compile("".join(SCRIPT), "README.md", "exec"), {})
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_the_examples_run_on_any_number_of_ranks(world_size: int) -> None:
-    """Asserts included."""
-    run_on_ranks(world_size, run_examples)
+def test_the_examples_run_on_any_number_of_ranks(world_size: int, tmp_path: Path) -> None:
+    """Asserts included; what they save is there."""
+    run_on_ranks(world_size, run_examples, str(tmp_path))
+    assert [file.name for file in tmp_path.iterdir()] == ["checkpoint"]
 
 
 @ranks(4)
