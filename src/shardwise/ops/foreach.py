@@ -18,6 +18,8 @@ def _shards(one: Any, model: Any) -> list[torch.Tensor]:
     """The tensors that stand for one entry of a list; where there are none, an empty one, to learn the dtype from."""
     if not isinstance(one, ShardedTensorBase):
         return [one]
+    if one is model and one._frame.single:
+        return one._local_tensors()
     if not isinstance(model, ShardedTensorBase):
         raise PropertyError("a foreach function was given a sharded tensor where the first list has a plain one")
     return model._locals_of(one) or [torch.empty(0, dtype=one.dtype)]
@@ -44,7 +46,7 @@ def _register(op: Op, *, in_place: bool) -> None:
         args = (first, *args[1:])
         counts = [len(_shards(one, one)) for one in first]
         for one in first if in_place else ():
-            if isinstance(one, ShardedTensorBase):
+            if isinstance(one, ShardedTensorBase) and (one._part or one._copy_of_view):
                 one._require_writable(*[value for arg in args[1:] if isinstance(arg, list | tuple) for value in arg])
 
         def flat(arg: Any) -> Any:

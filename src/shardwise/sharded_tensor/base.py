@@ -135,7 +135,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
     def _locals_of(self, other: object) -> list[torch.Tensor]:
         """The local tensors of another tensor that is sharded as this one is, box by box in this one's order."""
         if isinstance(other, ShardedTensorBase):
-            if other._layout == self._layout:
+            if other._frame is self._frame or other._layout == self._layout:
                 return other._local_tensors()
             order = self._layout.order_of(other._layout)
             if order is not None:
@@ -366,6 +366,8 @@ class ShardedTensorBase(Distributed, torch.Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         tensor = args[0] if args else None
+        if isinstance(tensor, list | tuple) and tensor:
+            tensor = tensor[0]
         if not isinstance(tensor, ShardedTensorBase):
             tensor = next((t for t in distributed_in(args, kwargs) if isinstance(t, ShardedTensorBase)), None)
             if tensor is None:
