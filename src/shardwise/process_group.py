@@ -141,7 +141,7 @@ def _worker_rank(name: str) -> int:
 def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> T:
     """Do this rank's part of a verb; return only if it went well on every rank and all agree on the fields.
 
-    Every rank of the group must call it. 25 bytes per rank travel, more only when there is an error to tell.
+    Every rank of the group must call it. 128 bytes per rank travel, more only when there is an error to tell.
     """
     if not settings.current().validate or not _talks(process_group):
         return work()[0]

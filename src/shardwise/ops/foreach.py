@@ -18,8 +18,9 @@ def _shards(one: Any, model: Any) -> list[torch.Tensor]:
     """The tensors that stand for one entry of a list; where there are none, an empty one, to learn the dtype from."""
     if not isinstance(one, ShardedTensorBase):
         return [one]
-    if one is model and one._frame.single:
-        return one._local_tensors()
+    mine = one._local_tensors()
+    if one is model and mine:
+        return mine
     if not isinstance(model, ShardedTensorBase):
         raise PropertyError("a foreach function was given a sharded tensor where the first list has a plain one")
     return model._locals_of(one) or [torch.empty(0, dtype=one.dtype)]
