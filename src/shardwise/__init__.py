@@ -5,6 +5,7 @@ from shardwise.api import collect_local_shard, reshard_output, shard_module, sha
 from shardwise.checkpoint import load, save
 from shardwise.dispatch import custom_sharded_op_impl, custom_sharding_spec_op
 from shardwise.errors import ShardwiseError
+from shardwise.interop import from_dtensor, to_dtensor
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.named_parameters import named_params_with_sharded_tensor
@@ -77,6 +78,7 @@ __all__ = [
     "custom_sharding_spec_op",
     "empty",
     "errors",
+    "from_dtensor",
     "full",
     "gather_budget",
     "infer_sharding_spec",
@@ -100,6 +102,7 @@ __all__ = [
     "shard_parameter",
     "shard_tensor",
     "state_dict_hook",
+    "to_dtensor",
     "validation",
     "viz",
     "zeros",

@@ -104,12 +104,18 @@ def recorded(tensor: ShardedTensorBase) -> tuple[list[torch.Tensor], torch.Tenso
     A leaf with replicas is shared: whatever is computed from which replica, each of them gets the whole gradient, so
     that an optimizer keeps them the same.
     """
-    tensors, anchor, group = tensor._local_tensors(), tensor._anchored(), tensor._frame.process_group
-    layout = tensor._layout
-    if group is None or not layout.has_replicas or not wants_graph(tensor) or not tensor.is_leaf:
-        return tensors, anchor
+    group = tensor._frame.process_group
+    if group is None or not tensor._layout.has_replicas or not wants_graph(tensor) or not tensor.is_leaf:
+        return tensor._local_tensors(), tensor._anchored()
+    return shared_replicas(tensor, group)
+
+
+def shared_replicas(tensor: ShardedTensorBase, group: ProcessGroup) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Local tensors and anchor whose gradients are added up over all replicas and then given to each."""
+    layout, anchor = tensor._layout, tensor._anchored()
     anchor = new_anchor(tensor.device) if anchor is None else anchor
-    *shared, anchor = _share(make_plan(layout.once, layout), Way(group), tensor.dtype, *tensors, anchor)
+    way = Way(group)
+    *shared, anchor = _share(make_plan(layout.once, layout), way, tensor.dtype, *tensor._local_tensors(), anchor)
     return shared, anchor
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import ProcessGroup, rpc
@@ -26,6 +26,10 @@ from shardwise.sharding_spec import (
     ShardingSpec,
 )
 from shardwise.transfer import Moving
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 class ShardedTensor(ShardedTensorBase):
@@ -208,6 +212,11 @@ class ShardedTensor(ShardedTensorBase):
         """Change this tensor in place to another spec, and its gradient with it. Every rank of the group calls it."""
         movement.reshard(self, resharding_spec)
         return self
+
+    def to_dtensor(self, mesh: DeviceMesh, placements: Sequence[Any] | None = None) -> DTensor:
+        """The tensor as a DTensor, over the same memory where both lie alike. See `shardwise.to_dtensor`."""
+        made: DTensor = registry.verbs["to_dtensor"](self, mesh, placements)
+        return made
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
         """The tensor on another device or of another dtype, as `torch.Tensor.to`; itself when nothing changes.

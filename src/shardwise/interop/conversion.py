@@ -1,0 +1,212 @@
+"""What conversion to and from DTensor is: the same local tensors under the other's description, or a transfer.
+
+Gradients differ in one thing. A DTensor's gradient is whole on every rank that replicates it. A sharded tensor is one
+value: what is computed from its replicas adds up, but for leaves, each replica of which gets the whole gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement as Placing
+
+from shardwise.dispatch import summary
+from shardwise.errors import PropertyError, SpecError
+from shardwise.interop.mesh_group import mesh_group
+from shardwise.interop.mesh_layout import cut_up, held_size, put_together
+from shardwise.interop.placements import (
+    cuts_of,
+    inferred,
+    layout_of_dtensor,
+    layout_on_mesh,
+    mesh_places,
+    normalized,
+    require_ascending,
+    require_mesh,
+    same_boxes,
+)
+from shardwise.layout import Layout
+from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharing, is_member, locate_all
+from shardwise.sharded_tensor import ShardedTensor
+from shardwise.sharded_tensor.assembly import require_spec
+from shardwise.sharded_tensor.frame import Frame, Parts
+from shardwise.sharded_tensor.gradients import shared_replicas, wants_graph
+from shardwise.sharding_spec import FixedShardingSpec, ShardingSpec, spec_of
+
+# To a DTensor -----------------------------------------------------------------------------------------------------
+
+
+def to_dtensor(tensor: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Placing] | None) -> DTensor:
+    """The tensor as a DTensor. See `shardwise.to_dtensor`."""
+    if not isinstance(tensor, ShardedTensor):
+        raise PropertyError(f"to_dtensor takes a ShardedTensor, found {summary(tensor)}")
+
+    def work() -> tuple[tuple[tuple[Placing, ...], Layout], Fields]:
+        placing, layout = _target(tensor, require_mesh(mesh), placements)
+        fields = {"verb": "to_dtensor", "mesh": f"{mesh}", "placements": placing, "tensor": tensor._layout.outline}
+        return (placing, layout), {**fields, "requires_grad": wants_graph(tensor)}
+
+    placing, layout = in_step(tensor._process_group, work)
+    if not same_boxes(tensor._layout, layout):
+        spec = FixedShardingSpec.of(layout)
+        tensor = tensor.redistribute(spec, process_group=None if _stays_inside(tensor, layout) else mesh_group(mesh, None))
+    return DTensor.from_local(
+        _joined_locals(tensor, layout),
+        mesh,
+        placing,
+        run_check=False,
+        shape=layout.size,
+        stride=make_contiguous_strides_for(layout.size),
+    )
+
+
+def _target(
+    tensor: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Placing] | None
+) -> tuple[tuple[Placing, ...], Layout]:
+    """The placements that the DTensor will have, and how it will lie."""
+    places = mesh_places(mesh, "meta" if tensor.is_meta else mesh.device_type, tensor._layout)
+    if placements is None:
+        spec: Any = tensor.sharding_spec()
+        dims = [dim % tensor.ndim for dim in getattr(spec, "dims", [getattr(spec, "dim", None)]) if dim is not None]
+        placing = inferred(tensor._layout, mesh, places, dims)
+    else:
+        placing = normalized(placements, mesh, tensor.ndim)
+    if any(isinstance(placement, Partial) for placement in placing):
+        raise SpecError(
+            f"a sharded tensor has a value and cannot become {list(placing)}: ask for Replicate() or Shard(dim) there"
+        )
+    require_ascending(mesh, cuts_of(placing))
+    return placing, layout_on_mesh(tensor.shape, mesh, placing, places)
+
+
+def _stays_inside(tensor: ShardedTensor, layout: Layout) -> bool:
+    """Whether all ranks of a layout are in the tensor's group; one outside of it knows only who holds the tensor."""
+    group = tensor._process_group
+    ranks = group_ranks(group) if is_member(group) else tensor._layout.ranks.tolist()
+    return set(layout.ranks.tolist()) <= set(ranks)
+
+
+def _joined_locals(tensor: ShardedTensor, layout: Layout) -> torch.Tensor:
+    """This rank's tensor of the DTensor, in the graph; on a rank that the DTensor is not on, an empty one."""
+    rows = layout.rows_on(dist.get_rank())
+    if not rows:
+        anchor = tensor._anchored() if wants_graph(tensor) else None
+        if anchor is None:
+            return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return anchor.reshape(1)[:0].to(tensor.dtype)
+    locals_ = dict(zip(tensor._frame.rows, tensor._local_tensors(), strict=True))
+    order = range(len(layout)) if tensor._layout == layout else cast(list[int], layout.order_of(tensor._layout))
+    parts = [locals_[order[row]] for row in rows]
+    if wants_graph(tensor) and tensor._layout.has_replicas and not tensor.is_leaf:
+        first = set(tensor._layout.primary.tolist())
+        parts = [_once(part, order[row] in first) for part, row in zip(parts, rows, strict=True)]
+    return put_together(parts, layout.boxes.take(np.array(rows))).contiguous()
+
+
+class CountedOnce(torch.autograd.Function):
+    """The same tensor; in the backward, the gradient, or zeros where another replica brings it."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, counts: bool) -> torch.Tensor:
+        """A view, and whether the gradient of this replica counts."""
+        ctx.counts = counts
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override] # torch says Any
+        """The gradient of the DTensor is whole on every rank; that of replicas adds up."""
+        return (grad if ctx.counts else torch.zeros_like(grad)), None
+
+
+_once: Callable[[torch.Tensor, bool], torch.Tensor] = CountedOnce.apply
+
+# From a DTensor ---------------------------------------------------------------------------------------------------
+
+
+def from_dtensor(dtensor: DTensor, spec: ShardingSpec | None, process_group: ProcessGroup | None) -> ShardedTensor:
+    """The DTensor as a sharded tensor. See `shardwise.from_dtensor`."""
+    if not isinstance(dtensor, DTensor):
+        raise PropertyError(f"from_dtensor takes a DTensor, found {summary(dtensor)}")
+    group = mesh_group(dtensor.device_mesh, process_group)
+    layout = _agreed_layout(dtensor, spec, group)
+    partial = [isinstance(placement, Partial) for placement in dtensor.placements]
+    if any(partial):
+        whole = zip(dtensor.placements, partial, strict=True)
+        dtensor = dtensor.redistribute(placements=[Replicate() if is_part else kept for kept, is_part in whole])
+    local = dtensor.to_local()
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    target = layout if spec is None else locate_all(spec.layout(layout.size), group)
+    stays = same_boxes(layout, target)
+    made = _wrapped(local, layout, target if stays else layout, spec if stays else None, group)
+    return made if stays else cast(ShardedTensor, made.redistribute(cast(ShardingSpec, spec)))
+
+
+def _agreed_layout(dtensor: DTensor, spec: ShardingSpec | None, group: ProcessGroup) -> Layout:
+    """How the DTensor lies, after all ranks have found nothing wrong with it and with the spec, and agree."""
+    device = dtensor.device
+
+    def work() -> tuple[Layout, Fields, str]:
+        layout = layout_of_dtensor(dtensor, device.type)
+        _require_held(dtensor, layout)
+        records = torch.is_grad_enabled() and dtensor.requires_grad
+        for placement in dtensor.placements if records else ():
+            if isinstance(placement, Partial) and placement.reduce_op != "sum":
+                raise PropertyError(
+                    f"a DTensor that is {placement} has no gradient that torch gets right: its parts are given the "
+                    "gradient of a sum. Convert it under torch.no_grad(), or redistribute it to Replicate() yourself"
+                )
+        outline = ""
+        if spec is not None:
+            require_spec(spec)
+            outline = locate_all(spec.layout(layout.size), group).outline
+        fields = {"verb": "from_dtensor", "global_size": list(layout.size), "dtype": dtensor.dtype}
+        placing = f"{dtensor.placements} on {dtensor.device_mesh}"
+        return layout, {**fields, "placements": placing, "sharding_spec": outline, "requires_grad": records}, str(device)
+
+    if device.type in ("cpu", "meta"):
+        return in_step(group, lambda: work()[:2])
+    layout, told = in_step_sharing(group, work)
+    if not is_member(group):
+        return layout
+    devices = dict(zip(group_ranks(group), map(torch.device, told), strict=True))
+    return layout.moved(lambda place: place.on(devices[cast(int, place.rank)]))
+
+
+def _require_held(dtensor: DTensor, layout: Layout) -> None:
+    """Raise unless this rank's local tensor has the size that the placements say."""
+    rows = layout.rows_on(dist.get_rank())
+    with torch.no_grad():
+        found = list(dtensor.to_local().shape)
+    expected = held_size(layout.boxes.take(np.array(rows))) if rows else found
+    if found != expected:
+        raise PropertyError(
+            f"a DTensor of size {list(layout.size)} that is {list(dtensor.placements)} has {expected} on rank "
+            f"{dist.get_rank()}, but its local tensor there has size {found}: give DTensor.from_local shape and stride"
+        )
+
+
+def _wrapped(
+    local: torch.Tensor, layout: Layout, target: Layout, spec: ShardingSpec | None, group: ProcessGroup
+) -> ShardedTensor:
+    """The sharded tensor over the parts of a local tensor, in the order of the target, which has the same boxes."""
+    rows = layout.rows_on(dist.get_rank())
+    parts = cut_up(local, layout.boxes.take(np.array(rows))) if rows else []
+    order = range(len(layout)) if layout == target else cast(list[int], layout.order_of(target))
+    placed = sorted(zip((order[row] for row in rows), parts, strict=True), key=lambda pair: pair[0])
+    frame = Frame.of(target, spec or spec_of(target), tuple(row for row, _ in placed), local.dtype, group)
+    made = ShardedTensor._wrap(Parts(frame, [part for _, part in placed]))
+    records = torch.is_grad_enabled() and local.requires_grad
+    if records and not rows:
+        made._wants_grad, made._anchor = True, local.sum()  # of nothing: it hangs in the graph, as the local tensor does
+    if records and target.has_replicas and is_member(group):
+        made = made._derived(frame, *shared_replicas(made, group))
+    return made

@@ -1,0 +1,55 @@
+"""The verbs between `torch.distributed.tensor.DTensor` and `ShardedTensor`.
+
+What they do is in `conversion`, which is imported when one of them is first called: DTensor brings five hundred modules
+along, which nobody should wait for who does not use it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardwise.dispatch import registry
+from shardwise.sharded_tensor import ShardedTensor
+from shardwise.sharding_spec import ShardingSpec
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+
+def to_dtensor(tensor: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Placement] | None = None) -> DTensor:
+    """The tensor as a DTensor on a mesh. Every rank of the tensor's group calls it. Differentiable.
+
+    Without placements, those are taken that describe how the tensor lies. Where it lies as the DTensor does, the two
+    share memory and only a digest travels. Else it is moved first; if the mesh has ranks outside of the tensor's
+    group, every rank of the default group calls it. A rank outside of the mesh gets a DTensor without data. The
+    gradient of what a DTensor replicates is whole on each rank, and is counted once here::
+
+        weight.to_dtensor(init_device_mesh("cpu", (4,)), [Shard(0)])
+    """
+    made: DTensor = _conversion().to_dtensor(tensor, mesh, placements)
+    return made
+
+
+def from_dtensor(
+    dtensor: DTensor, spec: ShardingSpec | None = None, *, process_group: ProcessGroup | None = None
+) -> ShardedTensor:
+    """A DTensor as a sharded tensor. Every rank of the mesh calls it. Differentiable.
+
+    Without a spec, or with one that says how the DTensor lies, the two share memory and only a digest travels; else the
+    tensor is moved to that spec. A replicated DTensor has a replica on each of those ranks, a partial one is reduced
+    first. The tensor belongs to the default group if the mesh has all its ranks, else to a group of the mesh's ranks;
+    with ``process_group``, to that one, all of whose ranks call it and which has all ranks of the mesh.
+    """
+    made: ShardedTensor = _conversion().from_dtensor(dtensor, spec, process_group)
+    return made
+
+
+def _conversion() -> Any:
+    return importlib.import_module("shardwise.interop.conversion")
+
+
+registry.verbs["to_dtensor"] = to_dtensor

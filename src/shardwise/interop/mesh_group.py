@@ -1,0 +1,38 @@
+"""The process group of all ranks of a mesh, which torch has one of for each line of the mesh only."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch.distributed import DeviceMesh, ProcessGroup, distributed_c10d
+
+from shardwise.errors import ProcessGroupError
+from shardwise.process_group import group_ranks, is_member, or_default
+
+MADE_HERE = "shardwise: all ranks of a mesh"
+
+
+def mesh_group(mesh: DeviceMesh, process_group: ProcessGroup | None) -> ProcessGroup:
+    """The given group, when it has every rank of the mesh; else the default group, when the mesh has all its ranks;
+    else the mesh's own group, or a new one of its ranks, which is made once. No rank outside of the mesh takes part."""
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if process_group is not None:
+        if is_member(process_group) and not set(ranks) <= set(group_ranks(process_group)):
+            raise ProcessGroupError(
+                f"the group has ranks {group_ranks(process_group)}, and so not all ranks of the mesh: {ranks}"
+            )
+        return process_group
+    default = or_default(None)
+    if ranks == sorted(group_ranks(default)):
+        return default
+    if dist.get_rank() not in ranks:
+        return cast(ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER)
+    world: Any = distributed_c10d._world  # torch's table of groups, in which those made here are found again
+    candidates = [group for group in world.pg_group_ranks if group.group_desc == MADE_HERE]
+    if mesh.ndim == 1 and not candidates:
+        candidates = [mesh.get_group()]
+    for group in candidates:
+        if sorted(group_ranks(group)) == ranks:
+            return group
+    return cast(ProcessGroup, dist.new_group(ranks, use_local_synchronization=True, group_desc=MADE_HERE))

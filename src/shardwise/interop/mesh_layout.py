@@ -1,0 +1,127 @@
+"""Which boxes each rank of a mesh holds, when axes of the mesh cut dims of a tensor as DTensor's placements do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from shardwise.geometry import Boxes
+from shardwise.layout import Layout
+from shardwise.placement import Placement
+from shardwise.sharding_spec.chunking import even_cut
+
+Runs = tuple[tuple[int, int], ...]  # stretches of one dim in ascending order: where each begins, how long it is
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An axis of a mesh that cuts a dim into one chunk for each of its ranks.
+
+    With ``parts``, the dim is first cut into so many chunks, and each of these into chunks for the ranks. A rank then
+    holds a stretch of every part. This is how a dim is dealt out over an axis when one further right was there first.
+    """
+
+    axis: int
+    dim: int
+    parts: int = 1
+
+    def of(self, runs: Runs, ranks: int) -> list[Runs]:
+        """What each rank along the axis holds of these stretches."""
+        dealt = [_chunks(part, ranks) for part in _chunks(runs, self.parts)]
+        return [_joined(itertools.chain.from_iterable(part[k] for part in dealt)) for k in range(ranks)]
+
+
+@lru_cache(maxsize=1024)
+def mesh_layout(
+    size: torch.Size, shape: tuple[int, ...], cuts: tuple[Cut, ...], places: tuple[Placement, ...]
+) -> Layout:
+    """The layout on a mesh of this shape, whose places are given in row-major order; cuts hold in their order.
+
+    A rank has a box for each stretch; where several dims are in stretches, for each combination of them, the last dim's
+    changing fastest. A rank that gets nothing has an empty box at the end of the dim.
+    """
+    axes: list[list[int]] = [[] for _ in size]
+    held: list[dict[tuple[int, ...], Runs]] = [{(): ((0, length),)} for length in size]
+    for cut in cuts:
+        axes[cut.dim].append(cut.axis)
+        held[cut.dim] = {
+            (*where, k): runs
+            for where, before in held[cut.dim].items()
+            for k, runs in enumerate(cut.of(before, shape[cut.axis]))
+        }
+    boxes: list[tuple[tuple[int, int], ...]] = []
+    rows: list[Placement] = []
+    for where, place in zip(np.ndindex(shape), places, strict=True):
+        by_dim = [
+            held[dim][tuple(where[axis] for axis in axes[dim])] or ((length, 0),) for dim, length in enumerate(size)
+        ]
+        mine = list(itertools.product(*by_dim))
+        boxes += mine
+        rows += [place] * len(mine)
+    both = np.array(boxes, dtype=np.int64).reshape(len(boxes), len(size), 2)
+    return Layout.of(size, Boxes(both[:, :, 0].copy(), both[:, :, 1].copy()), rows)
+
+
+def held_size(boxes: Boxes) -> list[int]:
+    """The size of the one local tensor of a DTensor that fills all these boxes of a rank."""
+    return [sum(lengths) for lengths in _lengths(boxes)]
+
+
+def cut_up(local: torch.Tensor, boxes: Boxes) -> list[torch.Tensor]:
+    """The parts of a DTensor's local tensor that fill these boxes, as views."""
+    parts = [local]
+    for dim, lengths in enumerate(_lengths(boxes)):
+        if len(lengths) > 1:
+            parts = [piece for part in parts for piece in part.split(lengths, dim)]
+    return parts
+
+
+def put_together(parts: Sequence[torch.Tensor], boxes: Boxes) -> torch.Tensor:
+    """A DTensor's local tensor of parts that fill these boxes: itself when there is one."""
+    joined = list(parts)
+    for dim, lengths in reversed(list(enumerate(_lengths(boxes)))):
+        count = len(lengths)
+        if count > 1:
+            joined = [torch.cat(joined[k : k + count], dim) for k in range(0, len(joined), count)]
+    return joined[0]
+
+
+def _lengths(boxes: Boxes) -> list[list[int]]:
+    """For each dim, how long its stretches are."""
+    first = [np.unique(boxes.offsets[:, dim], return_index=True)[1] for dim in range(boxes.ndim)]
+    return [boxes.sizes[rows, dim].tolist() for dim, rows in enumerate(first)]
+
+
+def _chunks(runs: Runs, count: int) -> list[Runs]:
+    """As `torch.chunk` would cut the elements of these stretches, one after the other."""
+    if count == 1:
+        return [runs]
+    offsets, sizes = even_cut(sum(length for _, length in runs), count)
+    return [_between(runs, begin, begin + size) for begin, size in zip(offsets.tolist(), sizes.tolist(), strict=True)]
+
+
+def _between(runs: Runs, begin: int, end: int) -> Runs:
+    """What lies between two elements, counted along the stretches."""
+    found, counted = [], 0
+    for offset, length in runs:
+        first, last = max(begin - counted, 0), min(end - counted, length)
+        if first < last:
+            found.append((offset + first, last - first))
+        counted += length
+    return tuple(found)
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
+    """The same elements in as few stretches as can be."""
+    found: list[tuple[int, int]] = []
+    for offset, length in runs:
+        if found and sum(found[-1]) == offset:
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        else:
+            found.append((offset, length))
+    return tuple(found)

@@ -1,0 +1,125 @@
+"""DTensor's placements as cuts of a mesh, and the placements that describe how a sharded tensor lies."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as Placing
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardwise.errors import SpecError
+from shardwise.interop.mesh_layout import Cut, mesh_layout
+from shardwise.layout import Layout
+from shardwise.placement import Placement, rank_device
+
+MOST_TRIED = 4096  # combinations of placements that are looked through to find those of a layout
+
+
+def require_mesh(mesh: object) -> DeviceMesh:
+    """Raise unless this is a mesh."""
+    if not isinstance(mesh, DeviceMesh):
+        raise SpecError(
+            f"to_dtensor needs a DeviceMesh such as init_device_mesh('cpu', (4,)), found {type(mesh).__name__}"
+        )
+    return mesh
+
+
+def mesh_places(mesh: DeviceMesh, device_type: str, known: Layout | None = None) -> tuple[Placement, ...]:
+    """A place on each rank of a mesh in row-major order: where a layout has one already, that, else by convention."""
+    found = {} if known is None else {place.rank: place for place in known.places if place.device.type == device_type}
+    ranks = mesh.mesh.flatten().tolist()
+    return tuple(found.get(rank) or Placement(rank_device(rank, device_type), rank) for rank in ranks)
+
+
+def normalized(placements: Sequence[Placing], mesh: DeviceMesh, ndim: int) -> tuple[Placing, ...]:
+    """One placement for each axis of the mesh, with dims counted from the front; or the error that says what is wrong."""
+    if not isinstance(placements, Sequence) or len(placements) != mesh.ndim:
+        raise SpecError(
+            f"a mesh of {mesh.ndim} axes needs {mesh.ndim} placements such as [Shard(0)], found {placements!r}"
+        )
+    found = []
+    for placement in placements:
+        if isinstance(placement, Shard | _StridedShard):
+            if not -ndim <= placement.dim < ndim:
+                raise SpecError(f"Invalid sharding dim: {placement} for a tensor of {ndim} dims")
+            dim = placement.dim % ndim
+            strided = isinstance(placement, _StridedShard)
+            found.append(_StridedShard(dim, split_factor=placement.split_factor) if strided else Shard(dim))
+        elif isinstance(placement, Replicate | Partial):
+            found.append(placement)
+        else:
+            raise SpecError(
+                f"a placement should be Shard, Replicate or Partial, found {placement!r}: redistribute the DTensor to "
+                "such placements first"
+            )
+    return tuple(found)
+
+
+def cuts_of(placements: Sequence[Placing], shard_order: Any = None) -> tuple[Cut, ...]:
+    """Which axes cut which dims, in the order in which they do: from left to right, unless another order is given."""
+    cuts = {
+        axis: Cut(axis, placement.dim, int(placement.split_factor) if isinstance(placement, _StridedShard) else 1)
+        for axis, placement in enumerate(placements)
+        if isinstance(placement, Shard | _StridedShard)
+    }
+    told = [axis for entry in shard_order or () for axis in entry.mesh_dims]
+    return tuple(cuts[axis] for axis in (told if sorted(told) == list(cuts) else cuts))
+
+
+def require_ascending(mesh: DeviceMesh, cuts: Sequence[Cut]) -> None:
+    """Raise where torch itself would mix up the shards of a DTensor.
+
+    It finds a rank's shard by its place in the mesh, but sends and collects shards through process groups, whose ranks
+    are always in ascending order.
+    """
+    for axis in sorted({cut.axis for cut in cuts}):
+        if bool((mesh.mesh.diff(dim=axis) < 0).any()):
+            raise SpecError(
+                f"axis {axis} of the mesh {mesh.mesh.tolist()} is not in ascending order of ranks, and torch mixes up the "
+                "shards of a DTensor along such an axis: make the mesh with its ranks in order, or replicate along it"
+            )
+
+
+def layout_of_dtensor(dtensor: DTensor, device_type: str) -> Layout:
+    """How a DTensor lies; one that is partial as if it were replicated."""
+    placements, mesh = dtensor.placements, dtensor.device_mesh
+    cuts = cuts_of(normalized(placements, mesh, dtensor.ndim), getattr(dtensor._spec, "shard_order", None))
+    require_ascending(mesh, cuts)
+    return mesh_layout(dtensor.shape, _shape(mesh), cuts, mesh_places(mesh, device_type))
+
+
+def layout_on_mesh(
+    size: torch.Size, mesh: DeviceMesh, placements: Sequence[Placing], places: tuple[Placement, ...]
+) -> Layout:
+    """How a DTensor of these placements would lie."""
+    return mesh_layout(size, _shape(mesh), cuts_of(placements), places)
+
+
+def inferred(
+    layout: Layout, mesh: DeviceMesh, places: tuple[Placement, ...], dims: Sequence[int]
+) -> tuple[Placing, ...]:
+    """The placements that describe this layout on this mesh; those that shard the given dims are tried first."""
+    if set(layout.ranks.tolist()) == {place.rank for place in places}:
+        others = [dim for dim in range(layout.ndim) if dim not in dims]
+        kinds = [*map(Shard, dims), Replicate(), *map(Shard, others)]
+        for placements in itertools.islice(itertools.product(kinds, repeat=mesh.ndim), MOST_TRIED):
+            if same_boxes(layout, layout_on_mesh(layout.size, mesh, placements, places)):
+                return placements
+    raise SpecError(
+        f"no placements on {mesh} describe how this tensor lies: {layout.outline}. Give them, and the tensor is "
+        "moved to where they say, as in to_dtensor(mesh, [Shard(0)])"
+    )
+
+
+def same_boxes(some: Layout, others: Layout) -> bool:
+    """Whether each rank holds the same boxes in both layouts."""
+    return some == others or (len(some) == len(others) and some.order_of(others) is not None)
+
+
+def _shape(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.shape)

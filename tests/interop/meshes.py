@@ -1,0 +1,46 @@
+"""DTensors that the tests share: a mesh of ranks and placements on it, for a tensor of `SIZE` on four ranks."""
+
+from __future__ import annotations
+
+import torch
+from tests.cases import PLAIN, SIZE
+from torch.distributed import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement as Placing
+from torch.distributed.tensor.placement_types import _StridedShard
+
+__all__ = ["MESHES", "PLAIN", "SIZE", "distributed", "mesh_of", "placements_of"]
+
+# Ranks of the mesh, and placements.
+MESHES: dict[str, tuple[list[object], list[Placing]]] = {
+    "rows": ([0, 1, 2, 3], [Shard(0)]),
+    "columns": ([0, 1, 2, 3], [Shard(1)]),
+    "replicated, ranks in any order": ([2, 0, 3, 1], [Replicate()]),
+    "replicated": ([0, 1, 2, 3], [Replicate()]),
+    "grid": ([[0, 1], [2, 3]], [Shard(0), Shard(1)]),
+    "grid, dims exchanged": ([[0, 1], [2, 3]], [Shard(1), Shard(0)]),
+    "replicas of rows": ([[0, 1], [2, 3]], [Replicate(), Shard(0)]),
+    "rows in replicas": ([[1, 0], [3, 2]], [Shard(0), Replicate()]),
+    "rows of rows": ([[0, 1], [2, 3]], [Shard(0), Shard(0)]),
+    "rows, strided": ([[0, 1], [2, 3]], [_StridedShard(0, split_factor=2), Shard(0)]),
+    "columns, strided": ([[0, 1], [2, 3]], [_StridedShard(1, split_factor=2), Shard(1)]),
+    "in stretches": ([[0, 1], [2, 3]], [_StridedShard(0, split_factor=3), _StridedShard(1, split_factor=2)]),
+    "two of four ranks": ([1, 3], [Shard(1)]),
+    "one rank": ([2], [Shard(0)]),
+}
+
+
+def mesh_of(name: str) -> DeviceMesh:
+    """The mesh; every rank makes it."""
+    return DeviceMesh("cpu", MESHES[name][0])
+
+
+def placements_of(name: str) -> list[Placing]:
+    """The placements on that mesh."""
+    return MESHES[name][1]
+
+
+def distributed(name: str, plain: torch.Tensor = PLAIN) -> DTensor:
+    """The plain tensor as torch lays it out on that mesh."""
+    assert not any(isinstance(placement, Partial) for placement in placements_of(name))
+    return distribute_tensor(plain.clone(), mesh_of(name), placements_of(name))
