@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from tests.cases import PLAIN, SIZE
+from tests.cases import PLAIN
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as Placing
 from torch.distributed.tensor.placement_types import _StridedShard
-
-__all__ = ["MESHES", "PLAIN", "SIZE", "distributed", "mesh_of", "placements_of"]
 
 # Ranks of the mesh, and placements.
 MESHES: dict[str, tuple[list[object], list[Placing]]] = {
@@ -40,7 +40,25 @@ def placements_of(name: str) -> list[Placing]:
     return MESHES[name][1]
 
 
+def torch_local(
+    whole: torch.Tensor, shape: Sequence[int], placements: Sequence[Placing], where: Sequence[int]
+) -> torch.Tensor:
+    """What torch gives to a rank of a mesh: each placement's own way to split, from left to right."""
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard | _StridedShard):
+            pieces, _ = placement._split_tensor(whole, shape[axis], with_padding=False, contiguous=False)
+            whole = pieces[where[axis]]
+    return whole
+
+
 def distributed(name: str, plain: torch.Tensor = PLAIN) -> DTensor:
-    """The plain tensor as torch lays it out on that mesh."""
-    assert not any(isinstance(placement, Partial) for placement in placements_of(name))
-    return distribute_tensor(plain.clone(), mesh_of(name), placements_of(name))
+    """The plain tensor as torch lays it out on that mesh; its own `distribute_tensor` knows no uneven strided shards."""
+    mesh, placements = mesh_of(name), placements_of(name)
+    where = mesh.get_coordinate()
+    local = torch.empty(0) if where is None else torch_local(plain, tuple(mesh.mesh.shape), placements, where).clone()
+    return DTensor.from_local(local, mesh, placements, shape=plain.shape, stride=plain.stride())
+
+
+def is_strided(name: str) -> bool:
+    """Whether torch cannot put this DTensor together."""
+    return any(isinstance(placement, _StridedShard) for placement in placements_of(name))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.interop.meshes import torch_local
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement as Placing
@@ -29,16 +30,6 @@ def places(count: int) -> tuple[Placement, ...]:
 def laid_out(size: tuple[int, ...], shape: tuple[int, ...], placements: tuple[Placing, ...]) -> Layout:
     """The layout under test."""
     return mesh_layout(torch.Size(size), shape, cuts_of(placements), places(math.prod(shape)))
-
-
-def torch_local(whole: torch.Tensor, shape: tuple[int, ...], placements: tuple[Placing, ...], rank: int) -> torch.Tensor:
-    """What torch gives to a rank: each placement's own way to split, from left to right."""
-    where = np.unravel_index(rank, shape)
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard | _StridedShard):
-            pieces, _ = placement._split_tensor(whole, shape[axis], with_padding=False, contiguous=False)
-            whole = pieces[int(where[axis])]
-    return whole
 
 
 def placing(ndim: int) -> st.SearchStrategy[Placing]:
@@ -64,7 +55,7 @@ def test_every_rank_holds_what_torch_gives_it(case: tuple[tuple[int, ...], tuple
     Layout.checked(layout.size, layout.boxes, [layout.place(k) for k in range(len(layout))], str, replicas=True)
     whole = torch.arange(math.prod(size)).reshape(size)
     for rank in range(math.prod(shape)):
-        local = torch_local(whole, shape, placements, rank)
+        local = torch_local(whole, shape, placements, [int(k) for k in np.unravel_index(rank, shape)])
         rows = layout.rows_on(rank)
         boxes = layout.boxes.take(np.array(rows))
         if local.numel():

@@ -29,10 +29,9 @@ def mesh_group(mesh: DeviceMesh, process_group: ProcessGroup | None) -> ProcessG
     if dist.get_rank() not in ranks:
         return cast(ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER)
     world: Any = distributed_c10d._world  # torch's table of groups, in which those made here are found again
-    candidates = [group for group in world.pg_group_ranks if group.group_desc == MADE_HERE]
-    if mesh.ndim == 1 and not candidates:
-        candidates = [mesh.get_group()]
-    for group in candidates:
+    known = [group for group in world.pg_group_ranks if isinstance(group, ProcessGroup)]  # others' have no object here
+    made_here = [group for group in known if group.group_desc == MADE_HERE]
+    for group in [mesh.get_group()] if mesh.ndim == 1 else made_here:
         if sorted(group_ranks(group)) == ranks:
             return group
     return cast(ProcessGroup, dist.new_group(ranks, use_local_synchronization=True, group_desc=MADE_HERE))
