@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import (
+    MixedOperandsError,
     NoAttributeError,
     NoDistributedTensorError,
     ProcessGroupError,
@@ -150,6 +152,21 @@ def basic_validation(op: Op, args: Sequence[Any] = (), kwargs: Mapping[str, Any]
         )
 
 
+def refuse_mixed(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+    """Raise if a DTensor is among the arguments of an op on sharded tensors, also inside lists and tuples."""
+    module = sys.modules.get("torch.distributed.tensor")  # nobody has a DTensor who has not imported it
+    kind = getattr(module, "DTensor", None)
+    if kind is None:
+        return
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        found = value.__class__ is kind or (value.__class__ in (list, tuple) and any(one.__class__ is kind for one in value))
+        if found:
+            raise MixedOperandsError(
+                f"'{op_name(op)}' was given a ShardedTensor and a DTensor, with args: {summary(args)}. Convert one of "
+                "them: shardwise.from_dtensor(dtensor) gives a ShardedTensor, tensor.to_dtensor(mesh, placements) a DTensor"
+            )
+
+
 def unsupported(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, why: str) -> UnsupportedOpError:
     """The error for an op that cannot be computed: why, a way out, and the call without its data."""
     getter = getattr(op, "__name__", "") == "__get__"
@@ -174,7 +191,8 @@ def summary(value: Any) -> str:
     if isinstance(value, Distributed):
         return repr(value)
     if isinstance(value, torch.Tensor):
-        return f"Tensor({tuple(value.shape)}, {value.dtype})"
+        kind = "DTensor" if type(value).__name__ == "DTensor" else "Tensor"
+        return f"{kind}({tuple(value.shape)}, {value.dtype})"
     if isinstance(value, list | tuple):
         return "(" + ", ".join(map(summary, value)) + ")"
     if isinstance(value, Mapping):

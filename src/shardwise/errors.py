@@ -28,6 +28,7 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     │   └── NoAttributeError(AttributeError)
     │                                       an attribute of tensors that sharded ones do not have
     ├── ViewWriteError(RuntimeError)        a write that would not reach what it is meant for
+    ├── MixedOperandsError(RuntimeError)    a sharded tensor and a DTensor in one op
     ├── SignatureError(TypeError)           an op handler with the wrong signature
     ├── NoDistributedTensorError(TypeError, ValueError)
     │                                       a handler for sharded tensors called without one
@@ -138,6 +139,10 @@ class NoAttributeError(UnsupportedOpError, AttributeError):
 
 class ViewWriteError(ShardwiseError, RuntimeError):
     """A write into a tensor that would not reach, on every rank, what it is meant for."""
+
+
+class MixedOperandsError(ShardwiseError, RuntimeError):
+    """A sharded tensor and a DTensor in one op. Not a TypeError: torch's operators would swallow that."""
 
 
 class SignatureError(ShardwiseError, TypeError):

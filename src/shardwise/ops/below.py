@@ -16,7 +16,7 @@ from torch._decomp import decomposition_table
 from torch.utils import _pytree as pytree
 
 from shardwise import settings
-from shardwise.dispatch import registry, unsupported
+from shardwise.dispatch import refuse_mixed, registry, unsupported
 from shardwise.errors import PropertyError, UnsupportedOpError, ViewWriteError
 from shardwise.ops.call import Aten, Call
 from shardwise.ops.carried import carry, holds_carried, put_down
@@ -66,6 +66,7 @@ def descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    refuse_mixed(op, args, kwargs)
     given, named = (carry(args), carry(kwargs)) if torch.is_grad_enabled() else (args, kwargs)
     carries = given is not args or named is not kwargs
     before, before_carries = _outside.state, _outside.carries

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch.distributed import ProcessGroup, rpc
 
-from shardwise.dispatch import Distributed, distributed_in, registry, summary, unsupported
+from shardwise.dispatch import Distributed, distributed_in, refuse_mixed, registry, summary, unsupported
 from shardwise.errors import LocalTensorError, PropertyError, ViewWriteError
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
@@ -365,6 +365,7 @@ class ShardedTensorBase(Distributed, torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        refuse_mixed(func, args, kwargs)
         tensor = args[0] if args else None
         if isinstance(tensor, list | tuple) and tensor:
             tensor = tensor[0]
