@@ -159,7 +159,9 @@ def refuse_mixed(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) 
     if kind is None:
         return
     for value in (*args, *kwargs.values()) if kwargs else args:
-        found = value.__class__ is kind or (value.__class__ in (list, tuple) and any(one.__class__ is kind for one in value))
+        found = value.__class__ is kind or (
+            value.__class__ in (list, tuple) and any(one.__class__ is kind for one in value)
+        )
         if found:
             raise MixedOperandsError(
                 f"'{op_name(op)}' was given a ShardedTensor and a DTensor, with args: {summary(args)}. Convert one of "

@@ -80,6 +80,11 @@ def collective_device(process_group: ProcessGroup) -> torch.device:
     return torch.device(device.type, torch.get_device_module(device.type).current_device())
 
 
+def without_data() -> bool:
+    """Whether tensors that are made now have a size and no data: within torch's FakeTensorMode."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 # Placements in a group ------------------------------------------------------------------------------------------
 
 
@@ -195,7 +200,7 @@ def in_step_telling(
     """The same for bytes; up to `ROOM` of them travel with the digest."""
     if not _talks(process_group):
         value, _, brought = work()
-        return value, [brought]
+        return value, [brought] * (process_group.size() if is_member(process_group) else 1)  # as if all said the same
 
     def attempt() -> tuple[tuple[T, bytes], Fields]:
         value, fields, brought = work()
@@ -211,7 +216,9 @@ def in_step_telling(
 
 def _talks(process_group: ProcessGroup) -> bool:
     """Whether there is anybody to agree with: a fake group has nobody, an outsider is not asked."""
-    return is_member(process_group) and process_group.size() > 1 and dist.get_backend(process_group) != "fake"
+    if not is_member(process_group) or process_group.size() == 1:
+        return False
+    return dist.get_backend(process_group) != "fake" and not without_data()
 
 
 def _attempt(work: Callable[[], tuple[T, Fields]]) -> tuple[T | None, Fields, Exception | None]:

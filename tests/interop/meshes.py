@@ -52,7 +52,7 @@ def torch_local(
 
 
 def distributed(name: str, plain: torch.Tensor = PLAIN) -> DTensor:
-    """The plain tensor as torch lays it out on that mesh; its own `distribute_tensor` knows no uneven strided shards."""
+    """The plain tensor as torch lays it out on that mesh, also where its `distribute_tensor` refuses to."""
     mesh, placements = mesh_of(name), placements_of(name)
     where = mesh.get_coordinate()
     local = torch.empty(0) if where is None else torch_local(plain, tuple(mesh.mesh.shape), placements, where).clone()

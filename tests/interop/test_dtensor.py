@@ -34,7 +34,9 @@ def test_a_dtensor_lies_as_it_did(name: str) -> None:
     assert holds(made, PLAIN)
     inside = dist.get_rank() in mesh_of(name).mesh
     assert len(made.local_shards()) >= inside
-    assert all(memory(shard.tensor) == memory(dtensor.to_local()) for shard in made.local_shards() if shard.tensor.numel())
+    assert all(
+        memory(shard.tensor) == memory(dtensor.to_local()) for shard in made.local_shards() if shard.tensor.numel()
+    )
     if inside:
         assert torch.equal(made.full_tensor(), PLAIN)
         made.add_(1)
@@ -123,7 +125,9 @@ def test_placements_are_found_by_how_the_tensor_lies() -> None:
     for name in ("replicas of rows", "rows in replicas", "rows of rows"):
         dtensor = distributed(name)
         assert from_dtensor(dtensor).to_dtensor(dtensor.device_mesh).placements == dtensor.placements
-    with pytest.raises(SpecError, match=r"no placements on .* describe how this tensor lies.*to_dtensor\(mesh, \[Shard"):
+    with pytest.raises(
+        SpecError, match=r"no placements on .* describe how this tensor lies.*to_dtensor\(mesh, \[Shard"
+    ):
         shard_tensor(PLAIN, ALL["uneven, several per rank"]).to_dtensor(line)
 
 
@@ -238,7 +242,10 @@ def test_what_cannot_be_converted_is_refused() -> None:
     with pytest.raises(SpecError, match="a placement should be Shard, Replicate or Partial, found 'rows'"):
         tensor.to_dtensor(line, ["rows"])
     turned = DeviceMesh("cpu", [1, 0])
-    for convert in (lambda: tensor.to_dtensor(turned, [Shard(1)]), lambda: from_dtensor(distribute_tensor(PLAIN, turned, [Shard(0)]))):
+    for convert in (
+        lambda: tensor.to_dtensor(turned, [Shard(1)]),
+        lambda: from_dtensor(distribute_tensor(PLAIN, turned, [Shard(0)])),
+    ):
         with pytest.raises(SpecError, match=r"axis 0 of the mesh \[1, 0\] is not in ascending order"):
             convert()
     with pytest.raises(PropertyError, match="to_dtensor takes a ShardedTensor"):

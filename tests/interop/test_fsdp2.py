@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from typing import Any
 
 import pytest
@@ -23,8 +22,6 @@ def model() -> nn.Sequential:
     """Three layers, the same on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 6))
-
-
 
 
 @ranks(2)

@@ -32,7 +32,10 @@ def same(found: Any, expected: torch.Tensor) -> bool:
     torch.testing.assert_close(found.full_tensor(), expected)
     if isinstance(found, DTensor):
         return not any(isinstance(placement, Partial) for placement in found.placements)
-    index = [tuple(slice(o, o + s) for o, s in zip(m.metadata.shard_offsets, m.metadata.shard_sizes, strict=True)) for m in found.local_shards()]
+    index = [
+        tuple(slice(o, o + s) for o, s in zip(m.metadata.shard_offsets, m.metadata.shard_sizes, strict=True))
+        for m in found.local_shards()
+    ]
     return all(torch.allclose(m.tensor, expected[i]) for m, i in zip(found.local_shards(), index, strict=True))
 
 

@@ -48,7 +48,9 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Plac
 
 
 @given(cases())
-def test_every_rank_holds_what_torch_gives_it(case: tuple[tuple[int, ...], tuple[int, ...], tuple[Placing, ...]]) -> None:
+def test_every_rank_holds_what_torch_gives_it(
+    case: tuple[tuple[int, ...], tuple[int, ...], tuple[Placing, ...]],
+) -> None:
     """Element by element; the boxes make up the tensor, and the parts of a local tensor go together again."""
     size, shape, placements = case
     layout = laid_out(size, shape, placements)

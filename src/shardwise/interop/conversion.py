@@ -13,8 +13,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch._prims_common import make_contiguous_strides_for
-from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement as Placing
 
@@ -57,7 +58,9 @@ def to_dtensor(tensor: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pla
     placing, layout = in_step(tensor._process_group, work)
     if not same_boxes(tensor._layout, layout):
         spec = FixedShardingSpec.of(layout)
-        tensor = tensor.redistribute(spec, process_group=None if _stays_inside(tensor, layout) else mesh_group(mesh, None))
+        tensor = tensor.redistribute(
+            spec, process_group=None if _stays_inside(tensor, layout) else mesh_group(mesh, None)
+        )
     return DTensor.from_local(
         _joined_locals(tensor, layout),
         mesh,
@@ -121,7 +124,7 @@ class CountedOnce(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override] # torch says Any
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         """The gradient of the DTensor is whole on every rank; that of replicas adds up."""
         return (grad if ctx.counts else torch.zeros_like(grad)), None
 
@@ -170,7 +173,11 @@ def _agreed_layout(dtensor: DTensor, spec: ShardingSpec | None, group: ProcessGr
             outline = locate_all(spec.layout(layout.size), group).outline
         fields = {"verb": "from_dtensor", "global_size": list(layout.size), "dtype": dtensor.dtype}
         placing = f"{dtensor.placements} on {dtensor.device_mesh}"
-        return layout, {**fields, "placements": placing, "sharding_spec": outline, "requires_grad": records}, str(device)
+        return (
+            layout,
+            {**fields, "placements": placing, "sharding_spec": outline, "requires_grad": records},
+            str(device),
+        )
 
     if device.type in ("cpu", "meta"):
         return in_step(group, lambda: work()[:2])
@@ -206,7 +213,10 @@ def _wrapped(
     made = ShardedTensor._wrap(Parts(frame, [part for _, part in placed]))
     records = torch.is_grad_enabled() and local.requires_grad
     if records and not rows:
-        made._wants_grad, made._anchor = True, local.sum()  # of nothing: it hangs in the graph, as the local tensor does
+        made._wants_grad, made._anchor = (
+            True,
+            local.sum(),
+        )  # of nothing: it hangs in the graph, as the local tensor does
     if records and target.has_replicas and is_member(group):
         made = made._derived(frame, *shared_replicas(made, group))
     return made

@@ -15,7 +15,8 @@ from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharding_spec import ShardingSpec
 
 if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh, ProcessGroup
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 

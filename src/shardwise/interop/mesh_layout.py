@@ -77,7 +77,7 @@ def cut_up(local: torch.Tensor, boxes: Boxes) -> list[torch.Tensor]:
     parts = [local]
     for dim, lengths in enumerate(_lengths(boxes)):
         if len(lengths) > 1:
-            parts = [piece for part in parts for piece in part.split(lengths, dim)]
+            parts = [piece for part in parts for piece in torch.split_with_sizes(part, lengths, dim)]
     return parts
 
 

@@ -6,13 +6,15 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from torch.distributed import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as Placing
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import SpecError
+from shardwise.interop.mesh_group import mesh_ranks
 from shardwise.interop.mesh_layout import Cut, mesh_layout
 from shardwise.layout import Layout
 from shardwise.placement import Placement, rank_device
@@ -32,24 +34,26 @@ def require_mesh(mesh: object) -> DeviceMesh:
 def mesh_places(mesh: DeviceMesh, device_type: str, known: Layout | None = None) -> tuple[Placement, ...]:
     """A place on each rank of a mesh in row-major order: where a layout has one already, that, else by convention."""
     found = {} if known is None else {place.rank: place for place in known.places if place.device.type == device_type}
-    ranks = mesh.mesh.flatten().tolist()
+    ranks = mesh_ranks(mesh).flatten().tolist()
     return tuple(found.get(rank) or Placement(rank_device(rank, device_type), rank) for rank in ranks)
 
 
 def normalized(placements: Sequence[Placing], mesh: DeviceMesh, ndim: int) -> tuple[Placing, ...]:
-    """One placement for each axis of the mesh, with dims counted from the front; or the error that says what is wrong."""
+    """One placement for each axis of the mesh, dims counted from the front; or the error that says what is wrong."""
     if not isinstance(placements, Sequence) or len(placements) != mesh.ndim:
         raise SpecError(
             f"a mesh of {mesh.ndim} axes needs {mesh.ndim} placements such as [Shard(0)], found {placements!r}"
         )
-    found = []
+    found: list[Placing] = []
     for placement in placements:
         if isinstance(placement, Shard | _StridedShard):
             if not -ndim <= placement.dim < ndim:
                 raise SpecError(f"Invalid sharding dim: {placement} for a tensor of {ndim} dims")
             dim = placement.dim % ndim
-            strided = isinstance(placement, _StridedShard)
-            found.append(_StridedShard(dim, split_factor=placement.split_factor) if strided else Shard(dim))
+            if isinstance(placement, _StridedShard):
+                found.append(_StridedShard(dim, split_factor=placement.split_factor))
+            else:
+                found.append(Shard(dim))
         elif isinstance(placement, Replicate | Partial):
             found.append(placement)
         else:
@@ -77,10 +81,11 @@ def require_ascending(mesh: DeviceMesh, cuts: Sequence[Cut]) -> None:
     It finds a rank's shard by its place in the mesh, but sends and collects shards through process groups, whose ranks
     are always in ascending order.
     """
+    ranks = mesh_ranks(mesh)
     for axis in sorted({cut.axis for cut in cuts}):
-        if bool((mesh.mesh.diff(dim=axis) < 0).any()):
+        if bool((np.diff(ranks, axis=axis) < 0).any()):
             raise SpecError(
-                f"axis {axis} of the mesh {mesh.mesh.tolist()} is not in ascending order of ranks, and torch mixes up the "
+                f"axis {axis} of the mesh {ranks.tolist()} is not in ascending order of ranks, and torch mixes up the "
                 "shards of a DTensor along such an axis: make the mesh with its ranks in order, or replicate along it"
             )
 
@@ -122,4 +127,4 @@ def same_boxes(some: Layout, others: Layout) -> bool:
 
 
 def _shape(mesh: DeviceMesh) -> tuple[int, ...]:
-    return tuple(mesh.mesh.shape)
+    return mesh_ranks(mesh).shape

@@ -28,7 +28,7 @@ from shardwise.sharding_spec import (
 from shardwise.transfer import Moving
 
 if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 

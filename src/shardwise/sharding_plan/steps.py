@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 from torch.nn.parameter import is_lazy
 
@@ -99,7 +100,7 @@ def _require_shardable(name: str, parameter: torch.Tensor, group: ProcessGroup) 
             )
     elif is_lazy(parameter):
         raise PlanError(f"{name!r} has no size yet: run the module once, so that its lazy parameters are made")
-    elif type(parameter) not in (nn.Parameter, torch.Tensor):
+    elif type(parameter) not in (nn.Parameter, torch.Tensor, FakeTensor):
         raise PropertyError(f"{name!r} is a {type(parameter).__name__}: make it a plain parameter to shard it")
     elif parameter.layout != torch.strided:
         raise PropertyError(f"Only torch.strided layout is currently supported: {name!r} has {parameter.layout}")

@@ -1,0 +1,73 @@
+"""A world of 64 ranks in one process, which is rank 0 of it: run by `test_fake`, for it needs a process of its own."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from tests.cases import places
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise
+from shardwise import ChunkShardingSpec, GridShardingSpec, ShardedTensor, ShardingPlan, from_dtensor, make_plan
+
+WORLD = 64
+ROWS = ChunkShardingSpec(0, places(*range(WORLD)))
+COLUMNS = ChunkShardingSpec(1, places(*range(WORLD)))
+
+
+def with_little_memory() -> None:
+    """Real tensors, of which this process has its part: made, moved, computed with; the others' data is not there."""
+    tensor = shardwise.ones(ROWS, 640, 128)
+    assert tensor.local_tensor().shape == (10, 128)
+    assert tensor.redistribute(COLUMNS).local_tensor().shape == (640, 2)
+    assert (tensor + 1).sum().shape == ()
+    assert tensor.full_tensor().shape == (640, 128)
+    mesh = init_device_mesh("cpu", (8, 8))
+    grid = GridShardingSpec((0, 1), [places(*range(row, row + 8)) for row in range(0, WORLD, 8)])
+    dtensor = tensor.to_dtensor(mesh, [Shard(0), Shard(1)])
+    assert dtensor.to_local().shape == (80, 16)
+    assert from_dtensor(dtensor).sharding_spec() == grid
+
+
+def on_meta() -> None:
+    """A model of 137 GB on the meta device: its layout, and what a change of it would cost."""
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(65536, 65536) for _ in range(8)])
+    on_meta = ChunkShardingSpec(0, places(*range(WORLD), device="meta"))
+    shardwise.shard_module(model, ShardingPlan({"*.weight": on_meta}))
+    weight = model[0].weight
+    assert isinstance(weight, ShardedTensor)
+    assert weight.local_tensor().shape == (1024, 65536)
+    plan = make_plan(ROWS.layout(weight.shape), COLUMNS.layout(weight.shape))
+    assert sum(count for (src, dst), count in plan.traffic.items() if src != dst) == 65536 * 65536 * 63 // 64
+
+
+def without_any() -> None:
+    """The same model under FakeTensorMode: forward, backward and a step of the optimizer, sizes only."""
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(65536, 65536), nn.ReLU(), nn.Linear(65536, 65536))
+        shardwise.shard_module(model, ShardingPlan({"*.weight": ROWS}))
+        optimizer = torch.optim.AdamW(model.parameters())
+        out = model(torch.randn(8, 65536))
+        assert out.shape == (8 * WORLD, 65536)  # each rank's batch
+        out.pow(2).mean().backward()
+        weight = model.get_parameter("0.weight")
+        assert weight.grad.local_tensor().shape == (1024, 65536)
+        optimizer.step()
+        assert optimizer.state[weight]["exp_avg"].local_tensor().shape == (1024, 65536)
+        moved = weight.redistribute(COLUMNS)
+        assert moved.local_tensor().shape == (65536, 1024)
+        assert type(moved.local_tensor()).__name__ == "FakeTensor"
+
+
+if __name__ == "__main__":
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    with_little_memory()
+    on_meta()
+    without_any()
+    dist.destroy_process_group()
+    print("done")

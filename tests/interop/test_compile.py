@@ -1,0 +1,111 @@
+"""`torch.compile` gives what it gives without it: forward, backward and the optimizer's step."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tests.cases import ALL, PLAIN, chunks, places
+from torch import nn
+
+from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedTensor, shard_parameter, shard_tensor
+from shardwise.testing import ranks
+
+INDUCTOR = pytest.param(
+    "inductor", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+)
+
+
+class Model(nn.Module):
+    """Layers whose parameters are sharded, plain ones, and ops around them that can be compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.second = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of a batch."""
+        hidden = torch.relu(self.norm(self.first(rows * 2)))
+        return torch.tanh(self.second(hidden)) * self.scale.exp()
+
+
+def sharded() -> Model:
+    """Each kind of layout once."""
+    model = Model()
+    shard_parameter(model.first, "weight", chunks(0, 0, 1))
+    shard_parameter(model.second, "weight", chunks(1, 0, 1))
+    shard_parameter(model, "scale", ReplicatedShardingSpec(places(0, 1)))
+    return model
+
+
+def trained(model: Model, run: Any, wrap: Any) -> list[torch.Tensor]:
+    """The losses of some steps, then the parameters."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found = []
+    for seed, size in ((0, 5), (1, 5), (2, 3)):
+        rows = torch.randn(size, 6, generator=torch.Generator().manual_seed(seed))
+        loss = run(wrap(rows)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss)
+    found += model.parameters()
+    return [one.full_tensor() if isinstance(one, ShardedTensor) else one for one in found]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
+@ranks(2)
+def test_a_compiled_model_trains_as_it_does_otherwise(backend: str) -> None:
+    """Whatever compiles the graphs around the sharded parameters."""
+    expected = trained(model := sharded(), model, ReplicatedTensor)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # inductor's own imports
+        found = trained(model := sharded(), torch.compile(model, backend=backend), ReplicatedTensor)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    for one, other in zip(trained(plain := Model(), plain, lambda rows: rows), expected, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+
+
+@ranks(4)
+def test_a_compiled_function_of_sharded_tensors() -> None:
+    """Given as arguments, mixed with plain ones, sharded in different ways, called again and again."""
+
+    def function(tensor: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+        plain = (plain + 1).sin()
+        return (tensor * plain).relu().sum(0) + plain.cos().sum(0)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="eager")
+    other = torch.linspace(0, 1, 42).reshape(7, 6)
+    for spec in ALL.values():
+        found = compiled(shard_tensor(PLAIN, spec), other)
+        torch.testing.assert_close(found.full_tensor(), function(PLAIN, other))
+
+
+@ranks(2)
+def test_a_compiled_graph_without_breaks_is_refused_by_torch() -> None:
+    """`fullgraph=True` asks for one graph, and sharded tensors end it."""
+    compiled = torch.compile(lambda tensor: tensor + 1, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"(?i)graph|skip|unsupported"):
+        compiled(shard_tensor(PLAIN, chunks(0, 0, 1)))
+
+
+def test_the_tracer_is_told_when_it_is_loaded() -> None:
+    """Importing the library does not load it."""
+    said = (
+        "import sys, shardwise; assert 'torch._dynamo' not in sys.modules, 'loaded'; "
+        "assert 'torch.distributed.tensor' not in sys.modules, 'loaded'; "
+        "import torch._dynamo.trace_rules as rules; "
+        "assert rules.SKIP_DIRS_RE.match(shardwise.__file__), 'not told'; "
+        "assert not [f for f in sys.meta_path if type(f).__module__.startswith('shardwise')], 'still waiting'"
+    )
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
