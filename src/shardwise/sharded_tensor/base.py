@@ -20,6 +20,7 @@ from shardwise.errors import LocalTensorError, PropertyError, ViewWriteError
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.sharded_tensor import assembly, pickling
+from shardwise.sharded_tensor.checkpointable import Checkpointable
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import new_anchor
 from shardwise.sharded_tensor.shard import Shard
@@ -30,7 +31,7 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 FIRST = ("input", "self", "tensor", "tensors", "outputs")  # names that torch gives to first arguments
 
 
-class ShardedTensorBase(Distributed, torch.Tensor):
+class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
     """A sharded tensor that need not belong to a process group."""
 
     _frame: Frame  # what it has in common with others of its sharding, dtype and group

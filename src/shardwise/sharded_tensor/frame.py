@@ -26,6 +26,9 @@ class Frame:
     size: torch.Size  # the layout's, one step nearer
     single: bool = False  # whether one shard is here, and no element is held twice: then ops are simplest
 
+    def __deepcopy__(self, memo: object) -> Frame:
+        return self  # frozen, and the group is the same in the copy
+
     @staticmethod
     def of(
         layout: Layout,
