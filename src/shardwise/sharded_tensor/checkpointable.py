@@ -1,8 +1,8 @@
 """What `torch.distributed.checkpoint` asks of a tensor that is not torch's own: its boxes here, and what fills them.
 
-Torch asks by method before it looks at the type, so that sharded tensors are saved and loaded as they are. Boxes without
-elements are left out: two boxes may begin at the same place only if one of them is empty, and torch tells boxes of a
-tensor apart by where they begin.
+Torch asks by method before it looks at the type, so that sharded tensors are saved and loaded as they are. Boxes
+without elements are left out: two boxes may begin at the same place only if one of them is empty, and torch tells boxes
+of a tensor apart by where they begin.
 """
 
 from __future__ import annotations

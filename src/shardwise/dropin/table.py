@@ -1,29 +1,20 @@
-"""Run code that was written for `torch.distributed._shard` on shardwise, unchanged.
+"""`TABLE`: for each module of the old system, which of our objects each of its names is.
 
-`TABLE` says for each module of the old system which of our objects each of its names is. From it `install` makes
-modules that exist only in memory, and the tests compare every name and signature with the installed torch::
-
-    import shardwise.dropin
-    shardwise.dropin.install()
-
-    from torch.distributed._shard import sharded_tensor  # this is shardwise now
+It is all that the drop-in knows of the old system: modules are made from it, the tests compare every name and signature
+with the installed torch, and the guide for migrating is checked against it.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-import warnings
-from types import ModuleType
 from typing import Any
-
-import torch.distributed
 
 from shardwise import (
     api,
     dispatch,
     metadata,
     named_parameters,
+    partial,
     process_group,
     sharded_optim,
     sharded_tensor,
@@ -31,11 +22,10 @@ from shardwise import (
     sharding_plan,
     sharding_spec,
 )
-from shardwise.errors import DropinError
+from shardwise.dropin import resharding
 from shardwise.sharded_tensor import assembly, joining, remote, shard
 from shardwise.sharding_spec import chunking, enumerable
 
-ROOT = "torch.distributed._shard"
 LOGGER = "shardwise"
 
 
@@ -73,7 +63,10 @@ _FACTORIES = {
     name: getattr(sharded_tensor, name)
     for name in ("empty", "full", "ones", "rand", "randn", "zeros", "init_from_local_shards")
 }
-_OPTIMIZERS = {"ShardedOptimizer": sharded_optim.ShardedOptimizer}
+_OPTIMIZERS = {
+    "ShardedOptimizer": sharded_optim.ShardedOptimizer,
+    "named_params_with_sharded_tensor": named_parameters.named_params_with_sharded_tensor,
+}
 
 _VERBS = {
     "_shard_tensor": sharded_tensor.shard_tensor,
@@ -151,89 +144,16 @@ TABLE: dict[str, dict[str, Any]] = {
         "build_metadata_from_local_shards": joining.build_metadata_from_local_shards,
         "build_global_metadata": joining.build_global_metadata,
     },
-    "sharded_optim": {
-        **_OPTIMIZERS,
-        "named_params_with_sharded_tensor": named_parameters.named_params_with_sharded_tensor,
+    "sharded_optim": _OPTIMIZERS,
+    "sharded_optim.api": {"ShardedOptimizer": sharded_optim.ShardedOptimizer},
+    "sharded_tensor.reshard": {
+        "get_idx_from_placements": resharding.get_idx_from_placements,
+        "build_reshard_metadata": resharding.build_reshard_metadata,
+        "reshuffle_local_shard": resharding.reshuffle_local_shard,
+        "reshard_local_shard": resharding.reshard_local_shard,
     },
-    "sharded_optim.api": _OPTIMIZERS,
     "sharded_tensor.logger": {"_get_or_create_logger": _get_or_create_logger},
+    # Of 2022; later versions of torch have neither.
+    "partial_tensor": {"_PartialTensor": partial.PartialTensor},
+    "replicated_tensor": {"ReplicatedTensor": partial.ReplicatedTensor},
 }
-
-
-def install() -> None:
-    """From now on, in this process, importing `torch.distributed._shard` gives shardwise.
-
-    Call it before anything imports the old system; doing so again changes nothing.
-    """
-    if is_installed():
-        return
-    loaded = [name for name in sys.modules if name == ROOT or name.startswith(f"{ROOT}.")]
-    if loaded:
-        users = ", ".join(_users()) or "unknown modules"
-        raise DropinError(
-            f"{ROOT} is already imported in this process, by {users}: "
-            "call shardwise.dropin.install() before importing them"
-        )
-    modules = {path: _module(path) for path in TABLE}
-    for path, module in modules.items():
-        sys.modules[module.__name__] = module
-        if path:
-            parent, _, name = path.rpartition(".")
-            setattr(modules[parent], name, module)
-    torch.distributed._shard = modules[""]  # as importing it would
-
-
-def uninstall() -> None:
-    """Undo `install`: the next import of `torch.distributed._shard` gives torch's own."""
-    if is_installed():
-        for path in TABLE:
-            del sys.modules[_full_name(path)]
-        del torch.distributed._shard
-
-
-def is_installed() -> bool:
-    """Whether `torch.distributed._shard` is shardwise in this process."""
-    return isinstance(sys.modules.get(ROOT), _VirtualModule)
-
-
-class _VirtualModule(ModuleType):
-    """A module of the old system that exists only in memory."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"module {self.__name__!r} has no attribute {name!r}: shardwise stands in for it (shardwise.dropin), "
-            "and has no such name"
-        )
-
-
-def _module(path: str) -> ModuleType:
-    module = _VirtualModule(_full_name(path), f"shardwise in the place of {_full_name(path)}.")
-    vars(module).update(TABLE[path])
-    if any(other.startswith(f"{path}.") or not path for other in TABLE if other != path):
-        module.__path__ = []  # a package, whose modules are all in sys.modules
-    return module
-
-
-def _full_name(path: str) -> str:
-    return f"{ROOT}.{path}" if path else ROOT
-
-
-def _users() -> list[str]:
-    """The loaded modules, besides the old system's own, that hold something of the old system."""
-    users = set()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # looking at what modules hold may wake deprecated things
-        for name, module in list(sys.modules.items()):
-            held = list(vars(module).values()) if isinstance(module, ModuleType) else []
-            if not name.startswith(ROOT) and any(_owner(value).startswith(ROOT) for value in held):
-                users.add(name)
-    return sorted(users)
-
-
-def _owner(value: object) -> str:
-    """The module that something was made in, or that it is."""
-    try:
-        owner = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
-    except Exception:  # a proxy that does not like to be asked
-        return ""
-    return owner if isinstance(owner, str) else ""

@@ -1,0 +1,60 @@
+"""Putting shardwise in the place of `torch.distributed._shard`, and taking it away again."""
+
+from __future__ import annotations
+
+import sys
+
+import torch.distributed
+
+from shardwise.dropin import children, finder
+from shardwise.dropin.importers import holders, loaded
+from shardwise.dropin.modules import ROOT, VirtualModule, full_name, make_modules
+from shardwise.errors import DropinError
+
+SHOWN = 6  # importers in an error
+
+
+def install(*, for_children: bool = True) -> None:
+    """From now on, importing `torch.distributed._shard` gives shardwise: here, and in processes started from here.
+
+    Call it before anything imports the old system; doing so again changes nothing. Children are reached through
+    `PYTHONPATH`, in which each Python that starts finds a `sitecustomize`; it does nothing until the old system is
+    imported there, and then runs the next `sitecustomize`, if there is one. ``for_children=False`` leaves them alone.
+    """
+    if not is_installed():
+        if loaded(ROOT):
+            raise DropinError(_too_late())
+        for path, module in make_modules().items():
+            sys.modules[full_name(path)] = module
+        torch.distributed._shard = sys.modules[ROOT]  # as importing it would
+        finder.start()
+    if for_children:
+        children.include()
+
+
+def uninstall() -> None:
+    """Undo `install`: the next import of `torch.distributed._shard` gives torch's own. For tests.
+
+    Modules that were imported meanwhile keep what they have.
+    """
+    if is_installed():
+        finder.stop()
+        children.exclude()
+        for name in loaded(ROOT):
+            del sys.modules[name]
+        del torch.distributed._shard
+
+
+def is_installed() -> bool:
+    """Whether `torch.distributed._shard` is shardwise in this process."""
+    return isinstance(sys.modules.get(ROOT), VirtualModule)
+
+
+def _too_late() -> str:
+    names = holders(ROOT)
+    shown = ", ".join(names[:SHOWN]) or "unknown modules"
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return (
+        f"{ROOT} is already imported in this process, by {shown}{more}: call shardwise.dropin.install() "
+        "before importing them, or start the program with `python -m shardwise.dropin`, which does"
+    )

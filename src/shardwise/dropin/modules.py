@@ -1,0 +1,43 @@
+"""The old system's modules, made in memory from the table."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from shardwise.dropin.table import TABLE
+
+ROOT = "torch.distributed._shard"
+
+
+class VirtualModule(ModuleType):
+    """A module of the old system that exists only in memory."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"module {self.__name__!r} has no attribute {name!r}: shardwise stands in for it (shardwise.dropin), "
+            "and has no such name"
+        )
+
+
+def full_name(path: str) -> str:
+    """The name under which Python knows a module of the table."""
+    return f"{ROOT}.{path}" if path else ROOT
+
+
+def make_modules() -> dict[str, VirtualModule]:
+    """Every module of the table by its path, each an attribute of the one that it lies in."""
+    modules = {path: _module(path) for path in TABLE}
+    for path, module in modules.items():
+        if path:
+            parent, _, name = path.rpartition(".")
+            setattr(modules[parent], name, module)
+    return modules
+
+
+def _module(path: str) -> VirtualModule:
+    module = VirtualModule(full_name(path), f"shardwise in the place of {full_name(path)}.")
+    vars(module).update(TABLE[path])
+    if any(other.startswith(f"{path}.") or not path for other in TABLE if other != path):
+        module.__path__ = []  # a package, whose modules are all in sys.modules
+    return module
