@@ -1,9 +1,10 @@
 """What happens when certain modules are imported while the drop-in is installed.
 
 `torch.distributed._shard.checkpoint` is where `torch.distributed.checkpoint` used to be: the old name gives the module
-of today. And one function of torch outside the old system reaches into the shards of a sharded tensor: it puts whole
-tensors together for a full state dict, and takes every tensor to be cut into even chunks of its first dim. Ours is put
-in its place as soon as its module is there.
+of today. And two functions of torch outside the old system misjudge sharded tensors; ours are put in their place as soon
+as their modules are there. One puts whole tensors together for a full state dict, and takes each to be cut into even
+chunks of its first dim. The other prepares a state for a checkpoint, and forgets the tensors that a rank has no shards
+of, which a load then takes for a sign of an old format.
 """
 
 from __future__ import annotations
@@ -25,16 +26,42 @@ from shardwise.sharded_tensor import ShardedTensor
 MOVED = {f"{ROOT}.checkpoint": "torch.distributed.checkpoint"}
 
 
-def gathered(
-    sharded_tensor: ShardedTensor, pg: ProcessGroup | None = None, device: torch.device | None = None
-) -> torch.Tensor:
-    """The whole tensor on every rank of its own group, each of which calls it."""
-    whole = sharded_tensor.detach().full_tensor()
-    return whole if device is None else whole.to(device)
+def gathering(theirs: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """What puts a sharded tensor together for a full state dict, however it is cut."""
+
+    def gathered(
+        sharded_tensor: ShardedTensor, pg: ProcessGroup | None = None, device: torch.device | None = None
+    ) -> torch.Tensor:
+        """The whole tensor on every rank of its own group, each of which calls it."""
+        whole = sharded_tensor.detach().full_tensor()
+        return whole if device is None else whole.to(device)
+
+    return gathered
 
 
-REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
-    "torch.distributed._state_dict_utils": {"_all_gather_sharded_tensor": gathered},
+def flattening(theirs: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """What prepares a state for a checkpoint, and keeps what this rank has no shards of."""
+
+    def flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The state, with sharded tensors in sharded tensors taken apart."""
+        from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict
+
+        state = theirs(state_dict)
+
+        def keep(path: Any, value: object) -> None:
+            if isinstance(value, ShardedTensor) and not value._frame.rows:
+                set_element(state, path, value)
+
+        traverse_state_dict(state_dict, keep)
+        return state
+
+    return flattened
+
+
+# By module and name, what makes our function from theirs.
+REPLACED: dict[str, dict[str, Callable[..., Callable[..., Any]]]] = {
+    "torch.distributed._state_dict_utils": {"_all_gather_sharded_tensor": gathering},
+    "torch.distributed.checkpoint._sharded_tensor_utils": {"_flatten_sharded_tensors": flattening},
 }
 
 
@@ -67,9 +94,9 @@ class Finder(MetaPathFinder):
 
     def amend(self, module: ModuleType) -> None:
         """Replace the functions, and keep those that were there."""
-        ours = REPLACED[module.__name__]
-        self.theirs[module.__name__] = {name: vars(module)[name] for name in ours}
-        vars(module).update(ours)
+        makers = REPLACED[module.__name__]
+        theirs = self.theirs[module.__name__] = {name: vars(module)[name] for name in makers}
+        vars(module).update({name: make(theirs[name]) for name, make in makers.items()})
 
 
 class Moved(Loader):

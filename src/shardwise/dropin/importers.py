@@ -15,11 +15,12 @@ def loaded(package: str) -> list[str]:
 def holders(package: str) -> list[str]:
     """The loaded modules, besides the package's own, that hold something of it: those outside torch first."""
     inside = set(loaded(package))
+    parent = package.rpartition(".")[0]  # which holds it whoever imported it
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # looking at what modules hold may wake deprecated things
         for name, module in list(sys.modules.items()):  # in the order in which they were begun
-            if name not in inside and isinstance(module, ModuleType):
+            if name not in inside and name != parent and isinstance(module, ModuleType):
                 held = {_owner(value) for value in list(vars(module).values())}
                 if not inside.isdisjoint(held):
                     found.append(name)
