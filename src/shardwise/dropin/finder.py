@@ -1,10 +1,10 @@
 """What happens when certain modules are imported while the drop-in is installed.
 
 `torch.distributed._shard.checkpoint` is where `torch.distributed.checkpoint` used to be: the old name gives the module
-of today. And two functions of torch outside the old system misjudge sharded tensors; ours are put in their place as soon
-as their modules are there. One puts whole tensors together for a full state dict, and takes each to be cut into even
-chunks of its first dim. The other prepares a state for a checkpoint, and forgets the tensors that a rank has no shards
-of, which a load then takes for a sign of an old format.
+of today. And two functions of torch outside the old system misjudge sharded tensors; ours are put in their place as
+soon as their modules are there. One puts whole tensors together for a full state dict, and takes each to be cut into
+even chunks of its first dim. The other prepares a state for a checkpoint, and forgets the tensors that a rank has no
+shards of, which a load then takes for a sign of an old format.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def gathering(theirs: Callable[..., Any]) -> Callable[..., torch.Tensor]:
         sharded_tensor: ShardedTensor, pg: ProcessGroup | None = None, device: torch.device | None = None
     ) -> torch.Tensor:
         """The whole tensor on every rank of its own group, each of which calls it."""
-        whole = sharded_tensor.detach().full_tensor()
+        whole = sharded_tensor.full_tensor().detach()
         return whole if device is None else whole.to(device)
 
     return gathered

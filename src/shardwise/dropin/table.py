@@ -22,7 +22,7 @@ from shardwise import (
     sharding_plan,
     sharding_spec,
 )
-from shardwise.dropin import resharding
+from shardwise.dropin import records, resharding
 from shardwise.sharded_tensor import assembly, joining, remote, shard
 from shardwise.sharding_spec import chunking, enumerable
 
@@ -51,11 +51,21 @@ _SPECS = {
     "EnumerableShardingSpec": sharding_spec.EnumerableShardingSpec,
     "_infer_sharding_spec_from_shards_metadata": sharding_spec.infer_chunk_or_enumerable,
 }
+_SPEC = {"ShardingSpec": sharding_spec.ShardingSpec}
+_CHECKS = {
+    "validate_non_overlapping_shards_metadata": enumerable.validate_non_overlapping_shards_metadata,
+    "check_tensor": enumerable.check_tensor,
+}
+_CHUNKING = {"get_split_size": chunking.get_split_size, "get_chunked_dim_size": chunking.get_chunked_dim_size}
+_NARROWING = {"narrow_tensor": shard.narrow_tensor, "narrow_tensor_by_index": shard.narrow_tensor_by_index}
+_CUSTOM_OPS = {"_has_custom_op": dispatch.has_custom_op, "_dispatch_custom_op": dispatch.dispatch_custom_op}
 _CHUNK = {"ChunkShardingSpec": sharding_spec.ChunkShardingSpec}
+_TENSOR = {"ShardedTensor": sharded_tensor.ShardedTensor}
+_SHARD = {"Shard": sharded_tensor.Shard}
 _TENSORS = {
-    "ShardedTensor": sharded_tensor.ShardedTensor,
+    **_TENSOR,
+    **_SHARD,
     "ShardedTensorBase": sharded_tensor.ShardedTensorBase,
-    "Shard": sharded_tensor.Shard,
     "_CUSTOM_SHARDED_OPS": dispatch.registry.overrides,
     "_SHARDED_OPS": dispatch.registry.built_in,
 }
@@ -79,27 +89,42 @@ _PLANS = {
     "ShardingPlanner": sharding_plan.ShardingPlanner,
 }
 
+_SHARDER = {"Sharder": sharder.Sharder}
+_RESHARDING = {
+    "reshuffle_local_shard": resharding.reshuffle_local_shard,
+    "reshard_local_shard": resharding.reshard_local_shard,
+}
+_BUILDING = {
+    "_parse_and_validate_remote_device": process_group.parse_and_validate_remote_device,
+    "_flatten_tensor_size": assembly.flatten_size,
+    "build_metadata_from_local_shards": joining.build_metadata_from_local_shards,
+    "build_global_metadata": joining.build_global_metadata,
+}
+
 TABLE: dict[str, dict[str, Any]] = {
     "": _VERBS,
     "api": {
         **_VERBS,
+        **_TENSOR,
+        **_SPEC,
+        **_CHUNK,
+        **_SHARDER,
+        "ShardingPlan": sharding_plan.ShardingPlan,
         "_get_current_process_group": process_group.current_process_group,
         "_reshard_output": api.reshard_output,
         "_collect_local_shard": api.collect_local_shard,
     },
-    "sharder": {"Sharder": sharder.Sharder},
+    "sharder": _SHARDER,
     "sharding_plan": _PLANS,
-    "sharding_plan.api": _PLANS,
+    "sharding_plan.api": {**_PLANS, **_SHARDER, **_SPEC},
     "metadata": _METADATA,
-    "_utils": {
-        "narrow_tensor": shard.narrow_tensor,
-        "narrow_tensor_by_index": shard.narrow_tensor_by_index,
-    },
+    "_utils": {**_METADATA, **_NARROWING},
     "common_op_utils": {
         "_basic_validation": dispatch.basic_validation,
         "_register_default_op": dispatch.register_default_op,
     },
     "op_registry_utils": {
+        "_basic_validation": dispatch.basic_validation,
         "_register_op": dispatch.register_op,
         "_decorator_func": dispatch.decorator_func,
     },
@@ -107,17 +132,29 @@ TABLE: dict[str, dict[str, Any]] = {
     "sharding_spec.api": {
         **_METADATA,
         **_SPECS,
+        **_CHECKS,
+        **_CHUNKING,
+        **_CUSTOM_OPS,
         "custom_sharding_spec_op": dispatch.custom_sharding_spec_op,
-        "_has_custom_op": dispatch.has_custom_op,
-        "_dispatch_custom_op": dispatch.dispatch_custom_op,
+        "_decorator_func": dispatch.decorator_func,
     },
-    "sharding_spec.chunk_sharding_spec": _CHUNK,
+    "sharding_spec.chunk_sharding_spec": {
+        **_CHUNK,
+        **_SPEC,
+        **_CHUNKING,
+        **_METADATA,
+        **_SHARD,
+        "narrow_tensor": shard.narrow_tensor,
+        "_parse_and_validate_remote_device": process_group.parse_and_validate_remote_device,
+    },
     "sharding_spec._internals": {
-        "validate_non_overlapping_shards_metadata": enumerable.validate_non_overlapping_shards_metadata,
-        "check_tensor": enumerable.check_tensor,
-        "get_split_size": chunking.get_split_size,
-        "get_chunked_dim_size": chunking.get_chunked_dim_size,
+        **_METADATA,
+        **_CHECKS,
+        **_CHUNKING,
         "get_chunk_sharding_params": chunking.get_chunk_sharding_params,
+        "_check_shard_metadata_pair_overlap": records.check_shard_metadata_pair_overlap,
+        "_find_nd_overlapping_shards": records.find_nd_overlapping_shards,
+        "_find_1d_overlapping_shards": records.find_1d_overlapping_shards,
     },
     "sharded_tensor": {
         **_METADATA,
@@ -133,24 +170,31 @@ TABLE: dict[str, dict[str, Any]] = {
     "sharded_tensor.api": {
         **_TENSOR_METADATA,
         **_TENSORS,
+        **_CHECKS,
+        **_CUSTOM_OPS,
+        **_RESHARDING,
+        **_BUILDING,
         "_create_tensor_from_params": assembly.create_tensor_from_params,
         "_sharded_tensor_map": remote.ids.tensors,
     },
     "sharded_tensor.metadata": {**_METADATA, **_TENSOR_METADATA},
-    "sharded_tensor.shard": {"Shard": sharded_tensor.Shard},
+    "sharded_tensor.shard": {**_SHARD, **_METADATA},
     "sharded_tensor.utils": {
-        "_parse_and_validate_remote_device": process_group.parse_and_validate_remote_device,
-        "_flatten_tensor_size": assembly.flatten_size,
-        "build_metadata_from_local_shards": joining.build_metadata_from_local_shards,
-        "build_global_metadata": joining.build_global_metadata,
+        **_BUILDING,
+        **_CHECKS,
+        **_TENSOR_METADATA,
+        **_SHARD,
+        "recalc_global_sharded_tensor_metadata": records.recalc_global_sharded_tensor_metadata,
     },
-    "sharded_optim": _OPTIMIZERS,
-    "sharded_optim.api": {"ShardedOptimizer": sharded_optim.ShardedOptimizer},
+    "sharded_optim": {**_OPTIMIZERS, **_TENSOR},
+    "sharded_optim.api": {"ShardedOptimizer": sharded_optim.ShardedOptimizer, **_TENSOR},
     "sharded_tensor.reshard": {
+        **_RESHARDING,
+        **_METADATA,
+        **_SHARD,
+        **_CHUNKING,
         "get_idx_from_placements": resharding.get_idx_from_placements,
         "build_reshard_metadata": resharding.build_reshard_metadata,
-        "reshuffle_local_shard": resharding.reshuffle_local_shard,
-        "reshard_local_shard": resharding.reshard_local_shard,
     },
     "sharded_tensor.logger": {"_get_or_create_logger": _get_or_create_logger},
     # Of 2022; later versions of torch have neither.
