@@ -1,4 +1,4 @@
-"""Conversion between sharded tensors and the tensors of other systems."""
+"""Other systems' tensors and checkpoints."""
 
 from shardwise.interop import compiling, fsdp2
 from shardwise.interop.dtensor import from_dtensor, to_dtensor

@@ -30,15 +30,15 @@ class Checkpointable:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        items = {}
+        items = []
         for offsets, sizes, tensor in _offered(self):
             data = TensorWriteData(
                 chunk=ChunkStorageMetadata(offsets, sizes),
                 properties=TensorProperties.create_from_tensor(tensor),
                 size=self.shape,
             )
-            items[offsets] = WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data)
-        return list(items.values())
+            items.append(WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __create_chunk_list__(self: Any) -> list[ChunkStorageMetadata]:
         """The boxes here that are to be read."""
@@ -47,10 +47,8 @@ class Checkpointable:
         return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in _filled(self)]
 
     def __get_tensor_shard__(self: Any, index: MetadataIndex) -> torch.Tensor:
-        """The memory of the box that begins there; of several replicas on this rank, the one with that number."""
-        held = _filled(self) or _offered(self)
-        if index.index is not None and index.index < len(held) and held[index.index][0] == index.offset:
-            return held[index.index][2].detach()
+        """The memory of the box that begins there."""
+        held = _offered(self)
         for offsets, _, tensor in held:
             if offsets == index.offset:
                 return tensor.detach()
