@@ -138,7 +138,7 @@ def test_full_state_dicts_of_tensors_that_are_cut_in_any_way() -> None:
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         assert type(whole["weight"]) is torch.Tensor
         assert torch.equal(whole["weight"], PLAIN)
-        state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        state: Any = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
         assert torch.equal(state["state"]["weight"]["momentum_buffer"], torch.full(SIZE, 2.0))
         on_first = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         assert (on_first.get("weight") is not None) == (dist.get_rank() == 0)

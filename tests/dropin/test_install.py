@@ -38,6 +38,17 @@ try:
     api.nonsense
 except AttributeError as error:
     print(error)
+import os, torch.distributed._state_dict_utils as user
+from shardwise.dropin.children import STARTUP
+assert os.environ["PYTHONPATH"].split(os.pathsep).count(STARTUP) == 1
+assert user._all_gather_sharded_tensor.__module__ == "shardwise.dropin.finder"
+shardwise.dropin.uninstall()
+shardwise.dropin.uninstall()
+assert not shardwise.dropin.is_installed()
+assert STARTUP not in os.environ.get("PYTHONPATH", "")
+assert user._all_gather_sharded_tensor.__module__ == "torch.distributed._state_dict_utils"
+shardwise.dropin.install(for_children=False)
+assert STARTUP not in os.environ.get("PYTHONPATH", "")
 shardwise.dropin.uninstall()
 from torch.distributed._shard.sharded_tensor import ShardedTensor as Theirs
 assert Theirs is not ShardedTensor and Theirs.__module__.startswith("torch.")
@@ -47,16 +58,22 @@ assert Theirs is not ShardedTensor and Theirs.__module__.startswith("torch.")
 
 
 def test_too_late_is_an_error_that_names_who_was_first() -> None:
-    """And what to do."""
+    """Those outside torch before those of torch; and what to do. Nothing is changed."""
     printed = in_a_new_process("""
-import torch.distributed.checkpoint, shardwise.dropin
-try:
-    shardwise.dropin.install()
-except RuntimeError as error:
-    print(error)
+import os, sys, torch.distributed._state_dict_utils, shardwise.dropin
+before = dict(os.environ), set(sys.modules)
+for _ in range(2):
+    try:
+        shardwise.dropin.install()
+    except RuntimeError as error:
+        print(error)
+    from torch.distributed._shard.metadata import ShardMetadata
+assert before == (dict(os.environ), set(sys.modules)) and not shardwise.dropin.is_installed()
 """)
-    assert "is already imported in this process, by torch.distributed" in printed
-    assert "call shardwise.dropin.install() before importing them" in printed
+    first, second = printed.splitlines()
+    assert "is already imported in this process, by torch.distributed._state_dict_utils: " in first
+    assert "is already imported in this process, by __main__, torch.distributed._state_dict_utils: " in second
+    assert "call shardwise.dropin.install() before importing them, or start the program with `python -m" in first
 
 
 def test_importing_shardwise_imports_nothing_of_the_old_system() -> None:

@@ -24,7 +24,7 @@ def test_snapshots_restore_into_another_layout(tmp_path: Path) -> None:
     """Each layout into each of the next ones."""
     dropin.install()
     warnings.simplefilter("ignore")  # it uses what torch deprecates
-    from torchsnapshot import Snapshot, StateDict
+    from torchsnapshot import Snapshot, StateDict  # type: ignore[import-not-found,unused-ignore] # optional
 
     for name, other in zip(LAYOUTS, reversed(LAYOUTS), strict=True):
         path = str(tmp_path / name)

@@ -142,7 +142,7 @@ def test_a_model_and_a_torch_optimizer_go_on_in_another_layout(tmp_path: Path) -
     dcp.load(loaded, checkpoint_id=tmp_path)
     set_state_dict(two, other, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     assert_same(two.state_dict(), one.state_dict())
-    assert isinstance(other.state[two[0].weight]["exp_avg"], ShardedTensor)
+    assert isinstance(other.state[two.get_parameter("0.weight")]["exp_avg"], ShardedTensor)
     train(one, adam)
     train(two, other)
     assert_same(two.state_dict(), one.state_dict(), rtol=1e-4, atol=1e-5)

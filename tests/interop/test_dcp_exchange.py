@@ -52,6 +52,24 @@ def test_both_systems_read_what_the_other_wrote(tmp_path: Path) -> None:
         assert holds(back[name], PLAIN + k)
 
 
+@ranks(4)
+def test_dtensors_and_sharded_tensors_read_what_the_other_wrote(tmp_path: Path) -> None:
+    """Unevenly cut on both sides."""
+    warnings.simplefilter("ignore")
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    dcp.save({"w": distribute_tensor(PLAIN, mesh, [Shard(0), Shard(1)])}, checkpoint_id=tmp_path / "theirs")
+    ours = shardwise.zeros(ALL["uneven, several per rank"], *SIZE)
+    dcp.load({"w": ours}, checkpoint_id=tmp_path / "theirs")
+    assert holds(ours, PLAIN)
+    dcp.save({"w": ours}, checkpoint_id=tmp_path / "ours")
+    theirs = distribute_tensor(PLAIN * 0, mesh, [Shard(1), Shard(0)])
+    dcp.load({"w": theirs}, checkpoint_id=tmp_path / "ours")
+    assert torch.equal(theirs.full_tensor(), PLAIN)
+
+
 def save_from_fsdp(path: Path, *, with_dropin: bool) -> dict[str, torch.Tensor]:
     """Save a small FSDP model by sharded state dict; give the values."""
     warnings.simplefilter("ignore")

@@ -16,11 +16,12 @@ def holders(package: str) -> list[str]:
     """The loaded modules, besides the package's own, that hold something of it: those outside torch first."""
     inside = set(loaded(package))
     parent = package.rpartition(".")[0]  # which holds it whoever imported it
-    found = []
+    found, seen = [], set()  # a module may have several names
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # looking at what modules hold may wake deprecated things
         for name, module in list(sys.modules.items()):  # in the order in which they were begun
-            if name not in inside and name != parent and isinstance(module, ModuleType):
+            if name not in inside and name != parent and isinstance(module, ModuleType) and id(module) not in seen:
+                seen.add(id(module))
                 held = {_owner(value) for value in list(vars(module).values())}
                 if not inside.isdisjoint(held):
                     found.append(name)

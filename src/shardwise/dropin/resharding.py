@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from shardwise.errors import LayoutError, ProcessGroupError
 from shardwise.metadata import ShardMetadata
 from shardwise.placement import Placement, PlacementLike
+from shardwise.process_group import group_ranks
 from shardwise.sharded_tensor import Shard, ShardedTensor
 from shardwise.sharding_spec import ShardingSpec
 
@@ -57,8 +58,17 @@ def reshard_local_shard(
     resharding_spec: ShardingSpec,
     pg: ProcessGroup,
 ) -> tuple[list[Shard], list[ShardMetadata]]:
-    """This rank's shards under another spec, and everyone's metadata. Every rank calls it; what must move, moves."""
+    """This rank's shards under another spec, and everyone's metadata. Every rank calls it; what must move, moves.
+
+    It is differentiable, and refuses to be where a rank would have no shard to begin the way back with.
+    """
     source = ShardedTensor._init_from_local_tensor(local_tensor.contiguous(), sharding_spec, st_size, process_group=pg)
     target = source.redistribute(resharding_spec)
+    without = sorted(set(group_ranks(pg)) - set(target._layout.ranks.tolist()))
+    if without and target.requires_grad:
+        raise LayoutError(
+            f"under the new spec ranks {without} have no shard, and with bare shards they could not take part in the "
+            "backward: use ShardedTensor.redistribute"
+        )
     by_rank = sorted(target.metadata().shards_metadata, key=lambda shard: Placement.of(shard.placement).rank or 0)
     return target.local_shards(), by_rank
