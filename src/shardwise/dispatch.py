@@ -164,8 +164,8 @@ def refuse_mixed(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) 
         )
         if found:
             raise MixedOperandsError(
-                f"'{op_name(op)}' was given a ShardedTensor and a DTensor, with args: {summary(args)}. Convert one of "
-                "them: shardwise.from_dtensor(dtensor) gives a ShardedTensor, tensor.to_dtensor(mesh, placements) a DTensor"
+                f"'{op_name(op)}' was given a ShardedTensor and a DTensor, with args: {summary(args)}. Convert one of them: "
+                "shardwise.from_dtensor(dtensor) gives a ShardedTensor, tensor.to_dtensor(mesh, placements) a DTensor"
             )
 
 
