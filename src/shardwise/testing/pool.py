@@ -25,8 +25,7 @@ from typing import Any
 from shardwise.testing.task import Task
 from shardwise.testing.worker import Outcome, serve
 
-# What every rank would load for itself, with the first optimizer that it makes: torch._dynamo takes longer than a test.
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "shardwise", "shardwise.testing.worker"]
+PRELOADED = ["torch", "torch.distributed", "shardwise", "shardwise.testing.worker"]
 START_TIMEOUT = 60.0
 GRACE = 6.0  # seconds that the other ranks get to fail too, once one has
 MACHINERY = ("/multiprocessing/", "/shardwise/testing/", "<string>")  # frames that are in every stack
