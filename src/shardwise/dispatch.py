@@ -164,7 +164,7 @@ def refuse_mixed(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) 
         )
         if found:
             raise MixedOperandsError(
-                f"'{op_name(op)}' was given a ShardedTensor and a DTensor, with args: {summary(args)}. Convert one of them: "
+                f"'{op_name(op)}' was given a ShardedTensor and a DTensor, with args: {summary(args)}. Convert one: "
                 "shardwise.from_dtensor(dtensor) gives a ShardedTensor, tensor.to_dtensor(mesh, placements) a DTensor"
             )
 
