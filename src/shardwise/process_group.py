@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -148,7 +149,7 @@ def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -
 
     Every rank of the group must call it. 128 bytes per rank travel, more only when there is an error to tell.
     """
-    if not settings.current().validate or not _talks(process_group):
+    if not settings.current().validate or not talks(process_group):
         return work()[0]
     value, fields, error = _attempt(work)
     _compare(process_group, fields, error, b"")
@@ -160,7 +161,7 @@ class Step(Generic[T]):
 
     def __init__(self, process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> None:
         self._group = process_group
-        self._asked = settings.current().validate and _talks(process_group)
+        self._asked = settings.current().validate and talks(process_group)
         value, self._fields, self._error = _attempt(work)
         self._failed = self._error is not None
         self.value = cast(T, value)
@@ -198,7 +199,7 @@ def in_step_telling(
     process_group: ProcessGroup, work: Callable[[], tuple[T, Fields, bytes]], *, subject: str = SUBJECT
 ) -> tuple[T, list[bytes]]:
     """The same for bytes; up to `ROOM` of them travel with the digest."""
-    if not _talks(process_group):
+    if not talks(process_group):
         value, _, brought = work()
         return value, [brought] * (process_group.size() if is_member(process_group) else 1)  # as if all said the same
 
@@ -214,7 +215,7 @@ def in_step_telling(
     return cast(tuple[T, bytes], result)[0], told
 
 
-def _talks(process_group: ProcessGroup) -> bool:
+def talks(process_group: ProcessGroup) -> bool:
     """Whether there is anybody to agree with: a fake group has nobody, an outsider is not asked."""
     if not is_member(process_group) or process_group.size() == 1:
         return False
@@ -290,10 +291,20 @@ def _all_gather(process_group: ProcessGroup, data: bytes, lengths: list[int]) ->
     return _Gathering(process_group, data, lengths).wait()
 
 
+class Traffic(threading.local):
+    """How often this thread has begun to talk to other ranks."""
+
+    count = 0
+
+
+traffic = Traffic()
+
+
 class _Gathering:
     """An all-gather of bytes under way."""
 
     def __init__(self, process_group: ProcessGroup, data: bytes, lengths: list[int]) -> None:
+        traffic.count += 1
         self._lengths, self._longest, self._group = lengths, max(lengths), process_group
         if self._longest == 0:
             return

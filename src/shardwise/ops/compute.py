@@ -21,7 +21,7 @@ from shardwise.ops.call import Call
 from shardwise.ops.rule import Reduction, Rule
 from shardwise.ops.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
 from shardwise.placement import Placement, rank_device
-from shardwise.process_group import ROOM, Fields, Step, group_ranks, in_step_telling, is_member
+from shardwise.process_group import ROOM, Fields, Step, group_ranks, in_step_telling, is_member, talks
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import Way, moved_locals, new_anchor, recorded
@@ -69,7 +69,8 @@ def prepare(call: Call, rule: Rule, *, lead: int | None = None) -> Prepared | No
     schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
     if schedule is None:
         return None
-    tells = schedule.partial and not schedule.moved and _can_tell(call, schedule, everyone)
+    heard = schedule.partial and group is not None and talks(group)
+    tells = heard and not schedule.moved and _can_tell(call, schedule, everyone)
     return Prepared(rule, schedule, group, everyone, expected, lead, tells)
 
 

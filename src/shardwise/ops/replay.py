@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import settings
 from shardwise.dispatch import registry
+from shardwise.process_group import traffic
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.frame import Frame
 
@@ -68,16 +70,22 @@ def _key(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...
         raise Unfit
     grad = _grad_enabled()
     parts = [op, grad, settings.current().gather_budget, _default_dtype(), registry.version]
+    tensors: list[torch.Tensor] = []
     for value in args:
-        _tell(value, parts, grad)
+        _tell(value, parts, tensors, grad)
     for name, value in kwargs.items():
         parts.append(name)
-        _tell(value, parts, grad)
+        _tell(value, parts, tensors, grad)
+    if len(tensors) > 1 and len(set(map(id, tensors))) < len(tensors):
+        raise Unfit  # a tensor that is given twice: a tape would take two that are not the same for one
     return tuple(parts)
 
 
-def _tell(value: Any, parts: list[Any], grad: bool) -> None:
-    """Add to the parts of a key what tells this argument from others; its kind first, which says what follows."""
+def _tell(value: Any, parts: list[Any], plain: list[torch.Tensor], grad: bool) -> None:
+    """Add to the parts of a key what tells this argument from others: its kind first, which says what follows.
+
+    The plain tensors that it is, or is made of, are added as well.
+    """
     kind = value.__class__
     parts.append(kind)
     if kind is int or value is None:
@@ -89,6 +97,7 @@ def _tell(value: Any, parts: list[Any], grad: bool) -> None:
         records = grad and (tensors[0].requires_grad if frame.single else value.requires_grad)
         if records and frame.layout.has_replicas:
             raise Unfit
+        plain += tensors
         marks = records, value._copy_of_view, value._part
         parts += (frame.layout, frame.dtype, frame.process_group, frame.spec.__class__, marks)
     elif kind is torch.Tensor or kind is Parameter:
@@ -96,11 +105,12 @@ def _tell(value: Any, parts: list[Any], grad: bool) -> None:
             raise Unfit
         if value.ndim < 2 or not value.is_floating_point():
             raise Unfit  # torch may look at its values, as at an index, and call other ops for others
+        plain.append(value)
         parts += (value.shape, value.dtype, value.device)
     elif isinstance(value, list | tuple):
         parts.append(len(value))
         for one in value:
-            _tell(one, parts, grad)
+            _tell(one, parts, plain, grad)
     elif kind is slice:
         bounds = value.start, value.stop, value.step
         if not all(bound.__class__ is int or bound is None for bound in bounds):
@@ -116,9 +126,11 @@ def _tell(value: Any, parts: list[Any], grad: bool) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _is_pure(op: Any) -> bool:
-    """Whether a function, by its name or schema, writes into none of its arguments."""
+    """Whether a function is one of torch's, and by its name or schema writes into none of its arguments."""
     if isinstance(op, torch._ops.OpOverload):
         return not op._schema.is_mutable
+    if isinstance(op, FunctionType) and op.__module__.split(".")[0] != "torch":
+        return False  # whose result may depend on anything
     name: str = getattr(op, "__name__", "_")
     if name == "__get__":
         return getattr(op.__self__, "__name__", "") in ATTRIBUTES
@@ -260,13 +272,14 @@ def watching() -> AbstractContextManager[Any]:
 
 def _first_time(key: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any], long_way: Callable[..., Any]) -> Any:
     recorder = Recorder(args, kwargs)
-    drawn = _random_states()
+    drawn, talked = _random_states(), traffic.count
     with _recording(recorder):
         result = long_way(op, args, kwargs)
-    tape = recorder.tape(result) if _same(drawn, _random_states()) else None
+    alone = traffic.count == talked and _same(drawn, _random_states())
     if len(_tapes) >= MOST:
-        _tapes.clear()
-    _tapes[key] = tape
+        for old in list(_tapes)[: MOST // 4]:
+            del _tapes[old]
+    _tapes[key] = recorder.tape(result) if alone else None
     return result
 
 
@@ -316,6 +329,8 @@ class Recorder(TorchFunctionMode):
         """Call it; on sharded tensors as they would, still watching; note what is done to plain ones."""
         kwargs = kwargs or {}
         sharded = next((kind for kind in types if issubclass(kind, ShardedTensorBase)), None)
+        if func in registry.overrides or any(func in table for table in registry.by_spec.values()):
+            self.pure = False  # a user's own handler may do anything
         if sharded is not None:
             with self:
                 return sharded.__torch_function__(func, types, args, kwargs)
@@ -351,7 +366,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, torch.Tensor):
             return Slot(self.slots[id(value)])
         if isinstance(value, list | tuple) and not _holds_no_tensor(value):
-            return [self._with_slots(one) for one in value]
+            return (tuple if isinstance(value, tuple) else list)(map(self._with_slots, value))
         if isinstance(value, dict):
             return {name: self._with_slots(one) for name, one in value.items()}
         return value
@@ -401,7 +416,9 @@ def _holds_no_tensor(value: Any) -> bool:
 
 
 def _lies_as(tensor: Any, made: ShardedTensorBase) -> bool:
-    return isinstance(tensor, ShardedTensorBase) and tensor._frame.spec is made._frame.spec
+    if not isinstance(tensor, ShardedTensorBase):
+        return False
+    return tensor._frame.spec is made._frame.spec and tensor._frame.layout == made._frame.layout
 
 
 def _is_harmless(func: Any) -> bool:

@@ -129,6 +129,9 @@ def moved_locals(
     record: bool,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Local tensors of the plan's destination; recorded by autograd, an anchor comes with them."""
+    if plan.dst.places and plan.dst.places[0].device.type == "meta":  # nothing to move; every rank knows that
+        way.ready()
+        return empty_tensors(plan.dst, dtype), None
     if not record:
         return move(plan, tensors, dtype=dtype, **way.options()).wait(), None
     anchor = new_anchor(plan.src.places[0].device) if anchor is None else anchor
