@@ -151,7 +151,7 @@ def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -
     """
     if not settings.current().validate or not talks(process_group):
         return work()[0]
-    value, fields, error = _attempt(work)
+    value, fields, error = _attempt(process_group, work)
     _compare(process_group, fields, error, b"")
     return cast(T, value)
 
@@ -162,7 +162,7 @@ class Step(Generic[T]):
     def __init__(self, process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> None:
         self._group = process_group
         self._asked = settings.current().validate and talks(process_group)
-        value, self._fields, self._error = _attempt(work)
+        value, self._fields, self._error = _attempt(process_group, work)
         self._failed = self._error is not None
         self.value = cast(T, value)
         if self._asked:
@@ -207,7 +207,7 @@ def in_step_telling(
         value, fields, brought = work()
         return (value, brought), fields
 
-    result, fields, error = _attempt(attempt)
+    result, fields, error = _attempt(process_group, attempt)
     brought = b"" if result is None else result[1]
     letters = _compare(process_group, fields, error, brought, subject)
     lengths = [length for length, _ in letters]
@@ -222,10 +222,18 @@ def talks(process_group: ProcessGroup) -> bool:
     return dist.get_backend(process_group) != "fake" and not without_data()
 
 
-def _attempt(work: Callable[[], tuple[T, Fields]]) -> tuple[T | None, Fields, Exception | None]:
+def _attempt(
+    process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]
+) -> tuple[T | None, Fields, Exception | None]:
+    """What the work gives, or how it failed; an error that every rank of the group knows already is raised at once.
+
+    Work may do verbs of its own, in which the ranks agree. What such a verb has told to all of them, all of them raise.
+    """
     try:
         value, fields = work()
     except Exception as error:  # told to every rank, then raised on every rank
+        if set(group_ranks(process_group)) <= set(getattr(error, "told_to", ())):
+            raise
         return None, {}, error
     return value, fields, None
 
@@ -257,7 +265,9 @@ def _judge(
     sizes = _all_gather(process_group, len(report).to_bytes(8, "little"), [8] * process_group.size())
     lengths = [int.from_bytes(size, "little") for size in sizes]
     reports = [json.loads(entry) for entry in _all_gather(process_group, report, lengths)]
-    raise _verdict(reports, group_ranks(process_group), subject) from error
+    verdict = _verdict(reports, group_ranks(process_group), subject)
+    verdict.told_to = tuple(group_ranks(process_group))  # type: ignore[attr-defined] # whatever kind of error it is
+    raise verdict from error
 
 
 def _verdict(reports: list[Any], ranks: list[int], subject: str) -> Exception:

@@ -3,6 +3,8 @@
 The ids are this rank's own batch, and so is the result, a plain tensor where the ids are. Every rank of the table's
 group calls the op, also with an empty batch, and runs the backward of its result: the table's gradient is that of all
 ranks' losses together. What travels are ids and their rows. What is made of the rows is computed here.
+
+Ids in a `ReplicatedTensor` are one batch, which every rank has, and so is the result: its gradient counts once.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 
 from shardwise.dispatch import Distributed, Op, op_name, registry, unsupported
@@ -21,6 +24,7 @@ from shardwise.errors import IdRangeError, ProcessGroupError, PropertyError
 from shardwise.ops.below import descend
 from shardwise.ops.embedding_batch import Batch
 from shardwise.ops.embedding_rows import Lookup, Table, rows_of
+from shardwise.partial import ReplicatedTensor
 from shardwise.process_group import Fields, Step, is_member
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.gradients import wants_graph
@@ -71,10 +75,11 @@ def look_up(
 
     step = Step(group, work)
     batch = Batch.of(ids, distinct=distinct or options.scale_grad_by_freq)
+    once = isinstance(ids, ReplicatedTensor) and dist.get_rank(group) > 0  # the first rank speaks for all
     lookup = Lookup(
         Table(weight, group),
         batch.ids,
-        counts=batch.counts if options.scale_grad_by_freq else None,
+        counts=batch.counts * (not once) if options.scale_grad_by_freq and batch.counts is not None else None,
         max_norm=options.max_norm,
         norm_type=options.norm_type,
         padding=step.value,
@@ -82,7 +87,22 @@ def look_up(
         shared=shared,
     )
     step.finish()
-    return batch, rows_of(weight, lookup)
+    rows = rows_of(weight, lookup)
+    return batch, _Silent.apply(rows) if once and rows.requires_grad else rows  # type: ignore[no-untyped-call] # torch's
+
+
+class _Silent(torch.autograd.Function):
+    """The same rows, whose gradient is that of another rank, which has it too: zeros from here."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        """A view."""
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Zeros."""
+        return torch.zeros_like(grads[0])
 
 
 def _require_rows(ids: torch.Tensor, rows: int) -> None:
