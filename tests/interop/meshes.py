@@ -31,7 +31,7 @@ MESHES: dict[str, tuple[list[object], list[Placing]]] = {
 
 
 def mesh_of(name: str) -> DeviceMesh:
-    """The mesh; every rank makes it."""
+    """The mesh; every rank makes it. Once a test: each is several process groups, which take long to make."""
     return DeviceMesh("cpu", MESHES[name][0])
 
 
@@ -51,9 +51,9 @@ def torch_local(
     return whole
 
 
-def distributed(name: str, plain: torch.Tensor = PLAIN) -> DTensor:
+def distributed(name: str, plain: torch.Tensor = PLAIN, *, mesh: DeviceMesh | None = None) -> DTensor:
     """The plain tensor as torch lays it out on that mesh, also where its `distribute_tensor` refuses to."""
-    mesh, placements = mesh_of(name), placements_of(name)
+    mesh, placements = mesh_of(name) if mesh is None else mesh, placements_of(name)
     where = mesh.get_coordinate()
     local = torch.empty(0) if where is None else torch_local(plain, tuple(mesh.mesh.shape), placements, where).clone()
     return DTensor.from_local(local, mesh, placements, shape=plain.shape, stride=plain.stride())

@@ -32,7 +32,7 @@ def test_a_dtensor_lies_as_it_did(name: str) -> None:
     assert made.shape == PLAIN.shape
     assert made.dtype == PLAIN.dtype
     assert holds(made, PLAIN)
-    inside = dist.get_rank() in mesh_of(name).mesh
+    inside = dist.get_rank() in dtensor.device_mesh.mesh
     assert len(made.local_shards()) >= inside
     assert all(
         memory(shard.tensor) == memory(dtensor.to_local()) for shard in made.local_shards() if shard.tensor.numel()
@@ -62,7 +62,8 @@ def test_and_back(name: str) -> None:
 @ranks(4)
 def test_any_layout_goes_to_any_mesh(name: str) -> None:
     """By a transfer where the two differ; a rank outside of the mesh has a DTensor without data."""
-    mesh, expected = mesh_of(name), distributed(name)
+    mesh = mesh_of(name)
+    expected = distributed(name, mesh=mesh)
     for spec in ALL.values():
         dtensor = shard_tensor(PLAIN, spec).to_dtensor(mesh, placements_of(name))
         assert isinstance(dtensor, DTensor)
@@ -77,8 +78,9 @@ def test_any_layout_goes_to_any_mesh(name: str) -> None:
 @ranks(4)
 def test_any_dtensor_goes_to_any_spec(name: str) -> None:
     """The spec given is the one the tensor has."""
+    dtensor = distributed(name)
     for spec in ALL.values():
-        made = from_dtensor(distributed(name), spec)
+        made = from_dtensor(dtensor, spec)
         assert made.sharding_spec() == spec
         assert holds(made, PLAIN)
 
@@ -86,8 +88,9 @@ def test_any_dtensor_goes_to_any_spec(name: str) -> None:
 @ranks(4)
 def test_a_dtensor_of_some_ranks_goes_to_others() -> None:
     """If they are in the group that is given, and all of it calls."""
+    dtensor = distributed("two of four ranks")
     for spec in ALL.values():
-        made = from_dtensor(distributed("two of four ranks"), spec, process_group=dist.group.WORLD)
+        made = from_dtensor(dtensor, spec, process_group=dist.group.WORLD)
         assert holds(made, PLAIN)
 
 

@@ -43,16 +43,17 @@ def same(found: Any, expected: torch.Tensor) -> bool:
 @ranks(4)
 def test_from_a_dtensor(name: str) -> None:
     """Computed on the sharded side; the DTensor gets a gradient that lies as it does, whole on every replica."""
-    inside = dist.get_rank() in mesh_of(name).mesh
-    for spec in (None, ReplicatedShardingSpec(places(*mesh_of(name).mesh.flatten().tolist()))):
-        dtensor = distributed(name).requires_grad_()
+    mesh = mesh_of(name)
+    inside = dist.get_rank() in mesh.mesh
+    for spec in (None, ReplicatedShardingSpec(places(*mesh.mesh.flatten().tolist()))):
+        dtensor = distributed(name, mesh=mesh).requires_grad_()
         made = from_dtensor(dtensor, spec)
         assert made.requires_grad
         if inside:
             (made.pow(2) * WEIGHT).sum().backward()
             assert dtensor.grad is not None
             assert dtensor.grad.placements == dtensor.placements
-            assert torch.equal(dtensor.grad.to_local(), distributed(name, wanted(PLAIN)).to_local())
+            assert torch.equal(dtensor.grad.to_local(), distributed(name, wanted(PLAIN), mesh=mesh).to_local())
 
 
 @pytest.mark.parametrize("name", [name for name in MESHES if not is_strided(name)])
@@ -60,12 +61,13 @@ def test_from_a_dtensor(name: str) -> None:
 @ranks(4)
 def test_to_a_dtensor(layout: str, name: str) -> None:
     """Computed on DTensor's side, of a leaf and of a result; every rank runs the backward, in the mesh or not."""
-    weight = distributed(name, WEIGHT)
+    mesh = mesh_of(name)
+    weight = distributed(name, WEIGHT, mesh=mesh)
     leaf = shard_tensor(PLAIN, ALL[layout]).requires_grad_()
-    (leaf.to_dtensor(mesh_of(name), placements_of(name)).pow(2) * weight).sum().backward()
+    (leaf.to_dtensor(mesh, placements_of(name)).pow(2) * weight).sum().backward()
     assert same(leaf.grad, wanted(PLAIN))
     leaf = shard_tensor(PLAIN, ALL[layout]).requires_grad_()
-    ((leaf * 3).to_dtensor(mesh_of(name), placements_of(name)).pow(2) * weight).sum().backward()
+    ((leaf * 3).to_dtensor(mesh, placements_of(name)).pow(2) * weight).sum().backward()
     assert same(leaf.grad, 3 * wanted(3 * PLAIN))
 
 
