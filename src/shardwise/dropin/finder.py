@@ -95,8 +95,9 @@ class Finder(MetaPathFinder):
     def amend(self, module: ModuleType) -> None:
         """Replace the functions, and keep those that were there."""
         makers = REPLACED[module.__name__]
-        theirs = self.theirs[module.__name__] = {name: vars(module)[name] for name in makers}
-        vars(module).update({name: make(theirs[name]) for name, make in makers.items()})
+        theirs = {name: vars(module)[name] for name in makers if name in vars(module)}  # not every torch has each
+        self.theirs[module.__name__] = theirs
+        vars(module).update({name: makers[name](function) for name, function in theirs.items()})
 
 
 class Moved(Loader):
