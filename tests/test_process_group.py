@@ -148,3 +148,24 @@ def test_the_current_group_is_the_one_of_the_context() -> None:
     with pytest.raises(KeyError), load_with_process_group(group):
         raise KeyError
     assert current_process_group() is world()
+
+
+@ranks(3)
+def test_verbs_within_verbs_fail_together() -> None:
+    """A rank that fails between two verbs of its work stops the others in theirs, and nobody waits for anybody."""
+    group = dist.group.WORLD
+    assert group is not None
+
+    def verb(name: str) -> str:
+        return in_step(group, lambda: (name, {"verb": name}))
+
+    def work() -> tuple[None, dict[str, object]]:
+        verb("one")
+        if dist.get_rank() == 1:
+            raise ValueError("not on this rank")
+        verb("two")
+        return None, {"verb": "all"}
+
+    with pytest.raises(ValueError, match=r"not on this rank\n.found on rank 1"):
+        in_step(group, work)
+    assert verb("three") == "three"  # and all are in step again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import ALL, SIZE, boxes, chunks, places
+from torch import nn
 from torch.nn import functional
 
 import shardwise
@@ -446,3 +448,17 @@ def test_sharded_ids_are_one_batch() -> None:
         assert torch.equal(grad, plain.grad)
         bags = functional.embedding_bag(sharded_ids, weight, torch.tensor([0, 2]))
         assert torch.equal(bags.full_tensor(), functional.embedding_bag(ids, plain, torch.tensor([0, 2])))
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@ranks(3)
+def test_one_batch_on_every_rank_counts_once(kind: Any) -> None:
+    """Ids in a ReplicatedTensor: the gradient is that of one loss, which every rank computes."""
+    ids = torch.tensor([[1, 2], [3, 3], [10, 0]])
+    for spec in (chunks(0, 0, 1, 2), chunks(1, 2, 0, 1)):
+        torch.manual_seed(0)
+        plain = kind(11, 6)
+        model = shardwise.shard_module(copy.deepcopy(plain), shardwise.ShardingPlan({"weight": spec}))
+        plain(ids).square().sum().backward()
+        model(shardwise.ReplicatedTensor(ids)).square().sum().backward()
+        torch.testing.assert_close(model.weight.grad.full_tensor(), plain.weight.grad)

@@ -192,3 +192,57 @@ def test_autocast_is_obeyed() -> None:
         torch.bfloat16,
         torch.float32,
     ]
+
+
+@ranks(2)
+def test_a_tensor_given_twice_is_not_taken_for_two() -> None:
+    """After `f(x, x)`, a call `f(x, y)` uses both, and both get their gradients."""
+    plain, tensor = sharded(0)
+    other_plain, other = sharded(1)
+    for function in (
+        lambda a, b: torch.cat([a, b], 1),
+        lambda a, b: torch.stack([a, b], 2),
+        lambda a, b: torch.nn.functional.mse_loss(a, b, reduction="none"),
+        lambda a, b: (a.unsqueeze(1) @ b.unsqueeze(2)).squeeze(),
+    ):
+        for x, y in (((plain, plain), (tensor, tensor)), ((plain, other_plain), (tensor, other))):
+            torch.testing.assert_close(function(*y).full_tensor(), function(*x))
+
+
+@ranks(2)
+def test_tensors_of_one_spec_and_other_sizes_keep_their_own() -> None:
+    """A result lies as the operand of its size does, not as one that has the same spec."""
+    spec = chunks(0, 0, 1)
+    small, large = shardwise.ones(spec, 4, 1), shardwise.ones(spec, 4, 6)
+    for _ in range(3):
+        assert (small + large).shape == (4, 6)
+        assert torch.where(small > 0, large, large + 1).full_tensor().shape == (4, 6)
+
+
+SCALE = [2.0]
+
+
+def scaled(x: Any) -> Any:
+    """A function of a user, which sharded tensors are handed to by torch's protocol."""
+    if torch.overrides.has_torch_function((x,)):
+        return torch.overrides.handle_torch_function(scaled, (x,), x)
+    return x * SCALE[0]
+
+
+@ranks(2)
+def test_functions_that_are_not_torchs_are_called_each_time() -> None:
+    """They may look at anything."""
+    _, tensor = sharded(0)
+    first = scaled(tensor).full_tensor()
+    SCALE[0] = 3.0
+    torch.testing.assert_close(scaled(tensor).full_tensor(), first * 1.5)
+
+
+@ranks(2)
+def test_tensors_without_data_are_reduced() -> None:
+    """On meta there is nothing to send, and the sizes are right."""
+    tensor = shardwise.empty(shardwise.ChunkShardingSpec(0, ["rank:0/meta", "rank:1/meta"]), 6, 4)
+    for _ in range(2):
+        assert tensor.sum().shape == ()
+        assert tensor.mean(0).shape == (4,)
+        assert tensor.softmax(0).shape == (6, 4)
