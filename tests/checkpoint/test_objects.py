@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.cases import ALL, SIZE, chunks, places
 from torch import nn
 
@@ -136,3 +137,53 @@ def test_an_optimizer_of_another_model_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(StateMismatchError, match="not in the state: state/1/step; state/1/exp_avg"):
         shardwise.load(fewer, tmp_path)
     assert not fewer.state
+
+
+class Recorder:
+    """An object that writes down when it is asked for its state and when it is given it."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing much."""
+        self.calls.append(f"asked {self.name}")
+        return {"name": self.name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The same."""
+        self.calls.append(f"given {self.name}")
+
+
+@ranks(3)
+def test_objects_are_asked_and_given_in_one_order_on_every_rank(tmp_path: Path) -> None:
+    """Whatever the order in which a rank has made its dict, for what they do may be a collective of their own."""
+    names = ["critic", "generator", "discriminator", "x", "y"]
+    shardwise.save({name: Recorder(name, []) for name in names}, tmp_path / "checkpoint")
+    calls: list[str] = []
+    mine = names[dist.get_rank() :] + names[: dist.get_rank()]
+    shardwise.load({name: Recorder(name, calls) for name in mine}, tmp_path / "checkpoint")
+    assert calls == [f"asked {name}" for name in [*sorted(names), *sorted(names)]] + [f"given {name}" for name in names]
+
+
+@ranks(2)
+def test_every_optimizer_gets_its_own_state(tmp_path: Path) -> None:
+    """Of several in one state, in dicts of another order on each rank."""
+
+    names = ["a", "bb", "ccc", "dddd"]
+
+    def make() -> dict[str, Any]:
+        weights = {name: nn.Parameter(shardwise.full(chunks(0, 0, 1), (4, 3), float(len(name)))) for name in names}
+        return {name: shardwise.ShardedOptimizer({"weight": weights[name]}, torch.optim.Adam) for name in names}
+
+    state = make()
+    for optimizer in state.values():
+        optimizer.param_groups[0]["params"][0].square().sum().backward()
+        optimizer.step()
+    shardwise.save(state, tmp_path / "checkpoint")
+    made = make()
+    mine = names if dist.get_rank() else names[::-1]
+    loaded = shardwise.load({name: made[name] for name in mine}, tmp_path / "checkpoint")
+    for name in names:
+        found = loaded[name].state_dict()["state"]["weight"]["exp_avg"].full_tensor()
+        assert torch.allclose(found, torch.full((4, 3), 0.2 * len(name)))

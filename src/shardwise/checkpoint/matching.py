@@ -90,8 +90,9 @@ def settle(target: Node, stored: Node) -> Any:
     if target.kind is Kind.OBJECT:
         own.load_state_dict(settle(target.children[0], stored))
     elif target.kind is stored.kind is Kind.DICT:
-        for key in target.children.keys() & stored.children.keys():
-            own[key] = settle(target.children[key], stored.children[key])
+        for key, child in stored.children.items():  # in the checkpoint's order, for to load an object may be collective
+            if key in target.children:
+                own[key] = settle(target.children[key], child)
     elif target.kind is Kind.TENSOR:
         return own
     elif replaced_whole(target, stored):

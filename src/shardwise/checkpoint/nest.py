@@ -109,4 +109,9 @@ def _parse(value: Any, path: Path, content: Content, tensors: tuple[type, ...], 
             "hold: give tensors, numbers, strings, bytes, None, dicts, lists and tuples of those, and objects with "
             "state_dict() and load_state_dict()"
         )
-    return Node(kind, value, {key: _parse(item, (*path, key), content, tensors, above) for key, item in items})
+    found = dict(items)
+    inner = {
+        key: _parse(found[key], (*path, key), content, tensors, above)
+        for key in sorted(found, key=lambda key: (type(key) is int, key))  # to ask an object may be collective
+    }
+    return Node(kind, value, {key: inner[key] for key in found})
