@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +40,16 @@ def load(
 
     Tensors are filled in place, also leaves that require grad. Values are put into the dicts and lists they belong to;
     a list of values is replaced as a whole. An object with ``load_state_dict()`` is asked for its state, and gets it
-    back filled; where it lacks what the checkpoint has, it is first asked to ``init_state()``, if it can. The
-    optimizers of torch need not have stepped.
+    back filled; where it lacks what the checkpoint has, it is first asked to ``init_state()``, if it can. Optimizers
+    need not have stepped.
 
     All differences in names, sizes and dtypes are told in one error. With ``strict=False``, names that only the state
-    or only the checkpoint has are left alone. All checks (of the index, of the size and the header of each file that
-    is read) come before the first change, on every rank. What is then read goes straight to its place, so if a disk
-    fails during that, the tensors are partly loaded: every rank raises, and the values and objects are untouched.
+    or only the checkpoint has are left alone; a parameter that is new to a `ShardedOptimizer` keeps the state it has.
+
+    All checks (of the index, of the size and the header of each file that is read) come before the first change, on
+    every rank. What is then read goes straight to its place, so if a disk fails during that, the tensors are partly
+    loaded: every rank raises, and the values and objects are untouched. Then one object after the other is given its
+    state; if one refuses it on any rank, every rank raises, and neither the objects after it nor the values change.
 
     >>> import tempfile, torch, shardwise
     >>> path = tempfile.mkdtemp()
@@ -72,21 +75,32 @@ def load(
         loading.fill()
         return None, {}, None
 
+    def together(work: Callable[[], None]) -> None:
+        def done() -> tuple[None, Fields, None]:
+            work()
+            return None, {}, None
+
+        ranks.in_step(done)
+
     (index, stored, owners), _ = ranks.in_step(find)
     for owner in owners:
-        owner.init_state()  # outside of a step, for it may be a collective of its own
+        together(owner.init_state)
     loading, _ = ranks.in_step(plan)
     ranks.in_step(fill)
-    return settle(loading.target, stored)
+    return settle(loading.target, stored, together)
 
 
 def _without_room(state: Any, stored: Node) -> list[Any]:
-    """The objects that can make room for state which the checkpoint has and they have not, as optimizers can."""
+    """The objects that can make room for state which the checkpoint has and they have not.
+
+    For optimizers it is made here, just for what was saved: none for a parameter that was never updated.
+    """
     found: list[Any] = []
 
     def content(owner: Any, path: nest.Path) -> Any:
         inner, there = owner.state_dict(), stored.at(path)
-        if there is not None and callable(getattr(owner, "init_state", None)):
+        lazy = callable(getattr(owner, "init_state", None)) and not isinstance(owner, torch.optim.Optimizer)
+        if there is not None and lazy:
             match = Match()
             match.compare(nest.parse(inner, lambda nested, _: nested.state_dict()), there)
             if match.unexpected:
@@ -109,7 +123,7 @@ class _Loading:
     @staticmethod
     def of(state: Any, stored: Node, index: Index, storage: Storage, ranks: Ranks, *, strict: bool) -> _Loading:
         """Everything that can be wrong is found here, before anything is changed."""
-        target = nest.parse(state, lambda owner, path: content_to_fill(owner, stored.at(path)))
+        target = nest.parse(state, lambda owner, path: content_to_fill(owner, stored.at(path), path))
         match = Match()
         match.compare(target, stored)
         match.require(storage, strict=strict)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint.index import StoredTensor
 from shardwise.checkpoint.nest import Kind, Node, Path, name_of
+from shardwise.checkpoint.optimizers import groups_of, with_all_parameters
 from shardwise.errors import StateMismatchError
 
 MOST_LISTED = 20  # of each kind of difference
@@ -81,19 +83,45 @@ def replaced_whole(target: Node, stored: Node) -> bool:
     return same and target.is_value() and stored.is_value()
 
 
-def settle(target: Node, stored: Node) -> Any:
+def settle(target: Node, stored: Node, in_step: InStep) -> Any:
     """Put the plain values of a checkpoint into a state whose tensors are filled; gives the state.
 
-    Dicts and lists are changed in place, tuples made anew. An object is given its state dict when it is complete.
+    First each object is given its state dict, complete, when all ranks have given the one before; then dicts and lists
+    are changed in place, tuples made anew. Objects come in the checkpoint's order, for theirs may be collectives.
     """
-    own = target.own
+    for owned, there in _objects(target, stored):
+        in_step(partial(_give, owned, there, in_step))
+    return _with_values(target, stored)
+
+
+InStep = Callable[[Callable[[], None]], None]  # does something on all ranks, and raises on all if it fails on one
+
+
+def _objects(target: Node, stored: Node) -> Iterator[tuple[Node, Node]]:
     if target.kind is Kind.OBJECT:
-        own.load_state_dict(settle(target.children[0], stored))
-    elif target.kind is stored.kind is Kind.DICT:
-        for key, child in stored.children.items():  # in the checkpoint's order, for to load an object may be collective
-            if key in target.children:
-                own[key] = settle(target.children[key], child)
-    elif target.kind is Kind.TENSOR:
+        yield target, stored
+        return
+    for key, child in stored.children.items():
+        if key in target.children:
+            yield from _objects(target.children[key], child)
+
+
+def _give(owned: Node, stored: Node, in_step: InStep) -> None:
+    content = owned.children[0]
+    groups = groups_of(owned.own, content.own)
+    state = settle(content, stored, in_step)
+    if groups is not None:
+        state = {**state, "param_groups": with_all_parameters(groups, state["param_groups"])}
+    owned.own.load_state_dict(state)
+
+
+def _with_values(target: Node, stored: Node) -> Any:
+    own = target.own
+    if target.kind is stored.kind is Kind.DICT:
+        for key, child in target.children.items():
+            if key in stored.children:
+                own[key] = _with_values(child, stored.children[key])
+    elif target.kind in (Kind.TENSOR, Kind.OBJECT):
         return own
     elif replaced_whole(target, stored):
         if target.kind is stored.kind is Kind.LIST:
@@ -103,7 +131,7 @@ def settle(target: Node, stored: Node) -> Any:
         else:
             return stored.own
     else:
-        items = [settle(child, stored.children[key]) for key, child in target.children.items()]
+        items = [_with_values(child, stored.children[key]) for key, child in target.children.items()]
         if target.kind is Kind.TUPLE:
             return _tuple_like(own, items)
         own[:] = items

@@ -1,32 +1,114 @@
-"""Room for the state of an optimizer, which has none before its first step."""
+"""Optimizers: room for their state, which they have not before the first step, and whether a stored one fits at all."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint.index import StoredTensor
-from shardwise.checkpoint.nest import Kind, Node
+from shardwise.checkpoint.nest import Kind, Node, Path, name_of
+from shardwise.errors import StateMismatchError
 from shardwise.sharded_tensor import ShardedTensorBase
 
+Group = Mapping[str, Any]  # the options of some parameters, and in "params" their names or numbers
 
-def content_to_fill(owner: Any, stored: Node | None) -> Any:
+NAMES = ("params", "param_names")
+OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
+
+
+def content_to_fill(owner: Any, stored: Node | None, path: Path) -> Any:
     """The state dict of an object; with tensors to load into where it is an optimizer that has not made them yet.
 
-    What torch's optimizers keep for a parameter is of its size, and then lies as it does, or else is plain.
+    What torch's optimizers keep for a parameter is of its size, and then lies as it does, or else is plain. A parameter
+    that the checkpoint knows without state has never been updated: then it gets none.
     """
     content = owner.state_dict()
-    if not isinstance(owner, torch.optim.Optimizer) or stored is None or "state" not in stored.children:
+    own, groups = groups_of(owner, content), None if stored is None else _groups(stored)
+    if stored is None or own is None or groups is None:
         return content
-    groups = zip(owner.param_groups, content["param_groups"], strict=True)
-    pairs = [pair for group, packed in groups for pair in zip(packed["params"], group["params"], strict=True)]
-    parameters = dict(pairs)
+    _require_same_kind(own, groups, name_of(path))
+    pairs = zip(owner.param_groups, own, strict=True)
+    parameters = dict(pair for group, packed in pairs for pair in zip(packed["params"], group["params"], strict=True))
+    known = {one for group in groups for one in group["params"]}
     entries = dict(content["state"])
-    for number, entry in stored.children["state"].children.items():
-        if number in parameters and number not in entries:
-            entries[number] = _blank(parameters[number], entry)
+    for one, parameter in parameters.items():
+        there = stored.children["state"].children.get(one)
+        if there is not None and there.children:
+            entries[one] = entries.get(one) or _blank(parameter, there)
+        elif there is not None:
+            entries[one] = {}
+        elif one in known:
+            entries.pop(one, None)
     return {**content, "state": entries}
+
+
+def groups_of(owner: Any, state: Any) -> list[Group] | None:
+    """The groups in the state dict of an optimizer, as they are now; None for other objects."""
+    if not isinstance(owner, torch.optim.Optimizer) or not {"state", "param_groups"} <= state.keys():
+        return None
+    return [{**group, "params": list(group["params"])} for group in state["param_groups"]]
+
+
+def with_all_parameters(own: Sequence[Group], loaded: Sequence[Group]) -> list[dict[str, Any]]:
+    """The loaded groups with exactly the parameters that there are.
+
+    One that the checkpoint did not know joins those that it is with, or keeps its options if it is with none of them.
+    """
+    mine = [one for group in own for one in group["params"]]
+    theirs = [one for group in loaded for one in group["params"]]
+    if set(mine) == set(theirs):
+        return [dict(group) for group in loaded]
+    made = [{**group, "params": [one for one in group["params"] if one in mine]} for group in loaded]
+    for group in own:
+        new = [one for one in group["params"] if one not in theirs]
+        joined = next((other for other in made if set(group["params"]) & set(other["params"])), None)
+        if joined is not None:
+            joined["params"] = [*joined["params"], *new]
+        elif new:
+            made.append({**group, "params": new})
+    return [group for group in made if group["params"]]
+
+
+def _groups(stored: Node) -> list[Group] | None:
+    """The groups in the checkpoint, if it holds an optimizer here."""
+    if not {"state", "param_groups"} <= stored.children.keys():
+        return None
+    groups = stored.children["param_groups"].own
+    fit = isinstance(groups, list) and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
+    return groups if fit else None
+
+
+def _require_same_kind(own: Sequence[Group], stored: Sequence[Group], name: str) -> None:
+    """Raise unless parameters are told apart in the same way, and the options are not those of another class."""
+    mine, theirs = ([one for group in groups for one in group["params"]] for groups in (own, stored))
+    by_name, was_by_name = (all(isinstance(one, str) for one in ones) for ones in (mine, theirs))
+    if by_name != was_by_name:
+        found, kept = ("numbers", "names") if was_by_name else ("names", "numbers")
+        out = (
+            "load it into a ShardedOptimizer, whose parameters may all be plain"
+            if was_by_name
+            else "load it into a torch optimizer, made with named_parameters() as when it was saved, and give the "
+            "state_dict() of that to load_state_dict()"
+        )
+        raise StateMismatchError(
+            f"the optimizer '{name}' knows its parameters by their {found}, the one that was saved by their {kept}, as "
+            f"{'ShardedOptimizers' if was_by_name else 'those of torch'} do; nothing was loaded: {out}"
+        )
+    if not by_name and [len(g["params"]) for g in own] != [len(g["params"]) for g in stored]:
+        raise StateMismatchError(
+            f"the optimizer '{name}' has groups of {[len(g['params']) for g in own]} parameters in the state and of "
+            f"{[len(g['params']) for g in stored]} in the checkpoint; nothing was loaded: its parameters have numbers, "
+            "which do not tell which of them are the same. A ShardedOptimizer knows them by name"
+        )
+    options, were = ({key for group in groups for key in group} - {*NAMES, *OF_SCHEDULES} for groups in (own, stored))
+    if options - were and were - options:
+        raise StateMismatchError(
+            f"the optimizer '{name}' is of another class than the one that was saved; nothing was loaded: only it has "
+            f"the options {sorted(options - were)}, only the checkpoint has {sorted(were - options)}. Make it of the "
+            "same class, or leave it out of the state and load with strict=False"
+        )
 
 
 @torch.no_grad()
