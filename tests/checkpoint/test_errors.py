@@ -345,3 +345,28 @@ def test_a_place_that_is_none() -> None:
     with pytest.raises(CheckpointError, match="found int"):
         shardwise.save({}, 3)
     assert isinstance(LocalStorage("x"), storage.Storage)
+
+
+@pytest.mark.parametrize("where", ["first", "last", "strided"])
+@ranks(4)
+def test_a_plain_tensor_that_differs_between_ranks(tmp_path: Path, where: str) -> None:
+    """A mixture of all would be written: every rank raises instead and says which, and the older one stays."""
+    path = saved(tmp_path / "checkpoint")
+    tensor = torch.zeros(3, 5).t() if where == "strided" else torch.zeros(5, 3)
+    if dist.get_rank() == 2:
+        tensor[(0, 0) if where == "first" else (4, 2)] = 1
+    with pytest.raises(RankMismatchError, match=r"'inner/1' is a plain .* not the same on rank 2 as on rank 0"):
+        shardwise.save({"inner": [torch.ones(3), tensor], "weight": zeros(ALL["uneven grid"], SIZE)}, path)
+    dist.barrier()  # the first rank tidies up
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint"]
+    state = target()
+    shardwise.load(state, path)
+    assert state["step"] == 3
+
+
+@ranks(2)
+def test_without_validation_plain_tensors_are_not_compared(tmp_path: Path) -> None:
+    """Each rank then writes its share of what it has."""
+    with shardwise.validation(False):
+        shardwise.save({"own": torch.full((4,), float(dist.get_rank()))}, tmp_path / "checkpoint")
+    assert (tmp_path / "checkpoint" / INDEX).exists()

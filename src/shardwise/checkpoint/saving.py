@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import zlib
 from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from shardwise import settings
 from shardwise.checkpoint.draft import Draft
 from shardwise.checkpoint.index import read_index, write_index
 from shardwise.checkpoint.local import Local
@@ -27,7 +29,8 @@ def save(state: Any, path: str | os.PathLike[str] | Storage, *, process_group: P
 
     A state is a tensor, a plain value, an object with ``state_dict()`` and ``load_state_dict()``, or a dict, list or
     tuple of states. Of a `ShardedTensor` every box is written once. Plain tensors and values must be the same on every
-    rank: values are compared; of tensors each rank writes a share. Tied tensors are written once.
+    rank: values are compared, and unless `validation` is off checksums of tensors, of which each rank then writes a
+    share. Tied tensors are written once.
 
     Everything is written beside the path and renamed when all ranks are done. Until then, and if any rank fails, an
     older checkpoint stays as it was, nothing is left behind, and every rank raises the same error. A directory that
@@ -64,16 +67,22 @@ class _Saving:
     def agree(self) -> None:
         """Find out that all ranks have the same state, and that there is room for it."""
 
-        def work() -> tuple[Snapshot, Fields, tuple[str, Ties]]:
+        checks = settings.current().validate and len(self._ranks.all) > 1
+        sums: list[int] = []
+
+        def work() -> tuple[Snapshot, Fields, tuple[str, Ties, int]]:
             snapshot = Snapshot.of(self._state, self._ranks)
+            sums.extend(snapshot.checksums() if checks else [])
             if self._ranks.first:
                 _require_replaceable(self._storage)
                 self._began = True
                 self._storage.begin()
-            return snapshot, snapshot.fields(), (secrets.token_hex(8), snapshot.ties())
+            return snapshot, snapshot.fields(), (secrets.token_hex(8), snapshot.ties(), zlib.crc32(repr(sums).encode()))
 
         snapshot, brought = self._ranks.in_step(work)
-        first = snapshot.tie([ties for _, ties in brought], self._ranks)
+        if len({total for _, _, total in brought}) > 1:  # now it is worth to tell all of them
+            snapshot.require_same_content(self._ranks.in_step(lambda: (None, {}, sums))[1], self._ranks)
+        first = snapshot.tie([ties for _, ties, _ in brought], self._ranks)
         sources = snapshot.sources(first)
         names = {node: sources[number].name for node, number in zip(snapshot.nodes, first, strict=True)}
         self._words = encode(snapshot.tree, names.__getitem__)

@@ -12,6 +12,7 @@ from shardwise.checkpoint.nest import Kind, Node
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.sharing_out import Source
 from shardwise.checkpoint.values import encode
+from shardwise.errors import RankMismatchError
 
 Ties = list[list[int]]  # pairs of tensors by number, the later one first
 
@@ -47,6 +48,23 @@ class Snapshot:
             else:
                 containers[f"{name} (as a whole)"] = f"a {node.kind.value} of {list(node.children)}"
         return {**entries, **containers}
+
+    def checksums(self) -> list[int]:
+        """What the bytes of each plain tensor come to, which must be the same on every rank."""
+        return [local.checksum() for local in self.locals if local.plain]
+
+    def require_same_content(self, told: Sequence[Sequence[int]], ranks: Ranks) -> None:
+        """Raise unless these checksums, as each rank has told them, are the same."""
+        plain = [path for path, local in zip(self.paths, self.locals, strict=True) if local.plain]
+        for path, first, *others in zip(plain, *told, strict=True):
+            different = [rank for rank, other in zip(ranks.all[1:], others, strict=True) if other != first]
+            if different:
+                raise RankMismatchError(
+                    f"'{nest.name_of(path)}' is a plain tensor, and its content is not the same on rank "
+                    f"{different[0]} as on rank {ranks.all[0]}; nothing was saved. A plain tensor is one value for all "
+                    "ranks: broadcast it, or if each rank has its own, save all of them as one ShardedTensor, or under "
+                    "a name for each rank that every rank has"
+                )
 
     def ties(self) -> Ties:
         """Tensors that have the same memory here as an earlier one."""
