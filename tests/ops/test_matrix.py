@@ -32,13 +32,8 @@ def twins(spec: ShardingSpec, other: ShardingSpec) -> tuple[list[torch.Tensor], 
 
 
 def compare(name: str, function: Any, spec: ShardingSpec, other: ShardingSpec) -> None:
-    """One op: its result, what it says of it, and the gradients of both operands; twice, for calls are remembered."""
-    for number in ("first", "second"):
-        compare_once(f"{name}, {number} call", function, *twins(spec, other))
-
-
-def compare_once(name: str, function: Any, plains: list[torch.Tensor], tensors: list[ShardedTensor]) -> None:
-    """One call and its backward."""
+    """One op: its result, what it says of it, and the gradients of both operands."""
+    plains, tensors = twins(spec, other)
     expected, found = function(*plains), function(*tensors)
     assert isinstance(found, ShardedTensor), name
     assert found.shape == expected.shape, name
@@ -63,9 +58,10 @@ def compare_once(name: str, function: Any, plains: list[torch.Tensor], tensors: 
 @pytest.mark.parametrize("layout", TWO)
 @ranks(2)
 def test_on_two_ranks(layout: str, family: str) -> None:
-    """Both operands sharded alike."""
+    """Both operands sharded alike; every call twice, for the second may be done as is remembered of the first."""
     for name, function in FAMILIES[family].items():
-        compare(name, function, TWO[layout], TWO[layout])
+        for number in ("first", "second"):
+            compare(f"{name}, {number} call", function, TWO[layout], TWO[layout])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
