@@ -12,7 +12,7 @@ import shardwise
 from shardwise import ShardedTensor, shard_tensor
 from shardwise.dispatch import registry
 from shardwise.errors import ViewWriteError
-from shardwise.ops import replay
+from shardwise.ops import tape
 from shardwise.testing import ranks
 
 
@@ -26,18 +26,18 @@ def sharded(seed: int, *, grad: bool = False) -> tuple[torch.Tensor, ShardedTens
 def played(function: Any, *args: Any) -> bool:
     """Whether a call is played back, after one of its kind."""
     function(*args)
-    seen: list[replay.Tape] = []
-    play = replay.Tape.play
+    seen: list[tape.Tape] = []
+    play = tape.Tape.play
 
-    def watched(tape: replay.Tape, *given: Any) -> Any:
-        seen.append(tape)
-        return play(tape, *given)
+    def watched(one: tape.Tape, *given: Any) -> Any:
+        seen.append(one)
+        return play(one, *given)
 
-    replay.Tape.play = watched
+    tape.Tape.play = watched
     try:
         function(*args)
     finally:
-        replay.Tape.play = play
+        tape.Tape.play = play
     return bool(seen)
 
 

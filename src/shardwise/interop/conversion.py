@@ -6,7 +6,7 @@ value: what is computed from its replicas adds up, but for leaves, each replica 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -39,7 +39,7 @@ from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharin
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.assembly import require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
-from shardwise.sharded_tensor.gradients import shared_replicas, wants_graph
+from shardwise.sharded_tensor.gradients import counted_once, shared_replicas, wants_graph
 from shardwise.sharding_spec import FixedShardingSpec, ShardingSpec, spec_of
 
 # To a DTensor -----------------------------------------------------------------------------------------------------
@@ -110,26 +110,9 @@ def _joined_locals(tensor: ShardedTensor, layout: Layout) -> torch.Tensor:
     parts = [locals_[order[row]] for row in rows]
     if wants_graph(tensor) and tensor._layout.has_replicas and not tensor.is_leaf:
         first = set(tensor._layout.primary.tolist())
-        parts = [_once(part, order[row] in first) for part, row in zip(parts, rows, strict=True)]
+        parts = [counted_once(part, order[row] in first) for part, row in zip(parts, rows, strict=True)]
     return put_together(parts, layout.boxes.take(np.array(rows))).contiguous()
 
-
-class CountedOnce(torch.autograd.Function):
-    """The same tensor; in the backward, the gradient, or zeros where another replica brings it."""
-
-    @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, counts: bool) -> torch.Tensor:
-        """A view, and whether the gradient of this replica counts."""
-        ctx.counts = counts
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The gradient of the DTensor is whole on every rank; that of replicas adds up."""
-        return (grad if ctx.counts else torch.zeros_like(grad)), None
-
-
-_once: Callable[[torch.Tensor, bool], torch.Tensor] = CountedOnce.apply
 
 # From a DTensor ---------------------------------------------------------------------------------------------------
 

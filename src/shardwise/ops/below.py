@@ -22,7 +22,8 @@ from shardwise.ops.call import Aten, Call
 from shardwise.ops.carried import carry, holds_carried, put_down
 from shardwise.ops.compute import Prepared, UnknownResultError, compute, prepare
 from shardwise.ops.gathered import compute_gathered
-from shardwise.ops.replay import remembered, watching
+from shardwise.ops.recorder import watching
+from shardwise.ops.replay import remembered
 from shardwise.ops.rule import Rule
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.base import call_directly

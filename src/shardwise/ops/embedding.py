@@ -27,7 +27,7 @@ from shardwise.ops.embedding_rows import Lookup, Table, rows_of
 from shardwise.partial import ReplicatedTensor
 from shardwise.process_group import Fields, Step, is_member
 from shardwise.sharded_tensor import ShardedTensor
-from shardwise.sharded_tensor.gradients import wants_graph
+from shardwise.sharded_tensor.gradients import counted_once, wants_graph
 from shardwise.sharded_tensor.movement import require_movable
 
 
@@ -88,21 +88,7 @@ def look_up(
     )
     step.finish()
     rows = rows_of(weight, lookup)
-    return batch, _Silent.apply(rows) if once and rows.requires_grad else rows  # type: ignore[no-untyped-call] # torch's
-
-
-class _Silent(torch.autograd.Function):
-    """The same rows, whose gradient is that of another rank, which has it too: zeros from here."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-        """A view."""
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Zeros."""
-        return torch.zeros_like(grads[0])
+    return batch, counted_once(rows, not once) if once and rows.requires_grad else rows
 
 
 def _require_rows(ids: torch.Tensor, rows: int) -> None:

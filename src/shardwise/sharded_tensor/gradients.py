@@ -88,6 +88,24 @@ class Shared(torch.autograd.Function):
 _share: Callable[..., tuple[torch.Tensor, ...]] = Shared.apply
 
 
+class _CountedOnce(torch.autograd.Function):
+    """The same tensor; in the backward, the gradient, or zeros where another rank brings it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, counts: bool) -> torch.Tensor:
+        """A view, and whether the gradient from here counts."""
+        ctx.counts = counts
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Where every rank has the whole gradient, and what the ranks bring is added up, one of them brings it."""
+        return (grads[0] if ctx.counts else torch.zeros_like(grads[0])), None
+
+
+counted_once: Callable[[torch.Tensor, bool], torch.Tensor] = _CountedOnce.apply
+
+
 def new_anchor(device: torch.device) -> torch.Tensor:
     """A scalar that stands in the graph of a rank for tensors that it does not have.
 
