@@ -1,7 +1,8 @@
 """Moving data between layouts: what must go where, and sending it."""
 
-from shardwise.transfer.execute import Moving, Tell, empty_tensors, move
+from shardwise.transfer.execute import Moving, empty_tensors, move
 from shardwise.transfer.plan import Plan, make_plan
 from shardwise.transfer.relabel import relabel
+from shardwise.transfer.unsent import Tell
 
 __all__ = ["Moving", "Plan", "Tell", "empty_tensors", "make_plan", "move", "relabel"]

@@ -7,7 +7,6 @@ cut into segments that go in rounds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,9 +20,9 @@ from shardwise.layout import Layout
 from shardwise.process_group import without_data
 from shardwise.transfer.pieces import Piece, as_bytes, copy, pieces_of
 from shardwise.transfer.plan import Plan
+from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
 
 Write = Callable[[torch.Tensor, torch.Tensor], object]  # into a view of the destination, what arrived for it
-Tell = Callable[[bytes], list[bytes]]  # tells a few bytes to every rank, and gives what all told, in group order
 Ready = Callable[[], object]  # called once, after packing and before anything is sent
 
 
@@ -155,74 +154,6 @@ class AllToAll(_Carrier):
                 self._unpack(self._arrived, self._pieces)
             self._arrived = None
         return self.outs
-
-
-class Standing(_Carrier):
-    """A transfer in which nothing travels, on any rank: each copies its own pieces."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        tensors: Sequence[torch.Tensor],
-        outs: list[torch.Tensor],
-        group: ProcessGroup,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__(plan, outs, group, dtype)
-        run = plan.pieces(self._rank, self._rank)
-        sources = pieces_of(plan, run, plan.src, plan.src_rows, tensors)
-        for one, other in zip(sources, pieces_of(plan, run, plan.dst, plan.dst_rows, outs), strict=True):
-            self._write(other.view, one.view)
-
-    def wait(self) -> list[torch.Tensor]:
-        """They are there."""
-        return self.outs
-
-
-@dataclass(frozen=True, slots=True)
-class Imagined:
-    """A transfer of tensors that have sizes and no data."""
-
-    outs: list[torch.Tensor]
-
-    def wait(self) -> list[torch.Tensor]:
-        """They are as they would be."""
-        return self.outs
-
-
-class Told(_Carrier):
-    """A transfer of a few bytes: every rank tells all others what it has, while they agree on what they are doing."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        tensors: Sequence[torch.Tensor],
-        outs: list[torch.Tensor],
-        group: ProcessGroup,
-        dtype: torch.dtype,
-        tell: Tell,
-    ) -> None:
-        super().__init__(plan, outs, group, dtype)
-        mine = as_bytes(self._packed([Piece(tensor.detach(), tensor.numel()) for tensor in tensors]))
-        for rank, letter in zip(dist.get_process_group_ranks(group), tell(bytes(mine.cpu().numpy())), strict=True):
-            run = plan.pieces(rank, self._rank)
-            if run:
-                theirs = _read(letter, plan.src.boxes.sizes[list(plan.src.rows_on(rank))].tolist(), dtype)
-                sources = pieces_of(plan, run, plan.src, plan.src_rows, theirs, rank=rank)
-                for one, other in zip(sources, pieces_of(plan, run, plan.dst, plan.dst_rows, outs), strict=True):
-                    self._write(other.view, one.view.to(other.view.device))
-
-    def wait(self) -> list[torch.Tensor]:
-        """They are there."""
-        return self.outs
-
-
-def _read(letter: bytes, sizes: list[list[int]], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Tensors of these sizes, one behind another in a letter."""
-    whole = torch.frombuffer(bytearray(letter), dtype=dtype)
-    counts = [math.prod(size) for size in sizes]
-    parts = torch.split_with_sizes(whole, counts)
-    return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
 
 
 _unfinished: list[PointToPoint] = []  # in the order in which they were begun, which is the same on every rank
@@ -377,12 +308,12 @@ def move(
     with torch.no_grad():
         if without_data():
             ready()
-            return Imagined(outs)
+            return Done(outs)  # as they would be
         if tell is not None:
-            return Told(plan, tensors, outs, process_group, dtype, tell)
+            return tell_all(plan, tensors, outs, process_group, dtype, tell)
         if not plan.moved:
             ready()
-            return Standing(plan, tensors, outs, process_group, dtype)
+            return copy_own(plan, tensors, outs)
         if max_bytes is None:
             return AllToAll(plan, tensors, outs, process_group, dtype, ready)
         return PointToPoint(plan, tensors, outs, process_group, dtype, ready, max_bytes)

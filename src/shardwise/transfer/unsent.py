@@ -1,0 +1,68 @@
+"""Transfers for which no message is sent: each rank copies its own pieces, or all know the few bytes already."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardwise.transfer.pieces import as_bytes, copy, pieces_of
+from shardwise.transfer.plan import Plan
+
+Tell = Callable[[bytes], list[bytes]]  # tells a few bytes to every rank, and gives what all told, in group order
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A transfer that is over."""
+
+    outs: list[torch.Tensor]
+
+    def wait(self) -> list[torch.Tensor]:
+        """They are there."""
+        return self.outs
+
+
+def copy_own(plan: Plan, tensors: Sequence[torch.Tensor], outs: list[torch.Tensor]) -> Done:
+    """A transfer in which nothing travels, on any rank: each copies its own pieces."""
+    _take_from(dist.get_rank(), plan, tensors, outs)
+    return Done(outs)
+
+
+def tell_all(
+    plan: Plan,
+    tensors: Sequence[torch.Tensor],
+    outs: list[torch.Tensor],
+    group: ProcessGroup,
+    dtype: torch.dtype,
+    tell: Tell,
+) -> Done:
+    """A transfer of a few bytes: every rank tells all others what it has, while they agree on what they are doing."""
+    flat = [tensor.detach().resolve_conj().resolve_neg().reshape(-1).to("cpu", dtype) for tensor in tensors]
+    mine = as_bytes(torch.cat(flat)) if flat else torch.empty(0, dtype=torch.uint8)
+    for rank, letter in zip(dist.get_process_group_ranks(group), tell(bytes(mine.numpy())), strict=True):
+        if plan.pieces(rank, dist.get_rank()):
+            sizes = plan.src.boxes.sizes[list(plan.src.rows_on(rank))].tolist()
+            _take_from(rank, plan, _read(letter, sizes, dtype), outs)
+    return Done(outs)
+
+
+def _take_from(rank: int, plan: Plan, tensors: Sequence[torch.Tensor], outs: list[torch.Tensor]) -> None:
+    """Write what a rank has for this one, its tensors being here."""
+    write = torch.Tensor.add_ if plan.sums else copy
+    run = plan.pieces(rank, dist.get_rank())
+    sources = pieces_of(plan, run, plan.src, plan.src_rows, tensors, rank=rank)
+    for one, other in zip(sources, pieces_of(plan, run, plan.dst, plan.dst_rows, outs), strict=True):
+        write(other.view, one.view.to(other.view.device))
+
+
+def _read(letter: bytes, sizes: list[list[int]], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Tensors of these sizes, one behind another in a letter."""
+    whole = torch.frombuffer(bytearray(letter), dtype=dtype)
+    counts = [math.prod(size) for size in sizes]
+    parts = torch.split_with_sizes(whole, counts)
+    return [part.view(size) for part, size in zip(parts, sizes, strict=True)]
