@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import shardwise
+from shardwise.dropin import corrections, modules
 from shardwise.dropin.children import STARTUP
 
 HOME = str(Path(shardwise.__file__).resolve().parents[1])  # the children use the shardwise that is tested
@@ -21,7 +23,8 @@ import multiprocessing
 
 def tell(who):
     assert user.ShardedTensor is ShardedTensor
-    print(who, ShardedTensor.__module__, flush=True)
+    assert user._all_gather_sharded_tensor.__module__ == "shardwise.dropin.corrections"
+    os.write(1, f"{who} {ShardedTensor.__module__}\\n".encode())  # at once: others print too
 
 if __name__ == "__main__":
     tell(f"main {sys.argv[1:]} {os.environ.get('RANK')}")
@@ -75,6 +78,13 @@ def test_a_python_that_does_not_import_the_old_system_imports_nothing(tmp_path: 
     """And its path is as it would be."""
     code = "import sys; print([m for m in ('torch', 'shardwise', 'numpy') if m in sys.modules], sys.path)"
     assert run(["-c", code], tmp_path, STARTUP, HOME) == run(["-c", code], tmp_path, HOME)
+
+
+def test_what_is_amended_is_known_there() -> None:
+    """The file that children run imports nothing of shardwise, and so has names of its own."""
+    startup = runpy.run_path(str(Path(STARTUP) / "sitecustomize.py"))
+    assert startup["ROOT"] == modules.ROOT
+    assert set(startup["AMENDED"]) == {module for module, _, _ in corrections.REPLACED}
 
 
 def test_where_shardwise_cannot_be_imported_the_error_says_why_and_what_to_do(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ except AttributeError as error:
 import os, torch.distributed._state_dict_utils as user
 from shardwise.dropin.children import STARTUP
 assert os.environ["PYTHONPATH"].split(os.pathsep).count(STARTUP) == 1
-assert user._all_gather_sharded_tensor.__module__ == "shardwise.dropin.finder"
+assert user._all_gather_sharded_tensor.__module__ == "shardwise.dropin.corrections"
 shardwise.dropin.uninstall()
 shardwise.dropin.uninstall()
 assert not shardwise.dropin.is_installed()

@@ -6,7 +6,7 @@ import sys
 
 import torch.distributed
 
-from shardwise.dropin import children, finder
+from shardwise.dropin import children, corrections, moved
 from shardwise.dropin.importers import holders, loaded
 from shardwise.dropin.modules import ROOT, VirtualModule, full_name, make_modules
 from shardwise.errors import DropinError
@@ -27,7 +27,8 @@ def install(*, for_children: bool = True) -> None:
         for path, module in make_modules().items():
             sys.modules[full_name(path)] = module
         torch.distributed._shard = sys.modules[ROOT]  # as importing it would
-        finder.start()
+        moved.start()
+        corrections.start()
     if for_children:
         children.include()
 
@@ -38,7 +39,8 @@ def uninstall() -> None:
     Modules that were imported meanwhile keep what they have.
     """
     if is_installed():
-        finder.stop()
+        corrections.stop()
+        moved.stop()
         children.exclude()
         for name in loaded(ROOT):
             del sys.modules[name]

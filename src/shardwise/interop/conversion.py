@@ -35,7 +35,7 @@ from shardwise.interop.placements import (
     same_boxes,
 )
 from shardwise.layout import Layout
-from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharing, is_member, locate_all
+from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharing, is_member, locate_all, or_default
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.assembly import require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
@@ -57,10 +57,8 @@ def to_dtensor(tensor: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pla
 
     placing, layout = in_step(tensor._process_group, work)
     if not same_boxes(tensor._layout, layout):
-        spec = FixedShardingSpec.of(layout)
-        tensor = tensor.redistribute(
-            spec, process_group=None if _stays_inside(tensor, layout) else mesh_group(mesh, None)
-        )
+        group = None if _stays_inside(tensor, layout) else or_default(None)
+        tensor = tensor.redistribute(FixedShardingSpec.of(layout), process_group=group)
     return DTensor.from_local(
         _joined_locals(tensor, layout),
         mesh,
@@ -196,10 +194,8 @@ def _wrapped(
     made = ShardedTensor._wrap(Parts(frame, [part for _, part in placed]))
     records = torch.is_grad_enabled() and local.requires_grad
     if records and not rows:
-        made._wants_grad, made._anchor = (
-            True,
-            local.sum(),
-        )  # of nothing: it hangs in the graph, as the local tensor does
+        made._wants_grad = True
+        made._anchor = local.sum()  # of nothing: it hangs in the graph, as the local tensor does
     if records and target.has_replicas and is_member(group):
         made = made._derived(frame, *shared_replicas(made, group))
     return made

@@ -42,8 +42,9 @@ def from_dtensor(
 
     Without a spec, or with one that says how the DTensor lies, the two share memory and only a digest travels; else the
     tensor is moved to that spec. A replicated DTensor has a replica on each of those ranks, a partial one is reduced
-    first. The tensor belongs to the default group if the mesh has all its ranks, else to a group of the mesh's ranks;
-    with ``process_group``, to that one, all of whose ranks call it and which has all ranks of the mesh.
+    first. The tensor belongs to the default group if the mesh has all its ranks, else to the mesh's own group; a mesh
+    of several axes that has some ranks only has none for all of them, and needs ``process_group``. The tensor then
+    belongs to that one, all of whose ranks call it and which has all ranks of the mesh.
     """
     made: ShardedTensor = _conversion().from_dtensor(dtensor, spec, process_group)
     return made

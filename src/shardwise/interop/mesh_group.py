@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ProcessGroupError
 from shardwise.geometry import IntArray
 from shardwise.process_group import group_ranks, is_member, or_default
-
-MADE_HERE = "shardwise: all ranks of a mesh"
 
 
 def mesh_ranks(mesh: DeviceMesh) -> IntArray:
@@ -25,7 +23,7 @@ def mesh_ranks(mesh: DeviceMesh) -> IntArray:
 
 def mesh_group(mesh: DeviceMesh, process_group: ProcessGroup | None) -> ProcessGroup:
     """The given group, when it has every rank of the mesh; else the default group, when the mesh has all its ranks;
-    else the mesh's own group, or a new one of its ranks, which is made once. No rank outside of the mesh takes part."""
+    else the group of a line of the mesh that has all its ranks. None is made: not every rank may be here to help."""
     ranks = sorted(mesh_ranks(mesh).flatten().tolist())
     if process_group is not None:
         if is_member(process_group) and not set(ranks) <= set(group_ranks(process_group)):
@@ -38,10 +36,11 @@ def mesh_group(mesh: DeviceMesh, process_group: ProcessGroup | None) -> ProcessG
         return default
     if dist.get_rank() not in ranks:
         return cast(ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER)
-    world: Any = distributed_c10d._world  # torch's table of groups, in which those made here are found again
-    known = [group for group in world.pg_group_ranks if isinstance(group, ProcessGroup)]  # others' have no object here
-    made_here = [group for group in known if group.group_desc == MADE_HERE]
-    for group in [mesh.get_group()] if mesh.ndim == 1 else made_here:
-        if sorted(group_ranks(group)) == ranks:
-            return group
-    return cast(ProcessGroup, dist.new_group(ranks, use_local_synchronization=True, group_desc=MADE_HERE))
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) == len(ranks):
+            return mesh.get_group(axis)
+    raise ProcessGroupError(
+        f"torch has a process group for each line of {mesh}, and none for all of its ranks: make one, which every rank "
+        f"of the default group does, and give it: group = dist.new_group({ranks}), from_dtensor(..., "
+        "process_group=group)"
+    )

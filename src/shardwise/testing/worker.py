@@ -77,6 +77,7 @@ def _prepare(rank: int, world_size: int, folder: Path) -> None:
 
 def _attempt(task: Task) -> Outcome:
     """Run a task from a clean state: same seed, empty output, only the default group."""
+    _end_groups()
     os.ftruncate(1, 0)
     os.chdir(_start_folder)
     torch.set_default_dtype(torch.float32)
@@ -92,13 +93,23 @@ def _attempt(task: Task) -> Outcome:
         return Outcome(None, _traceback(error))
     finally:
         sys.stdout.flush()
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not default:
-                dist.destroy_process_group(group)
         gc.collect()
     if dist.group.WORLD is not default:
         return Outcome(None, "the task left no default process group: use fresh=True for a task that ends it\n")
     return Outcome(value, None)
+
+
+def _end_groups() -> None:
+    """End the groups that the task before has made. By now every rank is done with it; while one still connects to the
+    others of a new group, it must not be gone on another."""
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    for group in groups:
+        dist.destroy_process_group(group)
+    if groups and "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        forget: Any = _clear_sharding_prop_cache
+        forget()  # results on meshes of those groups, which would be given for equal meshes of new ones
 
 
 def _traceback(error: BaseException) -> str:

@@ -10,27 +10,28 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import module_from_spec
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
 
 ROOT = "torch.distributed._shard"
+AMENDED = ("torch.distributed._state_dict_utils", "torch.distributed.checkpoint._sharded_tensor_utils")
 HERE = Path(__file__).resolve().parent
 
 
 class FirstImport(MetaPathFinder):
-    """Installs the drop-in when the old system is about to be imported."""
+    """Installs the drop-in when the old system is about to be imported, or a module that the drop-in amends."""
 
     installs_shardwise = True  # how the drop-in finds it in `sys.meta_path`, and ends it
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """For the old system's root: the module that the drop-in has put in its place."""
-        if name != ROOT:
+        """For the old system's root: the module that the drop-in has put in its place; for others: as it finds them."""
+        if name != ROOT and name not in AMENDED:
             return None
         install()
-        return ModuleSpec(name, Installed(), is_package=True)
+        return ModuleSpec(name, Installed(), is_package=True) if name == ROOT else find_spec(name)
 
 
 class Installed(Loader):
