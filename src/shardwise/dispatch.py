@@ -152,11 +152,14 @@ def basic_validation(op: Op, args: Sequence[Any] = (), kwargs: Mapping[str, Any]
         )
 
 
-def refuse_mixed(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-    """Raise if a DTensor is among the arguments of an op on sharded tensors, also inside lists and tuples."""
+WALKS = frozenset({torch.Tensor.backward, torch.autograd.grad})  # through the graph, to tensors of any kind
+
+
+def refuse_mixed(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, name: str = "ShardedTensor") -> None:
+    """Raise if a DTensor is among the arguments of an op on tensors of this library, also inside lists and tuples."""
     module = sys.modules.get("torch.distributed.tensor")  # nobody has a DTensor who has not imported it
     kind = getattr(module, "DTensor", None)
-    if kind is None:
+    if kind is None or op in WALKS:
         return
     for value in (*args, *kwargs.values()) if kwargs else args:
         found = value.__class__ is kind or (
@@ -164,8 +167,9 @@ def refuse_mixed(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) 
         )
         if found:
             raise MixedOperandsError(
-                f"'{op_name(op)}' was given a ShardedTensor and a DTensor, with args: {summary(args)}. Convert one: "
-                "shardwise.from_dtensor(dtensor) gives a ShardedTensor, tensor.to_dtensor(mesh, placements) a DTensor"
+                f"'{op_name(op)}' was given a {name} and a DTensor, with args: {summary(args)}. Convert one: "
+                "shardwise.from_dtensor(dtensor) gives a ShardedTensor, "
+                "shardwise.to_dtensor(tensor, mesh, placements) a DTensor"
             )
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.utils import _pytree as pytree
 
-from shardwise.dispatch import Distributed
+from shardwise.dispatch import Distributed, refuse_mixed
 from shardwise.errors import PropertyError, RankMismatchError
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout
@@ -122,6 +122,7 @@ class PartialTensor(Distributed, torch.Tensor):
         if getattr(func, "__name__", "") in ("__get__", "__repr__", "size", "dim", "numel", "__len__", "stride"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        refuse_mixed(func, args, kwargs, "PartialTensor")
         return func(*_resolved(args), **_resolved(kwargs or {}))
 
     @classmethod
@@ -187,4 +188,5 @@ class ReplicatedTensor(torch.Tensor):
     ) -> Any:
         if any(issubclass(kind, Distributed) for kind in types):
             return NotImplemented  # theirs to compute
+        refuse_mixed(func, args, kwargs, "ReplicatedTensor")
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call] # torch's

@@ -190,6 +190,16 @@ def test_a_mesh_in_a_mesh() -> None:
         assert torch.equal(made.to_dtensor(mesh["data", "model"], [Replicate(), Shard(0)]).full_tensor(), PLAIN + 1)
 
 
+@ranks(4)
+def test_placements_of_what_fsdp_cuts_after_others() -> None:
+    """A dim that the last axis has cut first; and an axis of one rank cuts nothing."""
+    square, flat = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (1, 4))
+    for name in ("rows, strided", "columns, strided"):
+        made = from_dtensor(distributed(name, mesh=square))
+        assert list(made.to_dtensor(square).placements) == placements_of(name)
+    assert list(shard_tensor(PLAIN, chunks(0, 0, 1, 2, 3)).to_dtensor(flat).placements) == [Replicate(), Shard(0)]
+
+
 @ranks(6)
 def test_a_mesh_of_two_axes_among_other_ranks() -> None:
     """It has a group for each line; that of all its ranks is to be given, and the error says how."""
@@ -206,10 +216,19 @@ def test_a_mesh_of_two_axes_among_other_ranks() -> None:
 
 @ranks(4)
 def test_a_tensor_of_some_ranks_goes_to_a_mesh_of_others() -> None:
-    """Every rank there is calls it then."""
-    group = dist.new_group([0, 1])
+    """By way of a group that has all of them; until then every rank that must know is told, and nobody waits."""
+    group, mesh = dist.new_group([0, 1, 2]), DeviceMesh("cpu", [1, 3])
     tensor = shard_tensor(PLAIN, chunks(0, 0, 1), process_group=group)
-    dtensor = tensor.to_dtensor(DeviceMesh("cpu", [1, 3]), [Shard(1)])
+    if dist.get_rank() != 3:
+        with pytest.raises(ProcessGroupError, match=r"ranks \[3\] of .* process_group=dist.group.WORLD"):
+            tensor.to_dtensor(mesh, [Shard(1)])
+    else:
+        with pytest.raises(ProcessGroupError, match=r"ranks \[3\] of "):
+            tensor.to_dtensor(mesh, [Shard(1)])
+    inside = tensor.to_dtensor(DeviceMesh("cpu", [0, 2]), [Shard(1)])  # of the group, but not all of it holds shards
+    assert inside.to_local().numel() == (21 if dist.get_rank() in (0, 2) else 0)
+    everywhere = tensor.redistribute(chunks(0, 0, 1), process_group=dist.group.WORLD)
+    dtensor = everywhere.to_dtensor(mesh, [Shard(1)])
     if dist.get_rank() in (1, 3):
         assert torch.equal(dtensor.full_tensor(), PLAIN)
 
@@ -265,11 +284,11 @@ def test_what_cannot_be_converted_is_refused() -> None:
     ):
         with pytest.raises(SpecError, match=r"axis 0 of the mesh \[1, 0\] is not in ascending order"):
             convert()
-    with pytest.raises(PropertyError, match="to_dtensor takes a ShardedTensor"):
-        to_dtensor(PLAIN, line)
-    with pytest.raises(PropertyError, match="from_dtensor takes a DTensor"):
-        from_dtensor(PLAIN)
     dtensor = tensor.to_dtensor(line)
+    with pytest.raises(PropertyError, match="to_dtensor takes a ShardedTensor"):
+        to_dtensor(PLAIN if dist.get_rank() else tensor, line)
+    with pytest.raises(PropertyError, match="from_dtensor takes a DTensor"):
+        from_dtensor(PLAIN if dist.get_rank() else dtensor)
     with pytest.raises(SpecError, match="Expecting ShardingSpec"):
         from_dtensor(dtensor, [Shard(0)])
     with pytest.raises(PlacementError, match="Global rank 5 does not exist"):

@@ -119,6 +119,23 @@ def test_a_partial_sum() -> None:
 
 
 @ranks(2)
+def test_asked_for_by_name() -> None:
+    """`torch.autograd.grad` and `backward(inputs=...)` reach a leaf of either kind from a result of the other."""
+    line = init_device_mesh("cpu", (2,))
+    leaf = shard_tensor(PLAIN, chunks(0, 0, 1)).requires_grad_()
+    dleaf = distribute_tensor(PLAIN, line, [Shard(0)]).requires_grad_()
+    weight = distribute_tensor(WEIGHT, line, [Shard(0)])
+    (found,) = torch.autograd.grad((leaf.to_dtensor(line).pow(2) * weight).sum(), leaf)
+    assert same(found, wanted(PLAIN))
+    (found,) = torch.autograd.grad((from_dtensor(dleaf).pow(2) * WEIGHT).sum(), dleaf)
+    assert isinstance(found, DTensor)
+    assert same(found, wanted(PLAIN))
+    (from_dtensor(dleaf).pow(2) * leaf * WEIGHT).sum().backward(inputs=[dleaf])
+    assert leaf.grad is None
+    assert same(dleaf.grad, wanted(PLAIN) * PLAIN)
+
+
+@ranks(2)
 def test_without_recording() -> None:
     """Neither under no_grad nor of what wants no gradient."""
     line = init_device_mesh("cpu", (2,))

@@ -13,7 +13,7 @@ from torch.distributed import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import linear
 
-from shardwise import from_dtensor, shard_tensor
+from shardwise import PartialTensor, ReplicatedTensor, from_dtensor, shard_tensor
 from shardwise.errors import MixedOperandsError
 from shardwise.testing import ranks
 
@@ -57,6 +57,17 @@ def test_no_op_takes_both() -> None:
     assert torch.equal(dtensor.full_tensor(), PLAIN)
     assert torch.equal((sharded + from_dtensor(dtensor)).full_tensor(), 2 * PLAIN)
     assert torch.equal((sharded.to_dtensor(line) + dtensor).full_tensor(), 2 * PLAIN)
+
+
+@ranks(2)
+def test_nor_beside_what_is_whole_on_every_rank() -> None:
+    """Partial and replicated tensors are refused with the same words."""
+    dtensor = distribute_tensor(PLAIN, init_device_mesh("cpu", (2,)), [Shard(0)])
+    for whole in (PartialTensor(PLAIN), ReplicatedTensor(PLAIN)):
+        told = rf"(?s){type(whole).__name__} and a DTensor.*from_dtensor.*to_dtensor"
+        for op in (lambda one: one + dtensor, lambda one: dtensor + one, lambda one: torch.cat([dtensor, one])):
+            with pytest.raises(MixedOperandsError, match=told):
+                op(whole)
 
 
 @ranks(2)

@@ -7,21 +7,21 @@ value: what is computed from its replicas adds up, but for leaves, each replica 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch._prims_common import make_contiguous_strides_for
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement as Placing
 
 from shardwise.dispatch import summary
-from shardwise.errors import PropertyError, SpecError
-from shardwise.interop.mesh_group import mesh_group
+from shardwise.errors import ProcessGroupError, PropertyError, SpecError
+from shardwise.interop.mesh_group import mesh_group, mesh_ranks, require_inside
 from shardwise.interop.mesh_layout import cut_up, held_size, put_together
 from shardwise.interop.placements import (
     cuts_of,
@@ -35,6 +35,7 @@ from shardwise.interop.placements import (
     same_boxes,
 )
 from shardwise.layout import Layout
+from shardwise.partial import PartialTensor, ReplicatedTensor
 from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharing, is_member, locate_all, or_default
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.assembly import require_spec
@@ -42,13 +43,31 @@ from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import counted_once, shared_replicas, wants_graph
 from shardwise.sharding_spec import FixedShardingSpec, ShardingSpec, spec_of
 
+T = TypeVar("T")
+
+REDUCE_OPS = {  # torch's names for what a partial tensor is reduced by, as a placement has them
+    ReduceOp.SUM: "sum",
+    ReduceOp.AVG: "avg",
+    ReduceOp.PRODUCT: "product",
+    ReduceOp.MAX: "max",
+    ReduceOp.MIN: "min",
+}
+NO_GRADIENT = "has no gradient that torch gets right: its parts are given the gradient of a sum"
+
 # To a DTensor -----------------------------------------------------------------------------------------------------
 
 
-def to_dtensor(tensor: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Placing] | None) -> DTensor:
+def to_dtensor(tensor: object, mesh: DeviceMesh, placements: Sequence[Placing] | None) -> DTensor:
     """The tensor as a DTensor. See `shardwise.to_dtensor`."""
-    if not isinstance(tensor, ShardedTensor):
-        raise PropertyError(f"to_dtensor takes a ShardedTensor, found {summary(tensor)}")
+    if isinstance(tensor, PartialTensor):
+        return _partial_to_dtensor(tensor, mesh, placements)
+    if isinstance(tensor, ReplicatedTensor):
+        return _replicated_to_dtensor(tensor, mesh, placements)
+    return _sharded_to_dtensor(_require_kind(tensor, ShardedTensor, "to_dtensor", None), mesh, placements)
+
+
+def _sharded_to_dtensor(tensor: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Placing] | None) -> DTensor:
+    """Its shards, joined to one on each rank; moved first, where they lie otherwise."""
 
     def work() -> tuple[tuple[tuple[Placing, ...], Layout], Fields]:
         placing, layout = _target(tensor, require_mesh(mesh), placements)
@@ -57,8 +76,7 @@ def to_dtensor(tensor: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Pla
 
     placing, layout = in_step(tensor._process_group, work)
     if not same_boxes(tensor._layout, layout):
-        group = None if _stays_inside(tensor, layout) else or_default(None)
-        tensor = tensor.redistribute(FixedShardingSpec.of(layout), process_group=group)
+        tensor = tensor.redistribute(FixedShardingSpec.of(layout))
     return DTensor.from_local(
         _joined_locals(tensor, layout),
         mesh,
@@ -73,6 +91,7 @@ def _target(
     tensor: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Placing] | None
 ) -> tuple[tuple[Placing, ...], Layout]:
     """The placements that the DTensor will have, and how it will lie."""
+    require_inside(mesh, tensor._process_group)
     places = mesh_places(mesh, "meta" if tensor.is_meta else mesh.device_type, tensor._layout)
     if placements is None:
         spec: Any = tensor.sharding_spec()
@@ -86,13 +105,6 @@ def _target(
         )
     require_ascending(mesh, cuts_of(placing))
     return placing, layout_on_mesh(tensor.shape, mesh, placing, places)
-
-
-def _stays_inside(tensor: ShardedTensor, layout: Layout) -> bool:
-    """Whether all ranks of a layout are in the tensor's group; one outside of it knows only who holds the tensor."""
-    group = tensor._process_group
-    ranks = group_ranks(group) if is_member(group) else tensor._layout.ranks.tolist()
-    return set(layout.ranks.tolist()) <= set(ranks)
 
 
 def _joined_locals(tensor: ShardedTensor, layout: Layout) -> torch.Tensor:
@@ -112,13 +124,55 @@ def _joined_locals(tensor: ShardedTensor, layout: Layout) -> torch.Tensor:
     return put_together(parts, layout.boxes.take(np.array(rows))).contiguous()
 
 
+def _partial_to_dtensor(tensor: PartialTensor, mesh: DeviceMesh, placements: Sequence[Placing] | None) -> DTensor:
+    """As parts that DTensor reduces; where other placements are asked for, reduced here and brought there."""
+    local, own = tensor._local, Partial(REDUCE_OPS[tensor._reduce_op])
+    placing = _agreed_placements(tensor, local, own, mesh, placements)
+    if isinstance(placing[0], Partial):
+        return DTensor.from_local(local, mesh, placing, run_check=False)
+    layout = layout_on_mesh(local.shape, mesh, placing, mesh_places(mesh, local.device.type))
+    return to_dtensor(tensor.redistribute(FixedShardingSpec.of(layout)), mesh, placing)
+
+
+def _replicated_to_dtensor(tensor: ReplicatedTensor, mesh: DeviceMesh, placements: Sequence[Placing] | None) -> DTensor:
+    """As replicas, or what each rank is to keep of them."""
+    local, own = tensor.as_subclass(torch.Tensor), Replicate()
+    placing = _agreed_placements(tensor, local, own, mesh, placements)
+    return DTensor.from_local(local, mesh, [own] * mesh.ndim, run_check=False).redistribute(placements=placing)
+
+
+def _agreed_placements(
+    tensor: PartialTensor | ReplicatedTensor,
+    local: torch.Tensor,
+    own: Placing,
+    mesh: DeviceMesh,
+    placements: Sequence[Placing] | None,
+) -> tuple[Placing, ...]:
+    """The placements of a tensor that is whole on every rank: its own on each axis, unless others are given."""
+    group = tensor._process_group
+
+    def work() -> tuple[tuple[Placing, ...], Fields]:
+        ranks = sorted(mesh_ranks(require_mesh(mesh)).flatten().tolist())
+        if is_member(group) and ranks != sorted(group_ranks(group)):
+            raise ProcessGroupError(f"the mesh has ranks {ranks}, {tensor!r} ranks {sorted(group_ranks(group))}")
+        placing = (own,) * mesh.ndim if placements is None else normalized(placements, mesh, local.ndim)
+        parts = [placement for placement in placing if isinstance(placement, Partial)]
+        if parts and parts != [own] * mesh.ndim:
+            raise SpecError(f"{tensor!r} cannot become {list(placing)}: ask for Replicate() or Shard(dim)")
+        if parts and own != Partial("sum") and local.requires_grad and torch.is_grad_enabled():
+            raise PropertyError(f"{own} {NO_GRADIENT}. Ask for Replicate() or Shard(dim), or convert under no_grad()")
+        fields = {"verb": "to_dtensor", "mesh": f"{mesh}", "placements": placing, "requires_grad": local.requires_grad}
+        return placing, fields
+
+    return in_step(group, work)
+
+
 # From a DTensor ---------------------------------------------------------------------------------------------------
 
 
 def from_dtensor(dtensor: DTensor, spec: ShardingSpec | None, process_group: ProcessGroup | None) -> ShardedTensor:
     """The DTensor as a sharded tensor. See `shardwise.from_dtensor`."""
-    if not isinstance(dtensor, DTensor):
-        raise PropertyError(f"from_dtensor takes a DTensor, found {summary(dtensor)}")
+    dtensor = _require_kind(dtensor, DTensor, "from_dtensor", process_group)
     group = mesh_group(dtensor.device_mesh, process_group)
     layout = _agreed_layout(dtensor, spec, group)
     partial = [isinstance(placement, Partial) for placement in dtensor.placements]
@@ -145,8 +199,8 @@ def _agreed_layout(dtensor: DTensor, spec: ShardingSpec | None, group: ProcessGr
         for placement in dtensor.placements if records else ():
             if isinstance(placement, Partial) and placement.reduce_op != "sum":
                 raise PropertyError(
-                    f"a DTensor that is {placement} has no gradient that torch gets right: its parts are given the "
-                    "gradient of a sum. Convert it under torch.no_grad(), or redistribute it to Replicate() yourself"
+                    f"a DTensor that is {placement} {NO_GRADIENT}. Convert it under torch.no_grad(), or redistribute "
+                    "it to Replicate() yourself"
                 )
         outline = ""
         if spec is not None:
@@ -199,3 +253,15 @@ def _wrapped(
     if records and target.has_replicas and is_member(group):
         made = made._derived(frame, *shared_replicas(made, group))
     return made
+
+
+# Both ------------------------------------------------------------------------------------------------------------
+
+
+def _require_kind(value: object, kind: type[T], verb: str, process_group: ProcessGroup | None) -> T:
+    """Raise unless this is of that kind, on all ranks of the group: the default one where the value would tell it."""
+
+    def refuse() -> NoReturn:
+        raise PropertyError(f"{verb} takes a {kind.__name__}, found {summary(value)}")
+
+    return value if isinstance(value, kind) else in_step(or_default(process_group), refuse)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.dispatch import registry
+from shardwise.partial import PartialTensor, ReplicatedTensor
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharding_spec import ShardingSpec
 
@@ -21,13 +22,17 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-def to_dtensor(tensor: ShardedTensor, mesh: DeviceMesh, placements: Sequence[Placement] | None = None) -> DTensor:
+def to_dtensor(
+    tensor: ShardedTensor | PartialTensor | ReplicatedTensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
     """The tensor as a DTensor on a mesh. Every rank of the tensor's group calls it. Differentiable.
 
     Without placements, those are taken that describe how the tensor lies. Where it lies as the DTensor does, the two
-    share memory and only a digest travels. Else it is moved first; if the mesh has ranks outside of the tensor's
-    group, every rank of the default group calls it. A rank outside of the mesh gets a DTensor without data. The
-    gradient of what a DTensor replicates is whole on each rank, and is counted once here::
+    share memory and only a digest travels; else it is moved first. The mesh's ranks are in the tensor's group; those
+    of the group that are not in the mesh get a DTensor without data. The gradient of what a DTensor replicates is whole
+    on each rank, and is counted once here. A `PartialTensor` becomes `Partial`, a `ReplicatedTensor` `Replicate`::
 
         weight.to_dtensor(init_device_mesh("cpu", (4,)), [Shard(0)])
     """

@@ -44,3 +44,14 @@ def mesh_group(mesh: DeviceMesh, process_group: ProcessGroup | None) -> ProcessG
         f"of the default group does, and give it: group = dist.new_group({ranks}), from_dtensor(..., "
         "process_group=group)"
     )
+
+
+def require_inside(mesh: DeviceMesh, process_group: ProcessGroup) -> None:
+    """Raise unless every rank of the mesh is in this group; a rank outside of the group knows only that it is."""
+    ranks = set(mesh_ranks(mesh).flatten().tolist())
+    outside = ranks - set(group_ranks(process_group)) if is_member(process_group) else ranks & {dist.get_rank()}
+    if outside:
+        raise ProcessGroupError(
+            f"ranks {sorted(outside)} of {mesh} are not in the tensor's process group: bring it to one that has them, "
+            "as in tensor.redistribute(spec, process_group=dist.group.WORLD).to_dtensor(mesh), which every rank calls"
+        )

@@ -112,13 +112,28 @@ def inferred(
     if set(layout.ranks.tolist()) == {place.rank for place in places}:
         others = [dim for dim in range(layout.ndim) if dim not in dims]
         kinds = [*map(Shard, dims), Replicate(), *map(Shard, others)]
-        for placements in itertools.islice(itertools.product(kinds, repeat=mesh.ndim), MOST_TRIED):
-            if same_boxes(layout, layout_on_mesh(layout.size, mesh, placements, places)):
-                return placements
+        shape = _shape(mesh)
+        for_each_axis = [kinds if length > 1 or max(shape) == 1 else [Replicate()] for length in shape]
+        for tried in itertools.islice(itertools.product(*for_each_axis), MOST_TRIED):
+            for placements in dict.fromkeys((tried, _from_right_to_left(tried, mesh))):
+                if same_boxes(layout, layout_on_mesh(layout.size, mesh, placements, places)):
+                    return placements
     raise SpecError(
         f"no placements on {mesh} describe how this tensor lies: {layout.outline}. Give them, and the tensor is "
         "moved to where they say, as in to_dtensor(mesh, [Shard(0)])"
     )
+
+
+def _from_right_to_left(placements: tuple[Placing, ...], mesh: DeviceMesh) -> tuple[Placing, ...]:
+    """The placements when a dim that several axes cut is cut by the last of them first, as FSDP2 does over others."""
+    made, pieces = list(placements), dict[int, int]()
+    for axis, placement in reversed(list(enumerate(placements))):
+        if isinstance(placement, Shard):
+            before = pieces.get(placement.dim, 1)
+            if before > 1:
+                made[axis] = _StridedShard(placement.dim, split_factor=before)
+            pieces[placement.dim] = before * _shape(mesh)[axis]
+    return tuple(made)
 
 
 def same_boxes(some: Layout, others: Layout) -> bool:
