@@ -219,7 +219,12 @@ def talks(process_group: ProcessGroup) -> bool:
     """Whether there is anybody to agree with: a fake group has nobody, an outsider is not asked."""
     if not is_member(process_group) or process_group.size() == 1:
         return False
-    return dist.get_backend(process_group) != "fake" and not without_data()
+    return not is_fake(process_group) and not without_data()
+
+
+def is_fake(process_group: ProcessGroup) -> bool:
+    """Whether this is a group of torch's `fake` backend, whose other ranks are not there."""
+    return dist.get_backend(process_group) == "fake"
 
 
 def _attempt(

@@ -1,6 +1,8 @@
-"""A world of 64 ranks in one process, which is rank 0 of it: run by `test_fake`, for it needs a process of its own."""
+"""A world of 64 ranks in one process, which is one of them: run by `test_fake`, for it needs a process of its own."""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 import torch.distributed as dist
@@ -21,11 +23,16 @@ COLUMNS = ChunkShardingSpec(1, places(*range(WORLD)))
 
 def with_little_memory() -> None:
     """Real tensors, of which this process has its part: made, moved, computed with; the others' data is not there."""
+    rank = dist.get_rank()
     tensor = shardwise.ones(ROWS, 640, 128)
     assert tensor.local_tensor().shape == (10, 128)
     assert tensor.redistribute(COLUMNS).local_tensor().shape == (640, 2)
     assert (tensor + 1).sum().shape == ()
     assert tensor.full_tensor().shape == (640, 128)
+    assert shardwise.shard_tensor(torch.zeros(640, 128), ROWS).local_tensor().shape == (10, 128)
+    assert tensor.redistribute(COLUMNS, max_bytes=1024).local_tensor().shape == (640, 2)
+    ids = torch.arange(10 * rank, 10 * rank + 3)  # rows that are here
+    assert torch.equal(nn.functional.embedding(ids, tensor), torch.ones(3, 128))
     mesh = init_device_mesh("cpu", (8, 8))
     grid = GridShardingSpec((0, 1), [places(*range(row, row + 8)) for row in range(0, WORLD, 8)])
     dtensor = tensor.to_dtensor(mesh, [Shard(0), Shard(1)])
@@ -55,6 +62,7 @@ def without_any() -> None:
         out = model(torch.randn(8, 65536))
         assert out.shape == (8 * WORLD, 65536)  # each rank's batch
         out.pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         weight = model.get_parameter("0.weight")
         assert weight.grad.local_tensor().shape == (1024, 65536)
         optimizer.step()
@@ -65,9 +73,10 @@ def without_any() -> None:
 
 
 if __name__ == "__main__":
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    with_little_memory()
-    on_meta()
-    without_any()
-    dist.destroy_process_group()
-    print("done")
+    for rank in map(int, sys.argv[1:]):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
+        with_little_memory()
+        on_meta()
+        without_any()
+        dist.destroy_process_group()
+        print("done as rank", rank)

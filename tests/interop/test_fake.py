@@ -24,9 +24,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_world_of_64_in_one_process() -> None:
     """Specs, factories, models, optimizers and plans, without ranks to talk to and without memory for the model."""
-    script = [sys.executable, "-W", "error::UserWarning", "-m", "tests.interop.fake_world"]
+    script = [sys.executable, "-W", "error::UserWarning", "-m", "tests.interop.fake_world", "0", "37"]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=110)
-    assert done.stdout == "done\n", done.stderr
+    assert done.stdout == "done as rank 0\ndone as rank 37\n", done.stderr
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -16,7 +16,7 @@ from shardwise.dispatch import op_name, unsupported
 from shardwise.errors import ProcessGroupError
 from shardwise.ops.call import plain_values
 from shardwise.ops.compute import assemble, frame_of, places_of, shared_plain
-from shardwise.process_group import Fields, in_step_sharing, is_member
+from shardwise.process_group import Fields, in_step_sharing, is_member, without_data
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradients import Way, moved_tensors
 from shardwise.sharded_tensor.movement import copy_into, require_movable, whole_on
@@ -120,6 +120,8 @@ def _is_here(tensor: ShardedTensorBase) -> bool:
 
 def _drawing_alike(seed: int, device: torch.device, work: Callable[[], Any]) -> Any:
     """Do the same work as all ranks; what it draws, it draws from this seed, and each rank's generator goes on."""
+    if without_data():
+        return work()
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(seed)
@@ -147,7 +149,8 @@ def _agreed_seed(op: Function, operands: list[torch.Tensor], arguments: str, gro
             else:
                 about = f"{tuple(one.shape)} {_digest(one)}"
             fields[f"operand {k}"] = f"{about} {one.dtype} requires_grad={one.requires_grad}"
-        state = torch.get_rng_state().numpy().tobytes() if dist.get_rank(group) == 0 else b""
+        draws = dist.get_rank(group) == 0 and not without_data()
+        state = torch.get_rng_state().numpy().tobytes() if draws else b""
         return None, fields, int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "little")
 
     return int(in_step_sharing(group, work)[1][0])
@@ -155,7 +158,7 @@ def _agreed_seed(op: Function, operands: list[torch.Tensor], arguments: str, gro
 
 def _digest(plain: torch.Tensor) -> str:
     """Something that differs when the values do, for tensors that are quickly read."""
-    if plain.device.type != "cpu" or plain.layout != torch.strided or plain.nbytes > MOST_COMPARED:
+    if plain.device.type != "cpu" or plain.layout != torch.strided or plain.nbytes > MOST_COMPARED or without_data():
         return ""
     data = plain.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(data.numpy().tobytes(), digest_size=8).hexdigest()

@@ -17,13 +17,22 @@ from torch.distributed import P2POp, ProcessGroup
 
 from shardwise.errors import TransferError
 from shardwise.layout import Layout
-from shardwise.process_group import without_data
+from shardwise.process_group import is_fake, without_data
 from shardwise.transfer.pieces import Piece, as_bytes, copy, pieces_of
 from shardwise.transfer.plan import Plan
 from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
 
 Write = Callable[[torch.Tensor, torch.Tensor], object]  # into a view of the destination, what arrived for it
 Ready = Callable[[], object]  # called once, after packing and before anything is sent
+
+
+def lost(what: str, error: Exception) -> TransferError:
+    """The error of a rank that could not do this with others, and why torch says so."""
+    why = str(error).strip().partition("\n")[0]
+    return TransferError(
+        f"rank {dist.get_rank()} could not {what}: a rank has died, left, or taken longer than the group's timeout "
+        f"(torch says: {why})"
+    )
 
 
 class Moving(Protocol):
@@ -82,11 +91,8 @@ class _Carrier:
             self._write(piece.view, arrived.to(piece.view.device) if self._plan.sums else arrived)
             position += piece.count
 
-    def _lost(self, what: str, count: int) -> TransferError:
-        return TransferError(
-            f"rank {self._rank} could not {what} {count * self._dtype.itemsize:,} bytes of a tensor on its way to "
-            "another layout: a rank has died, left, or taken longer than the group's timeout"
-        )
+    def _lost(self, what: str, count: int, error: Exception) -> TransferError:
+        return lost(f"{what} {count * self._dtype.itemsize:,} bytes of a tensor on its way to another layout", error)
 
 
 class AllToAll(_Carrier):
@@ -128,7 +134,7 @@ class AllToAll(_Carrier):
         try:
             work: dist.Work | None = dist.all_to_all_single(taken, given, out, into, group=self._group, async_op=True)
         except RuntimeError as error:
-            raise self._lost("exchange", given.numel() // self._dtype.itemsize) from error
+            raise self._lost("exchange", given.numel() // self._dtype.itemsize, error) from error
         assert work is not None, "only an outsider of the group gets no work"
         return work
 
@@ -148,7 +154,7 @@ class AllToAll(_Carrier):
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise self._lost("exchange", self._given.numel() // self._dtype.itemsize) from error
+            raise self._lost("exchange", self._given.numel() // self._dtype.itemsize, error) from error
         if self._arrived is not None:
             with torch.no_grad():
                 self._unpack(self._arrived, self._pieces)
@@ -251,7 +257,7 @@ class PointToPoint(_Carrier):
         try:
             work = function(buffer, segment.peer, group=self._group)
         except RuntimeError as error:
-            raise self._lost(f"{what} rank {segment.peer}", segment.count) from error
+            raise self._lost(f"{what} rank {segment.peer}", segment.count, error) from error
         assert work is not None, "only an outsider of the group gets no work, and it has no pieces"
         return work
 
@@ -262,7 +268,7 @@ class PointToPoint(_Carrier):
                 work.wait()
             except RuntimeError as error:
                 what = "receive from" if receiving else "send to"
-                raise self._lost(f"{what} rank {segment.peer}", segment.count) from error
+                raise self._lost(f"{what} rank {segment.peer}", segment.count, error) from error
             if receiving:
                 self._land(segment)
             segment.buffer = None
@@ -311,7 +317,7 @@ def move(
             return Done(outs)  # as they would be
         if tell is not None:
             return tell_all(plan, tensors, outs, process_group, dtype, tell)
-        if not plan.moved:
+        if not plan.moved or is_fake(process_group):
             ready()
             return copy_own(plan, tensors, outs)
         if max_bytes is None:
