@@ -38,6 +38,15 @@ try:
     api.nonsense
 except AttributeError as error:
     print(error)
+import importlib.util, torch.distributed._sharded_tensor
+import torch.distributed._shard.sharding_spec.chunk_sharding_spec_ops  # registered ops, which are there
+assert importlib.util.find_spec("torch.distributed._shard.sharded_tensor").loader is not None
+assert importlib.reload(torch.distributed._shard) is torch.distributed._shard
+assert torch.distributed._shard.sharded_tensor.ShardedTensor is ShardedTensor
+try:
+    import torch.distributed._shard.sharded_tensor._ops.binary_cmp
+except ModuleNotFoundError as error:
+    print(error)
 import os, torch.distributed._state_dict_utils as user
 from shardwise.dropin.children import STARTUP
 assert os.environ["PYTHONPATH"].split(os.pathsep).count(STARTUP) == 1
@@ -46,6 +55,7 @@ shardwise.dropin.uninstall()
 shardwise.dropin.uninstall()
 assert not shardwise.dropin.is_installed()
 assert STARTUP not in os.environ.get("PYTHONPATH", "")
+assert "torch.distributed._sharded_tensor" not in sys.modules and not hasattr(torch.distributed, "_sharded_tensor")
 assert user._all_gather_sharded_tensor.__module__ == "torch.distributed._state_dict_utils"
 shardwise.dropin.install(for_children=False)
 assert STARTUP not in os.environ.get("PYTHONPATH", "")
@@ -55,6 +65,7 @@ assert Theirs is not ShardedTensor and Theirs.__module__.startswith("torch.")
 """)
     assert "cannot import name 'nonsense'" in printed
     assert "shardwise stands in for it" in printed
+    assert "no module named 'torch.distributed._shard.sharded_tensor._ops.binary_cmp': shardwise stands in" in printed
 
 
 def test_too_late_is_an_error_that_names_who_was_first() -> None:

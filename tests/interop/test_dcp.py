@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import ALL, PLAIN, SIZE, boxes, chunks, places
 from torch import nn
+from torch.distributed import init_device_mesh
 from torch.utils import _pytree as pytree
 
 import shardwise
 from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedOptimizer, ShardedTensor, shard_tensor
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, RankMismatchError
 from shardwise.testing import ranks
 
 with warnings.catch_warnings():
@@ -178,6 +180,37 @@ def test_full_state_dicts() -> None:
         )
         assert isinstance(two[0].weight, ShardedTensor)
         assert_same(two.state_dict(), whole)
+
+
+class Pair(NamedTuple):
+    """Some container of a state."""
+
+    one: Any
+    other: Any
+
+
+@ranks(2)
+def test_full_state_dicts_of_any_containers() -> None:
+    """In the same kinds of containers, in the order of no rank, with DTensors; or on the first rank's CPU alone."""
+    sharded, dtensor = shard_tensor(PLAIN, chunks(0, 0, 1)), shard_tensor(PLAIN + 2, chunks(0, 0, 1))
+    more = dtensor.to_dtensor(init_device_mesh("cpu", (2,)))
+    entries = {"a": [Pair(sharded, 1), (more,)], "b": shard_tensor(PLAIN + 1, chunks(1, 1, 0)), "c": torch.ones(2)}
+    state: OrderedDict[str, Any] = OrderedDict(sorted(entries.items(), reverse=dist.get_rank() == 1))
+    state._metadata = {"version": 2}
+    whole = interop.full_state_dict(state)
+    assert isinstance(whole, OrderedDict)
+    assert whole._metadata == {"version": 2}
+    assert list(whole) == list(state)
+    assert isinstance(whole["a"][0], Pair)
+    assert whole["c"].data_ptr() == entries["c"].data_ptr()
+    found = [whole["a"][0].one, whole["a"][1][0], whole["b"]]
+    assert all(type(tensor) is torch.Tensor for tensor in found)
+    for tensor, expected in zip(found, (PLAIN, PLAIN + 2, PLAIN + 1), strict=True):
+        assert torch.equal(tensor, expected)
+    on_first = interop.full_state_dict(state, cpu_offload=True)
+    assert list(on_first) == (list(state) if dist.get_rank() == 0 else [])
+    with pytest.raises(RankMismatchError, match="keys"):
+        interop.full_state_dict(state if dist.get_rank() == 0 else {})
 
 
 @ranks(4)

@@ -28,5 +28,6 @@ def exclude() -> None:
 
 
 def _others() -> list[str]:
-    """What else is on the path."""
-    return [entry for entry in os.environ.get(VARIABLE, "").split(os.pathsep) if entry and entry != STARTUP]
+    """What else is on the path, as it is: an empty entry stands for the folder that a Python is started in."""
+    path = os.environ.get(VARIABLE, "")
+    return [entry for entry in path.split(os.pathsep) if entry != STARTUP] if path else []

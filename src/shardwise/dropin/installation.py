@@ -6,7 +6,7 @@ import sys
 
 import torch.distributed
 
-from shardwise.dropin import children, corrections, moved
+from shardwise.dropin import children, corrections, finder
 from shardwise.dropin.importers import holders, loaded
 from shardwise.dropin.modules import ROOT, VirtualModule, full_name, make_modules
 from shardwise.errors import DropinError
@@ -27,7 +27,7 @@ def install(*, for_children: bool = True) -> None:
         for path, module in make_modules().items():
             sys.modules[full_name(path)] = module
         torch.distributed._shard = sys.modules[ROOT]  # as importing it would
-        moved.start()
+        finder.start()
         corrections.start()
     if for_children:
         children.include()
@@ -40,11 +40,16 @@ def uninstall() -> None:
     """
     if is_installed():
         corrections.stop()
-        moved.stop()
+        finder.stop()
         children.exclude()
-        for name in loaded(ROOT):
+        others = [
+            name for name, module in sys.modules.items() if isinstance(module, VirtualModule)
+        ]  # torch has aliases
+        for name in dict.fromkeys([*loaded(ROOT), *others]):
             del sys.modules[name]
-        del torch.distributed._shard
+            parent, _, child = name.rpartition(".")
+            if parent in sys.modules:
+                vars(sys.modules[parent]).pop(child, None)
 
 
 def is_installed() -> bool:

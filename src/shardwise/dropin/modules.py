@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +21,17 @@ class VirtualModule(ModuleType):
             f"module {self.__name__!r} has no attribute {name!r}: shardwise stands in for it (shardwise.dropin), "
             "and has no such name"
         )
+
+
+class InMemory(Loader):
+    """Gives the module that is there; importing it again, or reloading it, changes nothing."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module of that name."""
+        return sys.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is left to do."""
 
 
 def full_name(path: str) -> str:
@@ -38,6 +52,10 @@ def make_modules() -> dict[str, VirtualModule]:
 def _module(path: str) -> VirtualModule:
     module = VirtualModule(full_name(path), f"shardwise in the place of {full_name(path)}.")
     vars(module).update(TABLE[path])
-    if any(other.startswith(f"{path}.") or not path for other in TABLE if other != path):
-        module.__path__ = []  # a package, whose modules are all in sys.modules
+    inside = any(other.startswith(f"{path}.") for other in TABLE)
+    is_package = inside or not path or not TABLE[path]  # those without a name of their own are packages too
+    module.__spec__ = ModuleSpec(module.__name__, InMemory(), is_package=is_package)
+    module.__loader__ = module.__spec__.loader
+    if is_package:
+        module.__path__ = []  # its modules are all in sys.modules
     return module

@@ -197,6 +197,9 @@ TABLE: dict[str, dict[str, Any]] = {
         "build_reshard_metadata": resharding.build_reshard_metadata,
     },
     "sharded_tensor.logger": {"_get_or_create_logger": _get_or_create_logger},
+    # Imported for their effect: they registered ops, which are built in here.
+    "sharded_tensor._ops": {},
+    "sharding_spec.chunk_sharding_spec_ops": {},
     # Of 2022; later versions of torch have neither.
     "partial_tensor": {"_PartialTensor": partial.PartialTensor},
     "replicated_tensor": {"ReplicatedTensor": partial.ReplicatedTensor},

@@ -6,35 +6,77 @@ Importing this module imports `torch.distributed.checkpoint`, and with it the ol
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import hf_storage
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from shardwise.errors import CheckpointError
+from shardwise.process_group import Fields, in_step, or_default
 from shardwise.sharded_tensor import ShardedTensor
 
 __all__ = ["HuggingFaceStorageWriter", "full_state_dict"]
 
 
-def full_state_dict(state: Any) -> Any:
-    """A copy of a nested state in which every sharded tensor is whole. Every rank calls it, and gets all of it.
+def full_state_dict(state: Any, *, cpu_offload: bool = False, process_group: ProcessGroup | None = None) -> Any:
+    """The same nested state with every sharded tensor and DTensor whole; other tensors are those that are given.
 
-    Without the drop-in, `get_model_state_dict` with ``full_state_dict=True`` leaves sharded tensors as they are.
+    Every rank of the group calls it, with the same keys, and gets all of it. With ``cpu_offload``, only the first rank
+    does, in the memory of its CPU, and all others get an empty dict, as with torch's option of this name::
+
+        full_state_dict(model.state_dict(), cpu_offload=True)
+
+    `get_model_state_dict` with ``full_state_dict=True`` leaves sharded tensors as they are without the drop-in.
     """
-    if isinstance(state, ShardedTensor):
-        return state.full_tensor().detach()
-    if isinstance(state, Mapping):
-        return {key: full_state_dict(value) for key, value in state.items()}
-    if isinstance(state, list | tuple) and not hasattr(state, "_fields"):
-        return type(state)(full_state_dict(value) for value in state)
-    return state.detach() if isinstance(state, torch.Tensor) else state
+    group = or_default(process_group)
+    found = sorted(_distributed_in(state, ()), key=lambda item: item[0])
+
+    def work() -> tuple[None, Fields]:
+        return None, {"verb": "full_state_dict", "cpu_offload": cpu_offload, "keys": [name for name, _ in found]}
+
+    in_step(group, work)
+    keeps = not cpu_offload or dist.get_rank(group) == 0
+    whole: dict[int, torch.Tensor] = {}
+    with torch.no_grad():
+        for _, tensor in found:
+            gathered = tensor.full_tensor().detach()
+            if keeps:
+                whole[id(tensor)] = gathered.cpu() if cpu_offload else gathered
+    return _replaced(state, whole, cpu_offload) if keeps else {}
+
+
+def _distributed_in(state: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Each tensor that is in pieces, by its path."""
+    if isinstance(state, ShardedTensor | DTensor):
+        yield "/".join(path), state
+    elif isinstance(state, Mapping | list | tuple):
+        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from _distributed_in(value, (*path, str(key)))
+
+
+def _replaced(state: Any, whole: dict[int, torch.Tensor], cpu_offload: bool) -> Any:
+    """The state with other tensors in the place of those in pieces; containers are of the same kind."""
+    if isinstance(state, torch.Tensor):
+        plain = whole.get(id(state), state).detach()
+        return plain.cpu() if cpu_offload else plain
+    if isinstance(state, MutableMapping):
+        made = copy.copy(state)  # with what hangs on it, such as the versions of a module's state
+        made.update({key: _replaced(value, whole, cpu_offload) for key, value in state.items()})
+        return made
+    if isinstance(state, list | tuple):
+        values = [_replaced(value, whole, cpu_offload) for value in state]
+        return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)
+    return state
 
 
 class HuggingFaceStorageWriter(hf_storage.HuggingFaceStorageWriter):

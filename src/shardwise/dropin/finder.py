@@ -1,4 +1,8 @@
-"""`torch.distributed._shard.checkpoint` is where `torch.distributed.checkpoint` used to be: the old name gives it."""
+"""What an import of the old system's modules finds, besides those in memory.
+
+`torch.distributed._shard.checkpoint` is where `torch.distributed.checkpoint` used to be: the old name gives it. What is
+not in the table is not there, and the error says why.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,30 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from shardwise.dropin.modules import ROOT
+from shardwise.dropin.modules import ROOT, VirtualModule
 
 MOVED = {f"{ROOT}.checkpoint": "torch.distributed.checkpoint"}
 
 
 class Finder(MetaPathFinder):
-    """Finds the modules that have another name today."""
+    """Finds the old system's modules, whatever torch has in their place."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """For a module that has moved, one that gives the other."""
+        """For a module in memory, itself; for one that has moved, one that gives the other; else an error."""
+        if name != ROOT and not name.startswith(f"{ROOT}."):
+            return None
         for old, new in MOVED.items():
             if name == old or name.startswith(f"{old}."):
                 return ModuleSpec(name, Moved(new + name.removeprefix(old)))
-        return None
+        module = sys.modules.get(name)
+        if isinstance(module, VirtualModule):
+            return module.__spec__
+        raise ModuleNotFoundError(
+            f"no module named {name!r}: shardwise stands in for {ROOT} (shardwise.dropin), and has no such module",
+            name=name,
+        )
 
 
 class Moved(Loader):
