@@ -411,4 +411,5 @@ def call_directly(name: str) -> None:
         return handler((type(self),), (self, *args), kwargs, frame.process_group)
 
     direct.__doc__ = f"As `torch.Tensor.{name}`, of the whole tensor."
+    del direct.__wrapped__  # type: ignore[attr-defined] # of C, which tools that look for code stumble over
     setattr(ShardedTensorBase, name, direct)
