@@ -26,7 +26,7 @@ from shardwise.ops.recorder import watching
 from shardwise.ops.replay import remembered
 from shardwise.ops.rule import Rule
 from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.base import call_directly
+from shardwise.sharded_tensor.direct import call_directly
 from shardwise.sharded_tensor.movement import copy_into
 
 Handler = Callable[[Call], Any]

@@ -10,7 +10,7 @@ import torch
 from shardwise.dispatch import Op, registry, unsupported
 from shardwise.ops.below import descend
 from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.base import call_directly
+from shardwise.sharded_tensor.direct import call_directly
 from shardwise.sharded_tensor.movement import copy_into
 
 

@@ -14,7 +14,7 @@ from shardwise.ops.call import Aten, Call
 from shardwise.ops.compute import compute
 from shardwise.ops.rule import Rule, broadcast
 from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.base import call_directly
+from shardwise.sharded_tensor.direct import call_directly
 
 aten = torch.ops.aten
 

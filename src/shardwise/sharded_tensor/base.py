@@ -7,7 +7,6 @@ and the autograd graph, are in the local shards.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
@@ -390,26 +389,3 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return registry.verbs["aten"](func, args, kwargs or {})
-
-
-def call_directly(name: str) -> None:
-    """Let a method of often called ops go straight to its handler, which spares the way through C++ and back.
-
-    Where a torch function mode is active, the call takes the usual way, so that the mode sees it; and where torch
-    function dispatch is disabled, as inside an op that is broken down into others.
-    """
-    method = getattr(torch.Tensor, name)
-    mode_is_active = torch._C._is_torch_function_mode_enabled
-    dispatches = torch._C._is_torch_function_enabled
-
-    @functools.wraps(method)
-    def direct(self: ShardedTensorBase, *args: Any, **kwargs: Any) -> Any:
-        frame = self._frame
-        handler = registry.find(method, frame.spec)
-        if handler is None or mode_is_active() or not dispatches():
-            return method(self, *args, **kwargs)
-        return handler((type(self),), (self, *args), kwargs, frame.process_group)
-
-    direct.__doc__ = f"As `torch.Tensor.{name}`, of the whole tensor."
-    del direct.__wrapped__  # type: ignore[attr-defined] # of C, which tools that look for code stumble over
-    setattr(ShardedTensorBase, name, direct)
