@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -21,6 +22,18 @@ MEMORY_FORMATS = {
     "channels_last_3d": torch.channels_last_3d,
     "preserve_format": torch.preserve_format,
 }
+
+
+class MemoryFormatEncoding(Enum):
+    """The numbers by which pickles of the old system name memory formats."""
+
+    TORCH_CONTIGUOUS_FORMAT = 0
+    TORCH_CHANNELS_LAST = 1
+    TORCH_PRESERVE_FORMAT = 2
+
+    def decoded(self) -> torch.memory_format:
+        """The memory format that is meant."""
+        return MEMORY_FORMATS[self.name.removeprefix("TORCH_").lower()]
 
 
 _new = object.__new__
@@ -102,6 +115,11 @@ class TensorProperties:
         # A memory format travels by its name: not every version of torch can pickle the object.
         name = next(name for name, value in MEMORY_FORMATS.items() if value is self.memory_format)
         return restore_properties, (self.dtype, self.layout, self.requires_grad, name, self.pin_memory)
+
+    def __setstate__(self, state: tuple[torch.dtype, torch.layout, bool, MemoryFormatEncoding, bool]) -> None:
+        # Only pickles of the old system come this way.
+        self.dtype, self.layout, self.requires_grad, encoding, self.pin_memory = state
+        self.memory_format = encoding.decoded()
 
 
 def restore_properties(

@@ -104,7 +104,6 @@ ABSENT = {
         "_sharded_tensor_lock",
         "_validate_output_tensor_for_gather",
     },
-    "sharded_tensor.metadata": {"MEM_FORMAT_ENCODING"},
     "sharded_tensor.utils": {"_raise_if_mismatch", "_validate_output_tensor_for_gather"},
     "sharded_tensor.logger": {"_get_logging_handler", "_log_handlers"},
     "sharding_spec.api": {"_CUSTOM_SHARDING_SPEC_OPS"},

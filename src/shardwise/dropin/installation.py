@@ -6,7 +6,7 @@ import sys
 
 import torch.distributed
 
-from shardwise.dropin import children, corrections, finder
+from shardwise.dropin import children, corrections, finder, old_pickles
 from shardwise.dropin.importers import holders, loaded
 from shardwise.dropin.modules import ROOT, VirtualModule, full_name, make_modules
 from shardwise.errors import DropinError
@@ -29,6 +29,7 @@ def install(*, for_children: bool = True) -> None:
         torch.distributed._shard = sys.modules[ROOT]  # as importing it would
         finder.start()
         corrections.start()
+        old_pickles.start()
     if for_children:
         children.include()
 
@@ -39,13 +40,12 @@ def uninstall() -> None:
     Modules that were imported meanwhile keep what they have.
     """
     if is_installed():
+        old_pickles.stop()
         corrections.stop()
         finder.stop()
         children.exclude()
-        others = [
-            name for name, module in sys.modules.items() if isinstance(module, VirtualModule)
-        ]  # torch has aliases
-        for name in dict.fromkeys([*loaded(ROOT), *others]):
+        aliases = [name for name, module in sys.modules.items() if isinstance(module, VirtualModule)]
+        for name in dict.fromkeys([*loaded(ROOT), *aliases]):
             del sys.modules[name]
             parent, _, child = name.rpartition(".")
             if parent in sys.modules:

@@ -177,7 +177,11 @@ TABLE: dict[str, dict[str, Any]] = {
         "_create_tensor_from_params": assembly.create_tensor_from_params,
         "_sharded_tensor_map": remote.ids.tensors,
     },
-    "sharded_tensor.metadata": {**_METADATA, **_TENSOR_METADATA},
+    "sharded_tensor.metadata": {
+        **_METADATA,
+        **_TENSOR_METADATA,
+        "MEM_FORMAT_ENCODING": metadata.MemoryFormatEncoding,
+    },
     "sharded_tensor.shard": {**_SHARD, **_METADATA},
     "sharded_tensor.utils": {
         **_BUILDING,

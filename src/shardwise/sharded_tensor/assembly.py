@@ -195,7 +195,7 @@ def from_global_metadata(
         layout = locate_all(layout, process_group)
     if spec is None:
         spec = infer_chunk_or_enumerable(metadata.shards_metadata)
-    rows = _rows_of(local_shards, layout, mine)
+    rows = rows_of(local_shards, layout, mine)
     if list(rows) != sorted(rows):  # shards are kept in the order of the layout, so that tensors can be paired by it
         order = sorted(range(len(rows)), key=rows.__getitem__)
         rows, local_shards = tuple(sorted(rows)), [local_shards[k] for k in order]
@@ -285,7 +285,7 @@ def _require_matching(shard: Shard, properties: TensorProperties) -> None:
             raise PropertyError("Only torch.contiguous_format memory_format is currently supported")
 
 
-def _rows_of(local_shards: list[Shard], layout: Layout, candidates: list[int]) -> tuple[int, ...]:
+def rows_of(local_shards: list[Shard], layout: Layout, candidates: list[int]) -> tuple[int, ...]:
     """The row of the layout that each local shard fills."""
     free: dict[ShardMetadata, list[int]] = {}
     for row in candidates:

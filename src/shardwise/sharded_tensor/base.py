@@ -56,12 +56,16 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
         """The wrapper around parts that are known to fit."""
         frame = parts.frame
         self = _make_wrapper(cls, frame.size, dtype=frame.dtype, device=frame.device)
-        self._frame = frame
+        self._fill(parts)
+        return self
+
+    def _fill(self, parts: Parts) -> None:
+        """Take on these parts, for the first time."""
+        self._frame = parts.frame
         self._tensors = parts.tensors
         self._shards = parts.shards
         self._pinned = parts.pin_memory
         self._wants_grad = parts.requires_grad
-        return self
 
     def _like(self, tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> Any:
         """The same layout, filled with these local tensors: the result of an op that keeps shards where they are."""

@@ -66,15 +66,34 @@ def restore(state: dict[str, Any]) -> Parts:
     if not isinstance(state, dict) or state.get("version") != VERSION:
         raise PropertyError(f"not a pickled ShardedTensor of version {VERSION}: {type(state).__name__}")
     try:
-        group = None if state["group"] is None else _group_as_saved(state["group"])
+        group = None if state["group"] is None else group_as_saved(state["group"])
         return _parts_as_saved(state, group)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise PropertyError(f"a pickled ShardedTensor with broken contents: {error!r}") from error
 
 
 def _parts_as_saved(state: dict[str, Any], group: ProcessGroup | None) -> Parts:
-    layout, spec = _layout_as_saved(state), state["spec"]
+    flags = {name: state[name] for name in ("dtype", "requires_grad", "pin_memory")}
     tensors, rows = list(state["tensors"]), tuple(state["rows"])
+    return checked_parts(_layout_as_saved(state), state["spec"], rows, tensors, state["probe"], group, **flags)
+
+
+def checked_parts(
+    layout: Layout,
+    spec: Any,
+    rows: tuple[int, ...],
+    tensors: list[torch.Tensor],
+    probe: torch.Tensor,
+    group: ProcessGroup | None,
+    *,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    pin_memory: bool,
+) -> Parts:
+    """The parts of these tensors for these rows, if they are what they should be, on the devices where they are now.
+
+    ``probe`` is an empty tensor from the same file: it tells a rank without shards where `map_location` sends them.
+    """
     if not isinstance(spec, ShardingSpec) or spec.layout(layout.size).order_of(layout) is None:
         raise PropertyError("a pickled ShardedTensor whose spec does not make its layout")
     here = rows if group is None else layout.rows_on(dist.get_rank())
@@ -82,12 +101,12 @@ def _parts_as_saved(state: dict[str, Any], group: ProcessGroup | None) -> Parts:
         raise PropertyError(f"a pickled ShardedTensor with {len(tensors)} tensors for shards {rows}, expected {here}")
     for row, tensor in zip(rows, tensors, strict=True):
         found = (list(tensor.size()), tensor.dtype, tensor.requires_grad)
-        wanted = (layout.boxes.sizes[row].tolist(), state["dtype"], state["requires_grad"])
+        wanted = (layout.boxes.sizes[row].tolist(), dtype, requires_grad)
         if found != wanted:
             raise PropertyError(f"a pickled ShardedTensor whose shard {row} is {found}, expected {wanted}")
-    moved = _on_loaded_devices(layout, rows, [*tensors, state["probe"]])
-    frame = Frame.of(moved, spec if moved is layout else placed(spec, moved), rows, state["dtype"], group)
-    return Parts(frame, tensors, None, bool(state["requires_grad"]), bool(state["pin_memory"]))
+    moved = _on_loaded_devices(layout, rows, [*tensors, probe])
+    frame = Frame.of(moved, spec if moved is layout else placed(spec, moved), rows, dtype, group)
+    return Parts(frame, tensors, None, bool(requires_grad), bool(pin_memory))
 
 
 def _layout_as_saved(state: dict[str, Any]) -> Layout:
@@ -117,7 +136,7 @@ def _on_loaded_devices(layout: Layout, rows: tuple[int, ...], tensors: list[torc
     return layout.moved(loaded)
 
 
-def _group_as_saved(saved: dict[str, int]) -> Any:
+def group_as_saved(saved: dict[str, int]) -> Any:
     """The current group, when this process stands in it where the writer stood."""
     if not dist.is_initialized():
         raise ProcessGroupError(

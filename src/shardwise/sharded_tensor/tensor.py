@@ -13,7 +13,7 @@ from shardwise.errors import MemoryFormatError, RpcError
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, restore_properties
 from shardwise.process_group import Fields, in_step, or_default
 from shardwise.random import Draw, TileGenerator, current_generator
-from shardwise.sharded_tensor import assembly, movement, pickling, remote
+from shardwise.sharded_tensor import assembly, movement, old_pickles, pickling, remote
 from shardwise.sharded_tensor.base import ShardedTensorBase
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.shard import Shard
@@ -157,6 +157,19 @@ class ShardedTensor(ShardedTensorBase):
             return cls._wrap(parts), {"verb": "from metadata, with references"}
 
         return remote.share(in_step(or_default(None), work)) if init_rrefs else work()[0]
+
+    # Pickles of the old system ----------------------------------------------------------------------------------
+
+    ProcessGroupState = old_pickles.ProcessGroupState
+
+    def __setstate__(self, state: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # what torch has made to be filled: a wrapper, and no more
+            bare: Any = torch._C.TensorBase
+            device = bare.device.__get__(self)
+            bare.requires_grad.__set__(self, False)  # the shards say so
+        self._fill(old_pickles.restore(state, device))
+        if state[-1]:
+            remote.share(self)
 
     # Moving data ------------------------------------------------------------------------------------------------
 

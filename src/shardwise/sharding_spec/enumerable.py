@@ -61,6 +61,11 @@ class EnumerableShardingSpec(ShardingSpec):
     def _plain_arguments(self) -> tuple[Any, ...]:
         return (self.shards,)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Pickles of the old system, and of subclasses: the shards are checked as those of the constructor are.
+        vars(self).update(state)
+        EnumerableShardingSpec.__post_init__(self)
+
 
 def validate_non_overlapping_shards_metadata(shards: list[ShardMetadata]) -> None:
     """Raise a `ValueError` that names two overlapping shards, if there are such."""
