@@ -154,4 +154,4 @@ def test_an_object_that_refuses_its_state_on_one_rank(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="not here"):
         shardwise.load(twin, tmp_path / "checkpoint")
     assert twin["first"] == twin["epoch"] == 0
-    assert twin["optimizer"].state_dict()["state"]["a"] == {}
+    assert not twin["optimizer"].state

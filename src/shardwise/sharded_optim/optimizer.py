@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import OptimizerError
+from shardwise.errors import OptimizerError, OptimizerStateError
 from shardwise.process_group import Fields
 from shardwise.sharded_optim import loading, naming, state, template
 from shardwise.sharded_optim.member import Member
@@ -44,6 +44,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         naming.require_distinct(groups)
         roster = Roster(*scope_of(optimizer_class), (optimizer_args, optimizer_kwargs), groups)
         self._first: dict[torch.Tensor, dict[str, Any]] = {}  # leaves with state of `init_state`, and how that was
+        self._begun = False  # whether there was a step, or state was loaded: on every rank or on none
+        self._empty: Any = None  # entries that were given out with nothing in them, before that
         pairs = [{**naming.options(group), "params": list(group["params"].items())} for group in groups]
         super().__init__(pairs, roster.inner.defaults)  # which calls `add_param_group`
         self._roster = roster
@@ -74,6 +76,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state along.
         """
         roster = self._roster
+        self._begun = True
         for member in roster.sharded:
             if member.parameter._tensors is not member.locals and not member.is_current():  # type: ignore[attr-defined] # sharded
                 self._follow()
@@ -129,7 +132,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Every rank calls it, and all get the same names and keys. State of a parameter's size is sharded as the
         parameter is, over the memory of the optimizer where it lies so; what kinds of state there are travels, and what
-        lies elsewhere.
+        lies elsewhere. Before the first step it has the state of `init_state`, so that `torch.distributed.checkpoint`
+        finds a place for what it loads.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -138,7 +142,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = [
             {**options, "params": [member.name for member in members]} for members, options in self._with_options()
         ]
-        entries = state.exported(roster.members, roster.inner.state, roster.group)
+        prepare = None if self._begun else self._make_room
+        entries = state.exported(roster.members, roster.inner.state, roster.group, prepare=prepare)
+        self._empty = None if self._begun or any(entries.values()) else entries
         made: dict[str, Any] = {"state": entries, "param_groups": groups}
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, made)
@@ -159,6 +165,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         roster = self._roster
 
         def check() -> tuple[loading.Loaded, Fields]:
+            self._require_filled(given)
             strict, shapes = roster.optimizer_class in TORCH, template.Shapes(roster.new_optimizer)
 
             def shapes_of(member: Member, number: int, options: Mapping[str, Any]) -> dict[str, template.Shape] | None:
@@ -178,11 +185,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         together(roster.group, lambda: (None, {"verb": "loaded"}))  # on every rank
         roster.inner.state.clear()
         roster.inner.state.update(made)
-        self._first = {}
+        self._first, self._begun = {}, True
         for group, over in zip(self.param_groups, loaded.options, strict=True):
             group.update(over)
         for done in self._optimizer_load_state_dict_post_hooks.values():
             done(self)
+
+    def _require_filled(self, given: Any) -> None:
+        """Raise where this optimizer gets its own entries back, as empty as they were: they were loaded in vain."""
+        own = isinstance(given, Mapping) and self._empty is not None and given.get("state") is self._empty
+        if own and not self._begun and self._roster.scope == "model" and not any(self._empty.values()):
+            raise OptimizerStateError(
+                f"nothing was loaded: {self._roster.optimizer_class.__name__} makes its state as it goes, so before the "
+                "first step its state_dict() has no place for a checkpoint to be read into. Use shardwise.save and "
+                "shardwise.load, which need none"
+            )
 
     def init_state(self) -> None:
         """Make the state that the first step would make, so that a checkpoint can be read into `state_dict()`.
@@ -192,16 +209,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         roster = self._roster
         if roster.scope == "model":
+            if roster.inner.state:
+                return
             raise OptimizerError(
                 f"{roster.optimizer_class.__name__} makes its state as it goes, so none can be made before: "
                 "load it with load_state_dict"
             )
         for members, options in self._with_options():
-            for leaf in leaves_of(members):
-                if leaf.requires_grad and not roster.inner.state.get(leaf):
-                    entry = template.first_state(roster.new_optimizer, options, leaf)
-                    roster.inner.state[leaf] = entry
-                    self._first[leaf] = _versions(entry)
+            self._init_state_of(members, options)
+
+    def _make_room(self) -> None:
+        """`init_state` for a state dict, where it is known how: a parameter of which it is not has none yet."""
+        if self._roster.scope == "model":
+            return
+        shapes = template.Shapes(self._roster.new_optimizer)
+        for number, (members, options) in enumerate(self._with_options()):
+            known = [member for member in members if shapes.of(member.parameter, number, options) is not None]
+            self._init_state_of(known, options)
+
+    def _init_state_of(self, members: Sequence[Member], options: dict[str, Any]) -> None:
+        state = self._roster.inner.state
+        for leaf in leaves_of(members):
+            if leaf.requires_grad and not state.get(leaf):
+                state[leaf] = template.first_state(self._roster.new_optimizer, options, leaf)
+                self._first[leaf] = _versions(state[leaf])
 
     def _forget_first(self) -> None:
         """Drop the state of `init_state` that nobody has written into: the first step makes it as it should be."""

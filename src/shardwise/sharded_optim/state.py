@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,17 +30,27 @@ LIKE, ONE, OTHER, PLAIN, OBJECT = "like", "one", "other", "plain", "object"
 # From leaves to names ---------------------------------------------------------------------------------------------
 
 
-def exported(members: Sequence[Member], state: Mapping[torch.Tensor, Entry], group: ProcessGroup | None) -> Any:
+def exported(
+    members: Sequence[Member],
+    state: Mapping[torch.Tensor, Entry],
+    group: ProcessGroup | None,
+    *,
+    prepare: Callable[[], None] | None = None,
+) -> Any:
     """For each name its entry, alike on every rank: state of the parameter's size in its layout, numbers once.
 
     Every rank of the group calls it. What kinds of state there are travels; data only where the update is done
-    elsewhere than the parameter lies.
+    elsewhere than the parameter lies. ``prepare`` is called first; if it fails on one rank, it fails on all.
     """
     sharded = [member for member in members if member.frame is not None]
     known: dict[str, Described] = {}
-    if group is not None:
+    prepare = prepare or (lambda: None)
+    if group is None:
+        prepare()
+    else:
 
         def work() -> tuple[None, Fields, list[Described | None]]:
+            prepare()
             told = [described(member, state) for member in sharded]
             return None, {"verb": "state_dict", "names": [member.name for member in sharded]}, told
 

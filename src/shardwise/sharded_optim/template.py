@@ -21,7 +21,8 @@ def first_state(new: New, options: Mapping[str, Any], like: torch.Tensor) -> Ent
     optimizer = new([{**options, "params": [leaf]}])
     sparse = isinstance(optimizer, torch.optim.SparseAdam)
     leaf.grad = empty_sparse(leaf) if sparse else torch.zeros_like(leaf)
-    optimizer.step()
+    with torch.random.fork_rng([leaf.device] if leaf.is_cuda else []):  # an optimizer may draw numbers
+        optimizer.step()
     entry: Entry = dict(optimizer.state.get(leaf, {}))
     starts = {"step": 0, "mu_product": 1, "eta": float(options.get("lr", 0))}
     for key, start in starts.items():
