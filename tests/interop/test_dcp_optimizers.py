@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.cases import boxes, chunks, places
 from torch import nn
 
-from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedOptimizer, ShardingSpec, shard_tensor
+from shardwise import ReplicatedShardingSpec, ReplicatedTensor, Scoped, ShardedOptimizer, ShardingSpec, shard_tensor
 from shardwise.errors import OptimizerStateError
 from shardwise.testing import ranks, run_on_ranks
 
@@ -56,7 +56,11 @@ def plain(seed: int) -> nn.Sequential:
 def model(seed: int, specs: Sequence[ShardingSpec]) -> nn.Sequential:
     """The same with sharded parameters, but for one."""
     made = plain(seed)
-    for place, name, spec in ((made[0], "weight", specs[0]), (made[2], "weight", specs[1]), (made[2], "bias", specs[2])):
+    for place, name, spec in (
+        (made[0], "weight", specs[0]),
+        (made[2], "weight", specs[1]),
+        (made[2], "bias", specs[2]),
+    ):
         setattr(place, name, nn.Parameter(shard_tensor(getattr(place, name).data, spec)))
     return made
 
@@ -149,16 +153,27 @@ def test_a_state_dict_before_the_first_step_changes_no_training() -> None:
         assert_twin(made, kind, 2)
 
 
+class Shy(torch.optim.SGD):
+    """Does not step on what is too small."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Only with the parameters of the model."""
+        if sum(parameter.numel() for group in self.param_groups for parameter in group["params"]) < 20:
+            raise ValueError("too few elements")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Scoped(Shy, "element")])
 @ranks(2)
-def test_what_cannot_be_restored_says_so(tmp_path: Path) -> None:
-    """LBFGS makes its state as it goes: there is no place for a checkpoint to be read into, so it raises."""
+def test_what_cannot_be_restored_says_so(kind: Any, tmp_path: Path) -> None:
+    """Where it is not known what state there will be, there is no place for a checkpoint: it raises on every rank."""
 
     def fresh() -> ShardedOptimizer:
         made = model(0, [chunks(0, 1), chunks(1, 0, 1), chunks(0, 0)])
-        return ShardedOptimizer(dict(made.named_parameters()), torch.optim.LBFGS)
+        return ShardedOptimizer(dict(made.named_parameters()), kind, lr=0.1)
 
     dcp.save({"optimizer": fresh()}, checkpoint_id=tmp_path)
-    with pytest.raises(OptimizerStateError, match=r"nothing was loaded: LBFGS .*shardwise\.load"):
+    with pytest.raises(OptimizerStateError, match=r"nothing was loaded for .*shardwise\.load"):
         dcp.load({"optimizer": fresh()}, checkpoint_id=tmp_path)
     fresh().load_state_dict(fresh().state_dict())  # in memory, a new one may take on that of a new one
 

@@ -16,7 +16,7 @@ from shardwise.checkpoint.index import Index, StoredTensor, read_index
 from shardwise.checkpoint.local import Local
 from shardwise.checkpoint.matching import Match, settle
 from shardwise.checkpoint.nest import Node
-from shardwise.checkpoint.optimizers import content_to_fill
+from shardwise.checkpoint.optimizers import content_of, content_to_fill
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.slabs import Run, Slab, direct_runs, fill_staged, slabs_of
 from shardwise.checkpoint.storage import IOV_MAX, Read, Storage, storage_at
@@ -98,11 +98,11 @@ def _without_room(state: Any, stored: Node) -> list[Any]:
     found: list[Any] = []
 
     def content(owner: Any, path: nest.Path) -> Any:
-        inner, there = owner.state_dict(), stored.at(path)
+        inner, there = content_of(owner), stored.at(path)
         lazy = callable(getattr(owner, "init_state", None)) and not isinstance(owner, torch.optim.Optimizer)
         if there is not None and lazy:
             match = Match()
-            match.compare(nest.parse(inner, lambda nested, _: nested.state_dict()), there)
+            match.compare(nest.parse(inner, lambda nested, _: content_of(nested)), there)
             if match.unexpected:
                 found.append(owner)
         return inner

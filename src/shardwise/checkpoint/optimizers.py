@@ -10,6 +10,7 @@ import torch
 from shardwise.checkpoint.index import StoredTensor
 from shardwise.checkpoint.nest import Kind, Node, Path, name_of
 from shardwise.errors import StateMismatchError
+from shardwise.sharded_optim import ShardedOptimizer
 from shardwise.sharded_tensor import ShardedTensorBase
 
 Group = Mapping[str, Any]  # the options of some parameters, and in "params" their names or numbers
@@ -18,13 +19,19 @@ NAMES = ("params", "param_names")
 OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
 
+def content_of(owner: Any) -> Any:
+    """The state dict of an object; of an optimizer, with the state that it has made so far."""
+    ours = type(owner).state_dict is ShardedOptimizer.state_dict  # and not that of a subclass
+    return owner.state_dict(initial=False) if ours else owner.state_dict()
+
+
 def content_to_fill(owner: Any, stored: Node | None, path: Path) -> Any:
     """The state dict of an object; with tensors to load into where it is an optimizer that has not made them yet.
 
     What torch's optimizers keep for a parameter is of its size, and then lies as it does, or else is plain. A parameter
     that the checkpoint knows without state has never been updated: then it gets none.
     """
-    content = owner.state_dict()
+    content = content_of(owner)
     own, groups = groups_of(owner, content), None if stored is None else _groups(stored)
     if stored is None or own is None or groups is None:
         return content

@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.checkpoint import nest
 from shardwise.checkpoint.local import Local
 from shardwise.checkpoint.nest import Kind, Node
+from shardwise.checkpoint.optimizers import content_of
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.sharing_out import Source
 from shardwise.checkpoint.values import encode
@@ -29,7 +30,7 @@ class Snapshot:
     @staticmethod
     def of(state: Any, ranks: Ranks) -> Snapshot:
         """What a state is now, or a `CheckpointError` that names the entry that cannot be saved."""
-        tree = nest.parse(state, lambda owner, _: owner.state_dict())
+        tree = nest.parse(state, lambda owner, _: content_of(owner))
         found = [(path, node) for path, node in tree.walk() if node.kind is Kind.TENSOR]
         locals_ = [Local.of(nest.name_of(path), node.own, ranks) for path, node in found]
         return Snapshot(tree, [path for path, _ in found], [node for _, node in found], locals_)

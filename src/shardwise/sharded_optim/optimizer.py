@@ -45,7 +45,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         roster = Roster(*scope_of(optimizer_class), (optimizer_args, optimizer_kwargs), groups)
         self._first: dict[torch.Tensor, dict[str, Any]] = {}  # leaves with state of `init_state`, and how that was
         self._begun = False  # whether there was a step, or state was loaded: on every rank or on none
-        self._empty: Any = None  # entries that were given out with nothing in them, before that
+        self._roomless: list[str] = []  # parameters for which no state could be made before that
+        self._given_out: Any = None  # the entries of the last state dict, in which those have none
         pairs = [{**naming.options(group), "params": list(group["params"].items())} for group in groups]
         super().__init__(pairs, roster.inner.defaults)  # which calls `add_param_group`
         self._roster = roster
@@ -76,7 +77,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state along.
         """
         roster = self._roster
-        self._begun = True
+        self._begun, self._given_out = True, None
         for member in roster.sharded:
             if member.parameter._tensors is not member.locals and not member.is_current():  # type: ignore[attr-defined] # sharded
                 self._follow()
@@ -127,13 +128,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if given:  # torch's constructor gives an empty one
             raise OptimizerError("the state is that of the shards: load it with load_state_dict")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, initial: bool = True) -> dict[str, Any]:
         """The state by parameter name, and the options of the groups with the names in ``params``.
 
         Every rank calls it, and all get the same names and keys. State of a parameter's size is sharded as the
         parameter is, over the memory of the optimizer where it lies so; what kinds of state there are travels, and what
         lies elsewhere. Before the first step it has the state of `init_state`, so that `torch.distributed.checkpoint`
-        finds a place for what it loads.
+        finds a place for what it loads; with ``initial=False``, only what there is.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -142,9 +143,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = [
             {**options, "params": [member.name for member in members]} for members, options in self._with_options()
         ]
-        prepare = None if self._begun else self._make_room
+        prepare = self._make_room if initial and not self._begun else None
         entries = state.exported(roster.members, roster.inner.state, roster.group, prepare=prepare)
-        self._empty = None if self._begun or any(entries.values()) else entries
+        self._given_out = entries if self._roomless and not self._begun else None
         made: dict[str, Any] = {"state": entries, "param_groups": groups}
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, made)
@@ -185,7 +186,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         together(roster.group, lambda: (None, {"verb": "loaded"}))  # on every rank
         roster.inner.state.clear()
         roster.inner.state.update(made)
-        self._first, self._begun = {}, True
+        self._first, self._begun, self._given_out = {}, True, None
         for group, over in zip(self.param_groups, loaded.options, strict=True):
             group.update(over)
         for done in self._optimizer_load_state_dict_post_hooks.values():
@@ -193,13 +194,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _require_filled(self, given: Any) -> None:
         """Raise where this optimizer gets its own entries back, as empty as they were: they were loaded in vain."""
-        own = isinstance(given, Mapping) and self._empty is not None and given.get("state") is self._empty
-        if own and not self._begun and self._roster.scope == "model" and not any(self._empty.values()):
-            raise OptimizerStateError(
-                f"nothing was loaded: {self._roster.optimizer_class.__name__} makes its state as it goes, so before the "
-                "first step its state_dict() has no place for a checkpoint to be read into. Use shardwise.save and "
-                "shardwise.load, which need none"
-            )
+        entries = given.get("state") if isinstance(given, Mapping) else None
+        if entries is None or entries is not self._given_out or any(entries.get(name) for name in self._roomless):
+            return
+        raise OptimizerStateError(
+            f"nothing was loaded for {', '.join(map(repr, self._roomless[:3]))}: what state "
+            f"{self._roster.optimizer_class.__name__} keeps is not known before its first step, so its state_dict() "
+            "has no place yet for a checkpoint to be read into. Use shardwise.save and shardwise.load, which need none"
+        )
 
     def init_state(self) -> None:
         """Make the state that the first step would make, so that a checkpoint can be read into `state_dict()`.
@@ -220,12 +222,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _make_room(self) -> None:
         """`init_state` for a state dict, where it is known how: a parameter of which it is not has none yet."""
-        if self._roster.scope == "model":
-            return
         shapes = template.Shapes(self._roster.new_optimizer)
+        self._roomless = []
         for number, (members, options) in enumerate(self._with_options()):
-            known = [member for member in members if shapes.of(member.parameter, number, options) is not None]
-            self._init_state_of(known, options)
+            for member in members:
+                if self._roster.scope == "model" or shapes.of(member.parameter, number, options) is None:
+                    self._roomless.append(member.name)
+                else:
+                    self._init_state_of([member], options)
 
     def _init_state_of(self, members: Sequence[Member], options: dict[str, Any]) -> None:
         state = self._roster.inner.state
