@@ -19,6 +19,7 @@ from shardwise.errors import (
     NoAttributeError,
     NoDistributedTensorError,
     ProcessGroupError,
+    PropertyError,
     SignatureError,
     UnsupportedOpError,
 )
@@ -153,6 +154,26 @@ def basic_validation(op: Op, args: Sequence[Any] = (), kwargs: Mapping[str, Any]
 
 
 WALKS = frozenset({torch.Tensor.backward, torch.autograd.grad})  # through the graph, to tensors of any kind
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether this is a DTensor. Nobody has one who has not imported it."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def require_plain(tensor: object, purpose: str) -> None:
+    """Raise if a tensor that should be this rank's own is spread over ranks itself."""
+    if is_dtensor(tensor):
+        raise PropertyError(
+            f"{purpose} is a plain tensor, found {summary(tensor)}: shardwise.from_dtensor(dtensor, spec) makes a "
+            "ShardedTensor of it, dtensor.to_local() gives what this rank holds of it"
+        )
+    if isinstance(tensor, Distributed):
+        raise PropertyError(
+            f"{purpose} is a plain tensor, found {summary(tensor)}: redistribute(spec) gives it in another sharding, "
+            "full_tensor() the whole of it"
+        )
 
 
 def refuse_mixed(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, name: str = "ShardedTensor") -> None:

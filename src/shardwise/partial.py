@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.utils import _pytree as pytree
 
-from shardwise.dispatch import Distributed, refuse_mixed
+from shardwise.dispatch import Distributed, refuse_mixed, require_plain
 from shardwise.errors import PropertyError, RankMismatchError
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout
@@ -54,6 +54,7 @@ class PartialTensor(Distributed, torch.Tensor):
         """From this rank's contribution, which has the same size on every rank."""
         if not isinstance(local_shard, torch.Tensor):
             raise PropertyError(f"a partial tensor is made from a tensor, found {type(local_shard).__name__}")
+        require_plain(local_shard, "this rank's part of a PartialTensor")
         if reduce_op not in REDUCTIONS:
             raise PropertyError(f"a partial tensor cannot be reduced by {reduce_op}")
         self: PartialTensor = torch.Tensor._make_wrapper_subclass(
@@ -161,6 +162,7 @@ class ReplicatedTensor(torch.Tensor):
     def __new__(cls, data: torch.Tensor | None = None, process_group: ProcessGroup | None = None) -> ReplicatedTensor:
         """The tensor with this promise; its memory is shared."""
         data = torch.empty(0) if data is None else data
+        require_plain(data, "the value of a ReplicatedTensor")
         self = data.as_subclass(cls)
         self._process_group = or_default(process_group)
         return self

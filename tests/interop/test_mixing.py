@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.cases import PLAIN, chunks
 from torch import nn
 from torch.distributed import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.functional import linear
 
-from shardwise import PartialTensor, ReplicatedTensor, from_dtensor, shard_tensor
-from shardwise.errors import MixedOperandsError
+import shardwise
+from shardwise import PartialTensor, ReplicatedTensor, ShardedTensor, from_dtensor, shard_tensor
+from shardwise.errors import MixedOperandsError, PropertyError, SpecError, UnsupportedOpError
 from shardwise.testing import ranks
 
 MIXED: dict[str, Callable[[Any, Any], Any]] = {
@@ -88,3 +90,50 @@ def test_both_kinds_of_parameters_in_one_optimizer() -> None:
             optimizer.zero_grad(), twin.zero_grad()
         torch.testing.assert_close(sharded.full_tensor(), plain)
         torch.testing.assert_close(dtensor.full_tensor(), plain)
+
+
+TAKING: dict[str, Callable[[Any], Any]] = {
+    "shard_tensor": lambda tensor: shard_tensor(tensor, chunks(0, 0, 1)),
+    "spec.shard": lambda tensor: chunks(0, 0, 1).shard(tensor),
+    "Shard": lambda tensor: shardwise.Shard(tensor, shardwise.ShardMetadata([0, 0], tensor.shape, "rank:0/cpu")),
+    "from_tensor_and_offsets": lambda tensor: shardwise.Shard.from_tensor_and_offsets(tensor, [0, 0], 0),
+    "a local tensor": lambda tensor: ShardedTensor._init_from_local_tensor(tensor, chunks(0, 0, 1), 14, 6),
+    "PartialTensor": PartialTensor,
+    "ReplicatedTensor": ReplicatedTensor,
+}
+
+
+@ranks(2)
+def test_what_is_made_of_plain_tensors_is_made_of_no_other() -> None:
+    """Every rank is told at once how to convert: nobody waits for the others, and the group goes on working."""
+    sharded, dtensor = shard_tensor(PLAIN, chunks(0, 0, 1)), distribute_tensor(PLAIN, init_device_mesh("cpu", (2,)))
+    for name, make in TAKING.items():
+        with pytest.raises(PropertyError, match=r"is a plain tensor, found DTensor.*shardwise\.from_dtensor"):
+            make(dtensor)
+        with pytest.raises(PropertyError, match=r"is a plain tensor, found ShardedTensor.*redistribute\(spec\)"):
+            make(sharded)
+        assert torch.equal(sharded.full_tensor(), PLAIN), name
+
+
+@ranks(2)
+def test_torch_does_not_take_a_sharded_tensor_for_a_local_one() -> None:
+    """Neither DTensor nor a collective: the error names what does it."""
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = shard_tensor(PLAIN, chunks(0, 0, 1))
+    with pytest.raises(MixedOperandsError, match=r"shardwise\.to_dtensor\(tensor, mesh, placements\)"):
+        DTensor.from_local(sharded, mesh, [Shard(0)])
+    for placement in (Shard(0), Replicate()):
+        with pytest.raises(UnsupportedOpError, match=r"shardwise\.to_dtensor\(tensor, mesh, placements\)"):
+            distribute_tensor(sharded, mesh, [placement])
+    for collective in (dist.all_reduce, lambda tensor: dist.broadcast(tensor, 0)):
+        with pytest.raises(UnsupportedOpError, match="this one is on all ranks already"):
+            collective(sharded)
+    assert torch.equal(sharded.full_tensor(), PLAIN)
+
+
+@ranks(2)
+def test_a_placement_that_is_none_is_shown() -> None:
+    """As it was given, beside the others."""
+    sharded = shard_tensor(PLAIN, chunks(0, 0, 1))
+    with pytest.raises(SpecError, match=r"should be Shard\(dim\), .*found 'Shard\(0\)' among \['Shard\(0\)'\]"):
+        sharded.to_dtensor(init_device_mesh("cpu", (2,)), ["Shard(0)"])

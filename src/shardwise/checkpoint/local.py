@@ -10,8 +10,8 @@ import torch
 
 from shardwise.checkpoint.index import in_one
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.dispatch import Distributed, summary
-from shardwise.errors import CheckpointError, PropertyError
+from shardwise.dispatch import Distributed, is_dtensor, registry, summary
+from shardwise.errors import CheckpointError, PropertyError, SpecError
 from shardwise.layout import Layout
 from shardwise.placement import Placement
 from shardwise.sharded_tensor import ShardedTensorBase
@@ -34,12 +34,14 @@ class Local:
     @staticmethod
     def of(name: str, tensor: torch.Tensor, ranks: Ranks) -> Local:
         """What this rank has of a tensor, or a `CheckpointError` where it has nothing that is a value."""
+        if is_dtensor(tensor):
+            tensor = _shards_of(name, tensor)
         if isinstance(tensor, ShardedTensorBase):
             return _of_sharded(name, tensor, ranks)
         if isinstance(tensor, Distributed) or hasattr(tensor, "__tensor_flatten__"):
             raise CheckpointError(
-                f"'{name}' is a {type(tensor).__name__}, which is neither a plain tensor nor a ShardedTensor: give one "
-                "of those, by its full_tensor(), or for a PartialTensor by redistribute(spec)"
+                f"'{name}' is a {type(tensor).__name__}, which is neither a plain tensor nor a ShardedTensor or "
+                "DTensor: give one of those, by its full_tensor(), or for a PartialTensor by redistribute(spec)"
             )
         tensor = _plain(name, tensor)
         return Local(in_one(tensor.shape, ranks.here), tensor.dtype, {0: tensor}, plain=True)
@@ -57,6 +59,15 @@ class Local:
             for part in bytes_of(tensor):
                 found = zlib.crc32(part, found)
         return found
+
+
+def _shards_of(name: str, dtensor: torch.Tensor) -> ShardedTensorBase:
+    """What is here of a DTensor, over its own memory, so that a load reaches it."""
+    try:
+        shards: ShardedTensorBase = registry.verbs["shards_of_dtensor"](dtensor)
+    except (PropertyError, SpecError) as error:
+        raise CheckpointError(f"'{name}': {error}") from error
+    return shards
 
 
 def _of_sharded(name: str, tensor: ShardedTensorBase, ranks: Ranks) -> Local:

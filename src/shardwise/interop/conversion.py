@@ -37,7 +37,7 @@ from shardwise.interop.placements import (
 from shardwise.layout import Layout
 from shardwise.partial import PartialTensor, ReplicatedTensor
 from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharing, is_member, locate_all, or_default
-from shardwise.sharded_tensor import ShardedTensor
+from shardwise.sharded_tensor import ShardedTensor, ShardedTensorBase
 from shardwise.sharded_tensor.assembly import require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import counted_once, shared_replicas, wants_graph
@@ -179,13 +179,28 @@ def from_dtensor(dtensor: DTensor, spec: ShardingSpec | None, process_group: Pro
     if any(partial):
         whole = zip(dtensor.placements, partial, strict=True)
         dtensor = dtensor.redistribute(placements=[Replicate() if is_part else kept for kept, is_part in whole])
-    local = dtensor.to_local()
-    if isinstance(local, AsyncCollectiveTensor):
-        local = local.wait()
+    local = _local_of(dtensor)
     target = layout if spec is None else locate_all(spec.layout(layout.size), group)
     stays = same_boxes(layout, target)
     made = _wrapped(local, layout, target if stays else layout, spec if stays else None, group)
     return made if stays else cast(ShardedTensor, made.redistribute(cast(ShardingSpec, spec)))
+
+
+def shards_of(dtensor: DTensor) -> ShardedTensorBase:
+    """What this rank holds of a DTensor as shards over the same memory, without a graph. No communication."""
+    if any(isinstance(placement, Partial) for placement in dtensor.placements):
+        raise PropertyError(
+            f"a DTensor that is {list(dtensor.placements)} has parts of a value on its ranks: redistribute it to "
+            "Replicate() or Shard(dim) first"
+        )
+    layout = layout_of_dtensor(dtensor, dtensor.device.type)
+    _require_held(dtensor, layout)
+    return ShardedTensorBase._wrap(_parts(_local_of(dtensor.detach()), layout, layout, None, None))
+
+
+def _local_of(dtensor: DTensor) -> torch.Tensor:
+    local = dtensor.to_local()
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def _agreed_layout(dtensor: DTensor, spec: ShardingSpec | None, group: ProcessGroup) -> Layout:
@@ -240,19 +255,26 @@ def _wrapped(
     local: torch.Tensor, layout: Layout, target: Layout, spec: ShardingSpec | None, group: ProcessGroup
 ) -> ShardedTensor:
     """The sharded tensor over the parts of a local tensor, in the order of the target, which has the same boxes."""
-    rows = layout.rows_on(dist.get_rank())
-    parts = cut_up(local, layout.boxes.take(np.array(rows))) if rows else []
-    order = range(len(layout)) if layout == target else cast(list[int], layout.order_of(target))
-    placed = sorted(zip((order[row] for row in rows), parts, strict=True), key=lambda pair: pair[0])
-    frame = Frame.of(target, spec or spec_of(target), tuple(row for row, _ in placed), local.dtype, group)
-    made = ShardedTensor._wrap(Parts(frame, [part for _, part in placed]))
+    made = ShardedTensor._wrap(_parts(local, layout, target, spec, group))
+    frame = made._frame
     records = torch.is_grad_enabled() and local.requires_grad
-    if records and not rows:
+    if records and not frame.rows:
         made._wants_grad = True
         made._anchor = local.sum()  # of nothing: it hangs in the graph, as the local tensor does
     if records and target.has_replicas and is_member(group):
         made = made._derived(frame, *shared_replicas(made, group))
     return made
+
+
+def _parts(
+    local: torch.Tensor, layout: Layout, target: Layout, spec: ShardingSpec | None, group: ProcessGroup | None
+) -> Parts:
+    rows = layout.rows_on(dist.get_rank())
+    parts = cut_up(local, layout.boxes.take(np.array(rows))) if rows else []
+    order = range(len(layout)) if layout == target else cast(list[int], layout.order_of(target))
+    placed = sorted(zip((order[row] for row in rows), parts, strict=True), key=lambda pair: pair[0])
+    frame = Frame.of(target, spec or spec_of(target), tuple(row for row, _ in placed), local.dtype, group)
+    return Parts(frame, [part for _, part in placed])
 
 
 # Both ------------------------------------------------------------------------------------------------------------

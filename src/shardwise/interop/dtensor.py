@@ -60,3 +60,4 @@ def _conversion() -> Any:
 
 
 registry.verbs["to_dtensor"] = to_dtensor
+registry.verbs["shards_of_dtensor"] = lambda dtensor: _conversion().shards_of(dtensor)

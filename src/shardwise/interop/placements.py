@@ -38,7 +38,7 @@ def mesh_places(mesh: DeviceMesh, device_type: str, known: Layout | None = None)
     return tuple(found.get(rank) or Placement(rank_device(rank, device_type), rank) for rank in ranks)
 
 
-def normalized(placements: Sequence[Placing], mesh: DeviceMesh, ndim: int) -> tuple[Placing, ...]:
+def normalized(placements: Sequence[Placing], mesh: DeviceMesh, ndim: int, *, advice: str = "") -> tuple[Placing, ...]:
     """One placement for each axis of the mesh, dims counted from the front; or the error that says what is wrong."""
     if not isinstance(placements, Sequence) or len(placements) != mesh.ndim:
         raise SpecError(
@@ -48,7 +48,7 @@ def normalized(placements: Sequence[Placing], mesh: DeviceMesh, ndim: int) -> tu
     for placement in placements:
         if isinstance(placement, Shard | _StridedShard):
             if not -ndim <= placement.dim < ndim:
-                raise SpecError(f"Invalid sharding dim: {placement} for a tensor of {ndim} dims")
+                raise SpecError(f"Invalid sharding dim: {placement!r} for a tensor of {ndim} dims")
             dim = placement.dim % ndim
             if isinstance(placement, _StridedShard):
                 found.append(_StridedShard(dim, split_factor=placement.split_factor))
@@ -58,8 +58,8 @@ def normalized(placements: Sequence[Placing], mesh: DeviceMesh, ndim: int) -> tu
             found.append(placement)
         else:
             raise SpecError(
-                f"a placement should be Shard, Replicate or Partial, found {placement!r}: redistribute the DTensor to "
-                "such placements first"
+                "a placement should be Shard(dim), Replicate() or Partial() of torch.distributed.tensor, found "
+                f"{placement!r} among {list(placements)!r}{advice}"
             )
     return tuple(found)
 
@@ -93,7 +93,9 @@ def require_ascending(mesh: DeviceMesh, cuts: Sequence[Cut]) -> None:
 def layout_of_dtensor(dtensor: DTensor, device_type: str) -> Layout:
     """How a DTensor lies; one that is partial as if it were replicated."""
     placements, mesh = dtensor.placements, dtensor.device_mesh
-    cuts = cuts_of(normalized(placements, mesh, dtensor.ndim), getattr(dtensor._spec, "shard_order", None))
+    advice = ": redistribute the DTensor to such placements first"
+    placing = normalized(placements, mesh, dtensor.ndim, advice=advice)
+    cuts = cuts_of(placing, getattr(dtensor._spec, "shard_order", None))
     require_ascending(mesh, cuts)
     return mesh_layout(dtensor.shape, _shape(mesh), cuts, mesh_places(mesh, device_type))
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.dispatch import summary
+from shardwise.dispatch import require_plain, summary
 from shardwise.errors import (
     LayoutError,
     ProcessGroupError,
@@ -148,6 +148,7 @@ def from_local_tensor(
 
     def work() -> tuple[Parts, Fields]:
         require_spec(spec)
+        require_plain(local_tensor, "a local tensor")
         _require_supported(TensorProperties(layout=local_tensor.layout))
         if not local_tensor.is_contiguous():
             raise PropertyError("local_tensor is not a contiguous Tensor.")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardwise.dispatch import require_plain
 from shardwise.errors import ProcessGroupError, PropertyError, SpecError
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout
@@ -77,6 +78,7 @@ def scattered(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_g
 
     def work() -> tuple[tuple[Layout, int], Fields]:
         require_spec(spec)
+        require_plain(tensor, "what shard_tensor cuts")
         if not isinstance(tensor, torch.Tensor) or not tensor.is_contiguous():
             raise PropertyError(f"input tensor is not a contiguous Tensor: {type(tensor).__name__}")
         properties = TensorProperties.create_from_tensor(tensor)

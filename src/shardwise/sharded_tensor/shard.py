@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.dispatch import require_plain
 from shardwise.errors import PropertyError
 from shardwise.metadata import ShardMetadata
 from shardwise.placement import Placement
@@ -23,6 +24,7 @@ class Shard:
         kinds = type(self.tensor), type(self.metadata)
         if not issubclass(kinds[0], torch.Tensor) or not issubclass(kinds[1], ShardMetadata):
             raise PropertyError(f"a Shard is a tensor and a ShardMetadata, found {[kind.__name__ for kind in kinds]}")
+        require_plain(self.tensor, "what a Shard holds")
         if list(self.tensor.size()) != self.metadata.shard_sizes:
             raise PropertyError(
                 "Shard tensor size does not match with metadata.shard_lengths! "
@@ -47,6 +49,7 @@ class Shard:
         """The shard that begins at these offsets and is all of this tensor, held by this global rank."""
         if not isinstance(tensor, torch.Tensor):
             raise PropertyError(f"a Shard holds a tensor, found {type(tensor).__name__}")
+        require_plain(tensor, "what a Shard holds")
         placement = Placement(tensor.device, rank).remote_device()
         return cls(tensor, ShardMetadata(shard_offsets, tensor.size(), placement))
 
