@@ -195,7 +195,7 @@ def shards_of(dtensor: DTensor) -> ShardedTensorBase:
         )
     layout = layout_of_dtensor(dtensor, dtensor.device.type)
     _require_held(dtensor, layout)
-    return ShardedTensorBase._wrap(_parts(_local_of(dtensor.detach()), layout, layout, None, None))
+    return ShardedTensorBase._wrap(_parts(_local_of(dtensor).detach(), layout, layout, None, None))
 
 
 def _local_of(dtensor: DTensor) -> torch.Tensor:
