@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from tests.cases import boxes, chunks, places
 from torch import nn
+from torch.distributed import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardwise import ReplicatedShardingSpec, ReplicatedTensor, Scoped, ShardedOptimizer, ShardingSpec, shard_tensor
 from shardwise.errors import OptimizerStateError
@@ -151,6 +153,36 @@ def test_a_state_dict_before_the_first_step_changes_no_training() -> None:
             assert float(entry.get("step", 0)) == 0
         train(made, optimizer, range(2))
         assert_twin(made, kind, 2)
+
+
+@ranks(2)
+def test_dtensors_beside_sharded_parameters(tmp_path: Path) -> None:
+    """The state of a DTensor is one too, before the first step as after it."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def made() -> tuple[dict[str, Any], ShardedOptimizer]:
+        whole = torch.arange(12.0).reshape(4, 3)
+        named: dict[str, Any] = {
+            "sharded": nn.Parameter(shard_tensor(whole, chunks(1, 1, 0))),
+            "dtensor": nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])),
+        }
+        return named, ShardedOptimizer(named, torch.optim.AdamW, lr=0.1)
+
+    def step(named: dict[str, Any], optimizer: ShardedOptimizer) -> None:
+        for parameter in named.values():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    (one, old), (two, new) = made(), made()
+    step(one, old)
+    dcp.save({"named": one, "optimizer": old}, checkpoint_id=tmp_path)
+    dcp.load({"named": two, "optimizer": new}, checkpoint_id=tmp_path)
+    assert type(new.state_dict()["state"]["dtensor"]["exp_avg"]) is DTensor
+    step(one, old)
+    step(two, new)
+    for name in one:
+        assert torch.equal(two[name].full_tensor(), one[name].full_tensor())
+        assert torch.equal(two[name].full_tensor(), one["sharded"].full_tensor())
 
 
 class Shy(torch.optim.SGD):

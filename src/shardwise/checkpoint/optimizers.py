@@ -22,7 +22,7 @@ OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum
 def content_of(owner: Any) -> Any:
     """The state dict of an object; of an optimizer, with the state that it has made so far."""
     ours = type(owner).state_dict is ShardedOptimizer.state_dict  # and not that of a subclass
-    return owner.state_dict(initial=False) if ours else owner.state_dict()
+    return owner.state_dict_so_far() if ours else owner.state_dict()
 
 
 def content_to_fill(owner: Any, stored: Node | None, path: Path) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.errors import OptimizerError, OptimizerStateError
-from shardwise.process_group import Fields
+from shardwise.process_group import Fields, without_data
 from shardwise.sharded_optim import loading, naming, state, template
 from shardwise.sharded_optim.member import Member
 from shardwise.sharded_optim.roster import Roster, leaves_of, together
@@ -121,21 +121,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property  # type: ignore[override] # torch has a dict
     def state(self) -> Mapping[torch.Tensor, Any]:
         """What is here of the state of each parameter, over the same memory. No communication."""
-        return _States(self._roster)
+        return state.States(self._roster.members, self._roster.inner.state)
 
     @state.setter
     def state(self, given: Any) -> None:
         if given:  # torch's constructor gives an empty one
             raise OptimizerError("the state is that of the shards: load it with load_state_dict")
 
-    def state_dict(self, *, initial: bool = True) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The state by parameter name, and the options of the groups with the names in ``params``.
 
         Every rank calls it, and all get the same names and keys. State of a parameter's size is sharded as the
         parameter is, over the memory of the optimizer where it lies so; what kinds of state there are travels, and what
         lies elsewhere. Before the first step it has the state of `init_state`, so that `torch.distributed.checkpoint`
-        finds a place for what it loads; with ``initial=False``, only what there is.
+        finds a place for what it loads.
         """
+        return self._state_dict(None if self._begun else self._make_room)
+
+    def state_dict_so_far(self) -> dict[str, Any]:
+        """As `state_dict`, with the state that there is and no more: before the first step, none."""
+        return self._state_dict(None)
+
+    def _state_dict(self, prepare: Callable[[], None] | None) -> dict[str, Any]:
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._follow()
@@ -143,7 +150,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = [
             {**options, "params": [member.name for member in members]} for members, options in self._with_options()
         ]
-        prepare = self._make_room if initial and not self._begun else None
         entries = state.exported(roster.members, roster.inner.state, roster.group, prepare=prepare)
         self._given_out = entries if self._roomless and not self._begun else None
         made: dict[str, Any] = {"state": entries, "param_groups": groups}
@@ -226,7 +232,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._roomless = []
         for number, (members, options) in enumerate(self._with_options()):
             for member in members:
-                if self._roster.scope == "model" or shapes.of(member.parameter, number, options) is None:
+                hollow = self._roster.scope == "model" or member.parameter.is_meta or without_data()
+                if hollow or shapes.of(member.parameter, number, options) is None:
                     self._roomless.append(member.name)
                 else:
                     self._init_state_of([member], options)
@@ -275,26 +282,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             lines.append(f"  group {number}: {shown}; " + ", ".join(f"{k}={v}" for k, v in options.items()))
         return "\n".join(lines)
-
-
-class _States(Mapping[torch.Tensor, Any]):
-    """The state of each parameter that has any, as far as it is here."""
-
-    def __init__(self, roster: Roster) -> None:
-        self._members = {id(member.parameter): member for member in roster.members}
-        self._state = roster.inner.state
-
-    def __getitem__(self, parameter: torch.Tensor) -> Any:
-        if id(parameter) not in self._members:
-            raise KeyError(f"a tensor of size {tuple(parameter.shape)} that is no parameter of this optimizer")
-        return state.view_of(self._members[id(parameter)], self._state)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        having = (m for m in self._members.values() if any(self._state.get(leaf) for leaf in m.leaves))
-        return (member.parameter for member in having)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 def _versions(entry: Mapping[str, Any]) -> dict[str, Any]:

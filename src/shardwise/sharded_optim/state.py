@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -158,6 +158,26 @@ def view_of(member: Member, state: Mapping[torch.Tensor, Entry]) -> Entry:
         mine = [state[leaf][key] for leaf in member.leaves]
         entry[key] = _wrapped(held, mine[0].dtype, mine) if kind == LIKE else mine[0]
     return entry
+
+
+class States(Mapping[torch.Tensor, Any]):
+    """The state of each parameter that has any, as far as it is here."""
+
+    def __init__(self, members: Sequence[Member], state: Mapping[torch.Tensor, Entry]) -> None:
+        self._members = {id(member.parameter): member for member in members}
+        self._state = state
+
+    def __getitem__(self, parameter: torch.Tensor) -> Any:
+        if id(parameter) not in self._members:
+            raise KeyError(f"a tensor of size {tuple(parameter.shape)} that is no parameter of this optimizer")
+        return view_of(self._members[id(parameter)], self._state)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        having = (m for m in self._members.values() if any(self._state.get(leaf) for leaf in m.leaves))
+        return (member.parameter for member in having)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 # Layouts of state whose size is not the parameter's ---------------------------------------------------------------

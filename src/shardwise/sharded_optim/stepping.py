@@ -10,7 +10,7 @@ import torch
 from shardwise.process_group import Fields, or_default
 from shardwise.sharded_optim import whole
 from shardwise.sharded_optim.roster import Roster, together
-from shardwise.sharded_optim.template import empty_sparse
+from shardwise.sharded_optim.template import empty_sparse, step_without_hooks
 
 Closure = Callable[[], Any]
 
@@ -19,14 +19,14 @@ def step_in_place(roster: Roster, closure: Closure | None) -> Any:
     """Update every leaf where it lies. Nothing travels, but for what the closure computes."""
     if closure is None:
         complete_gradients(roster)
-        return _step_leaves(roster.inner, None)
+        return step_without_hooks(roster.inner, None)
 
     def evaluate() -> Any:
         loss = closure()
         complete_gradients(roster)
         return loss
 
-    return _step_leaves(roster.inner, evaluate)
+    return step_without_hooks(roster.inner, evaluate)
 
 
 def step_whole(roster: Roster, closure: Closure | None) -> Any:
@@ -37,7 +37,7 @@ def step_whole(roster: Roster, closure: Closure | None) -> Any:
     visitors = whole.with_gradients(roster.visitors, group)
 
     def work() -> tuple[Any, Fields]:
-        return _step_leaves(roster.inner, None), {"verb": "step"}
+        return step_without_hooks(roster.inner, None), {"verb": "step"}
 
     try:
         whole.bring_parameters(visitors)
@@ -78,7 +78,7 @@ def step_jointly(roster: Roster, closure: Closure | None) -> Any:
 
     def work() -> tuple[Any, Fields]:
         try:
-            return _step_leaves(roster.inner, None if closure is None else evaluate), {"verb": "step"}
+            return step_without_hooks(roster.inner, None if closure is None else evaluate), {"verb": "step"}
         except Exception:
             if told:
                 return None, {"verb": "step"}
@@ -112,11 +112,3 @@ def complete_gradients(roster: Roster) -> None:
         for leaf, grad in zip(member.leaves, grads, strict=True):
             if grad is None:
                 leaf.grad = empty_sparse(leaf) if there.is_sparse else torch.zeros_like(leaf)
-
-
-def _step_leaves(inner: torch.optim.Optimizer, closure: Closure | None) -> Any:
-    """A step without torch's hooks, which have been called for the optimizer that the caller has."""
-    step: Any = type(inner).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__
-    return step(inner) if closure is None else step(inner, closure)

@@ -17,12 +17,12 @@ FIRST_DIMS = tuple(range(2, 34))  # all different, so that a dim of state tells 
 
 def first_state(new: New, options: Mapping[str, Any], like: torch.Tensor) -> Entry:
     """The state before the first step, for a parameter like this one: of a step on zeros, what it counts set back."""
-    leaf = torch.zeros(like.shape, dtype=like.dtype, device=like.device, requires_grad=True)
+    leaf = torch.zeros_like(like, requires_grad=True)  # of its kind, for it may be a DTensor
     optimizer = new([{**options, "params": [leaf]}])
     sparse = isinstance(optimizer, torch.optim.SparseAdam)
     leaf.grad = empty_sparse(leaf) if sparse else torch.zeros_like(leaf)
     with torch.random.fork_rng([leaf.device] if leaf.is_cuda else []):  # an optimizer may draw numbers
-        optimizer.step()
+        step_without_hooks(optimizer)
     entry: Entry = dict(optimizer.state.get(leaf, {}))
     starts = {"step": 0, "mu_product": 1, "eta": float(options.get("lr", 0))}
     for key, start in starts.items():
@@ -65,6 +65,14 @@ def _shape(value: Any, small: tuple[int, ...], parameter: torch.Tensor) -> Shape
         for dim, one, size in zip(value.shape, small, parameter.shape, strict=False)
     ]
     return None if None in shape else tuple(dim for dim in shape if dim is not None)
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    """A step that calls none of torch's hooks: those are for the optimizer that the caller has."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step(optimizer) if closure is None else step(optimizer, closure)
 
 
 def empty_sparse(like: torch.Tensor) -> torch.Tensor:
