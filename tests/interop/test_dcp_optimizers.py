@@ -15,7 +15,9 @@ from tests.cases import boxes, chunks, places
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils import _pytree as pytree
 
+import shardwise
 from shardwise import ReplicatedShardingSpec, ReplicatedTensor, Scoped, ShardedOptimizer, ShardingSpec, shard_tensor
 from shardwise.errors import OptimizerStateError
 from shardwise.testing import ranks, run_on_ranks
@@ -185,8 +187,19 @@ def test_dtensors_beside_sharded_parameters(tmp_path: Path) -> None:
         assert torch.equal(two[name].full_tensor(), one["sharded"].full_tensor())
 
 
+def evaluated(made: nn.Module) -> torch.Tensor:
+    """The loss, and the gradients of it."""
+    made.zero_grad()
+    loss: torch.Tensor = made(ReplicatedTensor(torch.ones(3, 6))).pow(2).mean()
+    loss.backward()
+    return loss
+
+
 class Shy(torch.optim.SGD):
     """Does not step on what is too small."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr, momentum=0.9)
 
     def step(self, closure: Any = None) -> Any:
         """Only with the parameters of the model."""
@@ -208,6 +221,16 @@ def test_what_cannot_be_restored_says_so(kind: Any, tmp_path: Path) -> None:
     with pytest.raises(OptimizerStateError, match=r"nothing was loaded for .*shardwise\.load"):
         dcp.load({"optimizer": fresh()}, checkpoint_id=tmp_path)
     fresh().load_state_dict(fresh().state_dict())  # in memory, a new one may take on that of a new one
+    made = model(0, [chunks(0, 1), chunks(1, 0, 1), chunks(0, 0)])
+    begun = ShardedOptimizer(dict(made.named_parameters()), kind, lr=0.1)
+    begun.step(lambda: evaluated(made))
+    shardwise.save(begun, tmp_path / "ours")
+    other = fresh()
+    shardwise.load(other, tmp_path / "ours")
+    found, wanted = (pytree.tree_leaves(full_state_dict(one.state_dict()["state"])) for one in (other, begun))
+    assert len(found) == len(wanted) > 0
+    for one, two in zip(found, wanted, strict=True):
+        assert torch.equal(one, two) if isinstance(two, torch.Tensor) else one == two
 
 
 # With torch's helpers -------------------------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ def save(state: Any, path: str | os.PathLike[str] | Storage, *, process_group: P
     state and a path on a file system that all share. Tensors do not travel, digests do.
 
     A state is a tensor, a plain value, an object with ``state_dict()`` and ``load_state_dict()``, or a dict, list or
-    tuple of states. Of a `ShardedTensor` every box is written once. Plain tensors and values must be the same on every
-    rank: values are compared, and unless `validation` is off checksums of tensors, of which each rank then writes a
-    share. Tied tensors are written once.
+    tuple of states. Of a `ShardedTensor` or a DTensor every box is written once. Plain tensors and values must be the
+    same on every rank: values are compared, and unless `validation` is off checksums of tensors, of which each rank
+    then writes a share. Tied tensors are written once.
 
     Everything is written beside the path and renamed when all ranks are done. Until then, and if any rank fails, an
     older checkpoint stays as it was, nothing is left behind, and every rank raises the same error. A directory that
