@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.dispatch import Op, registry, unsupported
-from shardwise.ops.below import descend
+from shardwise.ops.below import HANDLERS, descend
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.direct import call_directly
 from shardwise.sharded_tensor.movement import copy_into
@@ -75,6 +75,7 @@ def _set_data(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
     tensor._frame, tensor._known_metadata = replace(data._frame, spec=tensor._frame.spec), None
 
 
+HANDLERS[torch.ops.aten.detach] = lambda call: _detach((), call.operands[:1], {}, None)
 for _op in (torch.clone, torch.Tensor.clone):
     _on_each_shard(_op)
 for _name in ("clone", "detach"):

@@ -281,8 +281,10 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override] # torch declares an attribute
-        """The node that made this rank's first shard."""
-        return next((tensor.grad_fn for tensor in self._local_tensors()), None)
+        """The node that made this rank's first shard, or its anchor; of a custom Function's result, the Function's."""
+        tensors = self._local_tensors() or [self._anchor]
+        node = None if tensors[0] is None else tensors[0].grad_fn
+        return getattr(node, "stands_for", node)
 
     @property  # type: ignore[override] # torch declares an attribute
     def grad(self) -> ShardedTensorBase | None:
