@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases import ALL, PLAIN, SIZE, chunks, places
+from tests.cases import ALL, PLAIN, SPECS, chunks, places
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -105,3 +105,228 @@ def test_several_arguments_and_results(layout: str) -> None:
     twin(layout, lambda x, y: sum(one.sum() * k for k, one in enumerate(Several.apply(x, 3.0, y))), X.flip(0))
     twin(layout, lambda x, y: Several.apply(x, 3.0, y.detach())[1].pow(2).sum() + y.sum(), X.flip(0))
     twin(layout, lambda x, y: Several.apply(y, 3.0, y)[1].pow(2).sum() + x.sum(), X.flip(0))
+
+
+@pytest.mark.parametrize("layout", ALL)
+@ranks(4)
+def test_a_reentrant_checkpoint_has_the_gradients_of_a_plain_one(layout: str) -> None:
+    """Of its argument, also where that is used elsewhere; and of a weight that it finds on its way."""
+    twin(layout, lambda x: (checkpoint(lambda t: t * t.sum(), x, use_reentrant=True) + x).sum())
+    weight = torch.arange(24.0).reshape(4, 6) / 10
+    found, expected = shard_tensor(weight, chunks(0, 1, 3)).requires_grad_(), weight.clone().requires_grad_()
+    for x, linear in ((shard_tensor(X, ALL[layout]), found), (X.clone(), expected)):
+        inner = x.requires_grad_() * 2
+        out = checkpoint(lambda t, linear=linear: (t @ linear.T).relu(), inner, use_reentrant=True)
+        torch.autograd.backward([out.pow(2).sum()])
+    torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
+
+
+@ranks(4)
+def test_a_reentrant_checkpoint_of_plain_tensors_around_a_sharded_weight() -> None:
+    """Its result is sharded though no argument is; the plain argument gets a whole, plain gradient."""
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 5)
+    twin = shardwise.shard_module(nn.Linear(6, 5), shardwise.ShardingPlan({"weight": chunks(0, 0, 2, 3)}))
+    with torch.no_grad():
+        twin.weight.copy_(shard_tensor(plain.weight.data, chunks(0, 0, 2, 3)))
+        twin.bias.copy_(plain.bias)
+    whole, mine = X.clone().requires_grad_(), X.clone().requires_grad_()
+    checkpoint(plain, whole, use_reentrant=True).pow(2).sum().backward()
+    out = checkpoint(lambda x: twin(shardwise.ReplicatedTensor(x)), mine, use_reentrant=True)
+    assert isinstance(out, ShardedTensor)
+    out.pow(2).sum().backward()
+    assert type(mine.grad) is torch.Tensor
+    torch.testing.assert_close(mine.grad, whole.grad)
+    torch.testing.assert_close(twin.weight.grad.full_tensor(), plain.weight.grad)
+
+
+@pytest.mark.parametrize("layout", ["chunk on two ranks", "uneven, several per rank", "replicated"])
+@ranks(4)
+def test_backward_hooks_of_modules_see_whole_gradients(layout: str) -> None:
+    """Before and after, on every rank, and what they return is taken."""
+    seen: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    grads = []
+    for x in (shard_tensor(X, ALL[layout]), X.clone()):
+        is_sharded, layer = isinstance(x, ShardedTensor), nn.Tanh()
+
+        def after(module: nn.Module, given: Any, taken: Any, notes: Any = seen[is_sharded]) -> Any:
+            notes += [given[0], taken[0]]
+            return (given[0] * 3,)
+
+        layer.register_full_backward_pre_hook(lambda module, taken: (taken[0] / taken[0].norm(),))
+        layer.register_full_backward_hook(after)
+        (layer(x.requires_grad_() * 2) * x).sum().backward()
+        grads.append(x.grad)
+    for found, expected in zip([*seen[True], grads[0]], [*seen[False], grads[1]], strict=True):
+        torch.testing.assert_close(found.full_tensor(), expected)
+
+
+class Times(Function):
+    """Of a sharded and a plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return grad * y, grad * x
+
+
+@pytest.mark.parametrize("layout", ALL)
+@ranks(4)
+def test_a_plain_argument_gets_a_plain_gradient(layout: str) -> None:
+    """Whole on every rank, for it is the same on every rank; and a sharded one may be given a plain gradient."""
+    x, plain, y, other = shard_tensor(X, ALL[layout]), X.clone(), X.flip(1), X.flip(1)
+    for one, two in ((x, y), (plain, other)):
+        (Times.apply(one.requires_grad_(), two.requires_grad_()) * 2 + two).sum().backward()
+        (Times.apply(two.detach(), one * 2)).sum().backward()
+    assert type(y.grad) is torch.Tensor
+    torch.testing.assert_close(y.grad, other.grad)
+    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
+TWICE = {**SPECS, "replicated on all ranks": ReplicatedShardingSpec(places(0, 1, 2, 3))}
+
+
+@pytest.mark.parametrize("layout", TWICE)
+@ranks(4)
+def test_a_function_is_differentiated_twice(layout: str) -> None:
+    """Where its backward is made of ops on its arguments."""
+    grads = []
+    for x in (shard_tensor(X, TWICE[layout]), X.clone()):
+        leaf = x.requires_grad_()
+        (first,) = torch.autograd.grad((Square.apply(leaf * 2) * leaf).sum(), leaf, create_graph=True)
+        (first * first).sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[0].full_tensor(), grads[1])
+
+
+class Exponential(Function):
+    """Saves its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.saved_tensors[0]
+
+
+class Once(Square):
+    """May be differentiated once."""
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator] # torch's
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+@pytest.mark.parametrize(("kind", "why"), [(Exponential, "saved one of its own"), (Once, "once_differentiable")])
+@ranks(2)
+def test_what_cannot_be_differentiated_twice_says_so(kind: Any, why: str) -> None:
+    """The first derivative is right, the second would miss something, and is refused on every rank."""
+    x = shard_tensor(X, chunks(0, 0, 1)).requires_grad_()
+    (grad,) = torch.autograd.grad(kind.apply(x).sum(), x)
+    torch.testing.assert_close(grad.full_tensor(), X.exp() if kind is Exponential else 2 * X)
+    with pytest.raises(UnsupportedOpError, match=why):
+        torch.autograd.grad(kind.apply(x).sum(), x, create_graph=True)
+
+
+class Choosy(Function):
+    """Wants to know which gradients are missing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return x + 1, x * 2
+
+    @staticmethod
+    def backward(ctx: Any, first: Any, second: Any) -> Any:
+        assert first is None
+        return 2 * second
+
+
+class InPlace(Function):
+    """Changes its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
+
+
+@ranks(3)
+def test_contexts_are_as_those_of_plain_tensors() -> None:
+    """Missing gradients are None where that is asked for, and what is changed after it was saved is found out."""
+    x = shard_tensor(X, chunks(0, 0, 2)).requires_grad_()
+    Choosy.apply(x)[1].sum().backward()
+    assert (x.grad == 2).all().item()
+    inner = x * 1
+    out = Square.apply(inner)
+    assert out.grad_fn.name() == "SquareBackward"
+    assert out.requires_grad
+    assert not out.is_leaf
+    before = inner.full_tensor().detach()
+    with pytest.raises(UnsupportedOpError, match="mark_dirty"):
+        InPlace.apply(inner)
+    torch.testing.assert_close(inner.full_tensor().detach(), before)
+    with torch.no_grad():
+        assert not Square.apply(x).requires_grad
+    assert not Square.apply(x.detach()).requires_grad
+
+
+@ranks(2)
+def test_an_argument_that_was_changed_after_it_was_saved_is_refused() -> None:
+    """As torch refuses it; a result that was changed is refused if it was saved, and is fine if not."""
+    for kind, changed in ((Square, "argument"), (Exponential, "result")):
+        x = shard_tensor(X, chunks(0, 0, 1)).requires_grad_() * 1
+        out = kind.apply(x)
+        (x if changed == "argument" else out).add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+    leaf = shard_tensor(X, chunks(0, 0, 1)).requires_grad_()
+    out = Square.apply(leaf)
+    out.mul_(3)
+    out.sum().backward()
+    torch.testing.assert_close(leaf.grad.full_tensor(), 6 * X)
+
+
+@ranks(2)
+def test_partial_tensors_go_through_a_function() -> None:
+    """As the sums that they are, as arguments and as results."""
+
+    class Parts(Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return PartialTensor(x.full_tensor())
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return 2 * grad  # what both ranks contribute
+
+    local = X.clone().requires_grad_()
+    Square.apply(PartialTensor(local)).sum().backward()
+    torch.testing.assert_close(local.grad, 4 * X)
+    x = shard_tensor(X, chunks(1, 0, 1)).requires_grad_()
+    (Parts.apply(x) * shard_tensor(X, chunks(0, 0, 1))).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), 2 * X)
+
+
+def test_functions_of_plain_tensors_are_compiled_whole() -> None:
+    """`apply` is still what torch's tracer takes it for."""
+    x = X.clone().requires_grad_()
+    compiled = torch.compile(lambda x: Square.apply(x).sin().sum(), fullgraph=True, backend="aot_eager")
+    compiled(x).backward()
+    torch.testing.assert_close(x.grad, 2 * X * X.square().cos())
+    doubled = torch.func.grad(lambda x: Normalized.apply(x)[0].sum())(X)
+    assert doubled.shape == X.shape

@@ -6,6 +6,8 @@ replica of each box begins with a gradient, the others with zeros.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 
 from shardwise.dispatch import registry
 from shardwise.errors import PropertyError
+from shardwise.ops.compute import tie
 from shardwise.sharded_tensor import ShardedTensorBase
 
 
@@ -58,7 +61,32 @@ def backward(tensors: Any, grad_tensors: Any = None, **options: Any) -> None:
     if options.get("inputs") is not None:
         options["inputs"] = _locals(options["inputs"])
     if roots:
-        torch.autograd.backward(roots, grads, **options)
+        _backward_plain(roots, grads, **options)
+
+
+_backward_plain: Any = torch.autograd.backward  # torch's own
+
+
+def _backward_from(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
+    """`torch.autograd.backward`."""
+    given = _PARAMETERS.bind(*args, **kwargs).arguments
+    grads = given.pop("grad_variables", None)  # the old name
+    backward(given.pop("tensors"), given.pop("grad_tensors", grads), **given)
+
+
+@functools.wraps(_backward_plain)
+def _backward_dispatched(*args: Any, **kwargs: Any) -> None:
+    given = _PARAMETERS.bind(*args, **kwargs).arguments
+    tensors = [*_listed(given["tensors"]), *_listed(given.get("inputs"))]
+    if any(isinstance(one, ShardedTensorBase) for one in tensors):
+        _backward_from((), args, kwargs, None)
+    else:
+        _backward_plain(*args, **kwargs)
+
+
+_PARAMETERS = inspect.signature(_backward_plain)
+if "handle_torch_function" not in _backward_plain.__code__.co_names:  # before torch 2.13, which asks the tensors
+    torch.autograd.backward = _backward_dispatched
 
 
 def _backward(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
@@ -80,11 +108,20 @@ def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> tuple[Any, 
     made: list[Any] = []
     for one, leaves in zip(inputs, asked, strict=True):
         pieces = [next(found) for _ in leaves]
-        if isinstance(one, ShardedTensorBase) and pieces[0] is not None:
-            made.append(one._like(pieces if one._local_tensors() else []))
-        else:
-            made.append(pieces[0])
+        is_sharded = isinstance(one, ShardedTensorBase) and pieces[0] is not None
+        made.append(_gradient(one, pieces) if is_sharded else pieces[0])
     return tuple(made)
+
+
+def _gradient(tensor: ShardedTensorBase, pieces: list[torch.Tensor]) -> ShardedTensorBase:
+    """The gradient of a tensor, from those of its local tensors, or of its anchor, on which a second backward hangs."""
+    if tensor._local_tensors():
+        return tensor._like(pieces)  # type: ignore[no-any-return] # of the same kind
+    made: ShardedTensorBase = tensor._like([])
+    made._wants_grad, made._anchor = pieces[0].requires_grad, None
+    if made._wants_grad:  # and it may depend on the tensor itself
+        made._anchor = tie([pieces[0], tensor._anchored()])  # type: ignore[list-item] # it was asked for a gradient
+    return made
 
 
 def _listed(value: Any) -> list[Any]:
@@ -94,4 +131,5 @@ def _listed(value: Any) -> list[Any]:
 
 
 registry.built_in[torch.Tensor.backward] = _backward
+registry.built_in[torch.autograd.backward] = _backward_from
 registry.built_in[torch.autograd.grad] = _grad

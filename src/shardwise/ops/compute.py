@@ -295,7 +295,8 @@ def _fields(call: Call) -> Fields:
     fields["gather_budget"] = settings.current().gather_budget
     for k, operand in enumerate(call.operands):
         about = operand._layout.outline if isinstance(operand, ShardedTensorBase) else tuple(operand.shape)
-        fields[f"operand {k}"] = f"{about} {operand.dtype} requires_grad={operand.requires_grad}"
+        records = torch.is_grad_enabled() and operand.requires_grad
+        fields[f"operand {k}"] = f"{about} {operand.dtype} requires_grad={records}"
     return fields
 
 

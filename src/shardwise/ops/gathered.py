@@ -148,7 +148,8 @@ def _agreed_seed(op: Function, operands: list[torch.Tensor], arguments: str, gro
                 about = one._layout.outline
             else:
                 about = f"{tuple(one.shape)} {_digest(one)}"
-            fields[f"operand {k}"] = f"{about} {one.dtype} requires_grad={one.requires_grad}"
+            records = torch.is_grad_enabled() and one.requires_grad
+            fields[f"operand {k}"] = f"{about} {one.dtype} requires_grad={records}"
         draws = dist.get_rank(group) == 0 and not without_data()
         state = torch.get_rng_state().numpy().tobytes() if draws else b""
         return None, fields, int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "little")
