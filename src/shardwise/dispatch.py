@@ -153,7 +153,9 @@ def basic_validation(op: Op, args: Sequence[Any] = (), kwargs: Mapping[str, Any]
         )
 
 
-WALKS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})  # through the graph, to tensors of any kind
+WALKS = frozenset(
+    {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+)  # through the graph, to tensors of any kind
 
 
 def is_dtensor(value: object) -> bool:

@@ -21,7 +21,7 @@ from shardwise.testing import ranks
 X = (PLAIN - 20) / 10
 
 
-class Square(Function):
+class _Square(Function):
     """Saves its argument."""
 
     @staticmethod
@@ -31,11 +31,11 @@ class Square(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
+        x: torch.Tensor = ctx.saved_tensors[0]
         return 2 * x * grad
 
 
-class Normalized(Function):
+class _Normalized(Function):
     """Looks at the whole in its backward: a collective, in which every rank takes part; saves its result."""
 
     @staticmethod
@@ -54,7 +54,7 @@ class Normalized(Function):
         return grad * y / (1 + y.abs().sum()) + ctx.power * x * grad / grad.norm(), None
 
 
-class Several(Function):
+class _Several(Function):
     """Three results of two tensors, a number between them; one gradient is None, one in another layout."""
 
     @staticmethod
@@ -91,20 +91,20 @@ def twin(layout: str, act: Callable[..., torch.Tensor], *more: torch.Tensor) -> 
 @ranks(4)
 def test_the_gradient_goes_through_a_function(layout: str) -> None:
     """Beside other ways from the same tensor, and through the Function twice."""
-    twin(layout, lambda x: (Square.apply(x) + x).sum())
-    twin(layout, lambda x: (Square.apply(Square.apply(x)) * x).sum())
-    twin(layout, lambda x: Square.apply(x)[:2].sum())
-    twin(layout, lambda x: (Normalized.apply(x, power=3)[0] * x).sum())
+    twin(layout, lambda x: (_Square.apply(x) + x).sum())
+    twin(layout, lambda x: (_Square.apply(_Square.apply(x)) * x).sum())
+    twin(layout, lambda x: _Square.apply(x)[:2].sum())
+    twin(layout, lambda x: (_Normalized.apply(x, power=3)[0] * x).sum())
 
 
 @pytest.mark.parametrize("layout", ALL)
 @ranks(4)
 def test_several_arguments_and_results(layout: str) -> None:
     """Of which some are not used, some have no gradient, and one gradient comes in another layout."""
-    twin(layout, lambda x, y: (Several.apply(x, 3.0, y)[0] + x).sum(), X.flip(0))
-    twin(layout, lambda x, y: sum(one.sum() * k for k, one in enumerate(Several.apply(x, 3.0, y))), X.flip(0))
-    twin(layout, lambda x, y: Several.apply(x, 3.0, y.detach())[1].pow(2).sum() + y.sum(), X.flip(0))
-    twin(layout, lambda x, y: Several.apply(y, 3.0, y)[1].pow(2).sum() + x.sum(), X.flip(0))
+    twin(layout, lambda x, y: (_Several.apply(x, 3.0, y)[0] + x).sum(), X.flip(0))
+    twin(layout, lambda x, y: sum(one.sum() * k for k, one in enumerate(_Several.apply(x, 3.0, y))), X.flip(0))
+    twin(layout, lambda x, y: _Several.apply(x, 3.0, y.detach())[1].pow(2).sum() + y.sum(), X.flip(0))
+    twin(layout, lambda x, y: _Several.apply(y, 3.0, y)[1].pow(2).sum() + x.sum(), X.flip(0))
 
 
 @pytest.mark.parametrize("layout", ALL)
@@ -140,6 +140,10 @@ def test_a_reentrant_checkpoint_of_plain_tensors_around_a_sharded_weight() -> No
     torch.testing.assert_close(twin.weight.grad.full_tensor(), plain.weight.grad)
 
 
+def _normalize(module: nn.Module, grads: Any) -> Any:
+    return (grads[0] / grads[0].norm(),)
+
+
 @pytest.mark.parametrize("layout", ["chunk on two ranks", "uneven, several per rank", "replicated"])
 @ranks(4)
 def test_backward_hooks_of_modules_see_whole_gradients(layout: str) -> None:
@@ -153,7 +157,7 @@ def test_backward_hooks_of_modules_see_whole_gradients(layout: str) -> None:
             notes += [given[0], taken[0]]
             return (given[0] * 3,)
 
-        layer.register_full_backward_pre_hook(lambda module, taken: (taken[0] / taken[0].norm(),))
+        layer.register_full_backward_pre_hook(_normalize)
         layer.register_full_backward_hook(after)
         (layer(x.requires_grad_() * 2) * x).sum().backward()
         grads.append(x.grad)
@@ -161,7 +165,7 @@ def test_backward_hooks_of_modules_see_whole_gradients(layout: str) -> None:
         torch.testing.assert_close(found.full_tensor(), expected)
 
 
-class Times(Function):
+class _Times(Function):
     """Of a sharded and a plain tensor."""
 
     @staticmethod
@@ -181,8 +185,8 @@ def test_a_plain_argument_gets_a_plain_gradient(layout: str) -> None:
     """Whole on every rank, for it is the same on every rank; and a sharded one may be given a plain gradient."""
     x, plain, y, other = shard_tensor(X, ALL[layout]), X.clone(), X.flip(1), X.flip(1)
     for one, two in ((x, y), (plain, other)):
-        (Times.apply(one.requires_grad_(), two.requires_grad_()) * 2 + two).sum().backward()
-        (Times.apply(two.detach(), one * 2)).sum().backward()
+        (_Times.apply(one.requires_grad_(), two.requires_grad_()) * 2 + two).sum().backward()
+        (_Times.apply(two.detach(), one * 2)).sum().backward()
     assert type(y.grad) is torch.Tensor
     torch.testing.assert_close(y.grad, other.grad)
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
@@ -198,13 +202,13 @@ def test_a_function_is_differentiated_twice(layout: str) -> None:
     grads = []
     for x in (shard_tensor(X, TWICE[layout]), X.clone()):
         leaf = x.requires_grad_()
-        (first,) = torch.autograd.grad((Square.apply(leaf * 2) * leaf).sum(), leaf, create_graph=True)
+        (first,) = torch.autograd.grad((_Square.apply(leaf * 2) * leaf).sum(), leaf, create_graph=True)
         (first * first).sum().backward()
         grads.append(leaf.grad)
     torch.testing.assert_close(grads[0].full_tensor(), grads[1])
 
 
-class Exponential(Function):
+class _Exponential(Function):
     """Saves its result."""
 
     @staticmethod
@@ -215,30 +219,33 @@ class Exponential(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * ctx.saved_tensors[0]
+        y: torch.Tensor = ctx.saved_tensors[0]
+        return grad * y
 
 
-class Once(Square):
+class _Once(_Square):
     """May be differentiated once."""
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator] # torch's
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return 2 * ctx.saved_tensors[0] * grad
+        x: torch.Tensor = ctx.saved_tensors[0]
+        return 2 * x * grad
 
 
-@pytest.mark.parametrize(("kind", "why"), [(Exponential, "saved one of its own"), (Once, "once_differentiable")])
 @ranks(2)
-def test_what_cannot_be_differentiated_twice_says_so(kind: Any, why: str) -> None:
+def test_what_cannot_be_differentiated_twice_says_so() -> None:
     """The first derivative is right, the second would miss something, and is refused on every rank."""
     x = shard_tensor(X, chunks(0, 0, 1)).requires_grad_()
-    (grad,) = torch.autograd.grad(kind.apply(x).sum(), x)
-    torch.testing.assert_close(grad.full_tensor(), X.exp() if kind is Exponential else 2 * X)
-    with pytest.raises(UnsupportedOpError, match=why):
-        torch.autograd.grad(kind.apply(x).sum(), x, create_graph=True)
+    cases = [(_Exponential, "saved one of its own", X.exp()), (_Once, "once_differentiable", 2 * X)]
+    for kind, why, expected in cases:
+        (grad,) = torch.autograd.grad(kind.apply(x).sum(), x)
+        torch.testing.assert_close(grad.full_tensor(), expected)
+        with pytest.raises(UnsupportedOpError, match=why):
+            torch.autograd.grad((kind.apply(x) * x).sum(), x, create_graph=True)
 
 
-class Choosy(Function):
+class _Choosy(Function):
     """Wants to know which gradients are missing."""
 
     @staticmethod
@@ -252,7 +259,7 @@ class Choosy(Function):
         return 2 * second
 
 
-class InPlace(Function):
+class _InPlace(Function):
     """Changes its argument."""
 
     @staticmethod
@@ -269,33 +276,33 @@ class InPlace(Function):
 def test_contexts_are_as_those_of_plain_tensors() -> None:
     """Missing gradients are None where that is asked for, and what is changed after it was saved is found out."""
     x = shard_tensor(X, chunks(0, 0, 2)).requires_grad_()
-    Choosy.apply(x)[1].sum().backward()
+    _Choosy.apply(x)[1].sum().backward()
     assert (x.grad == 2).all().item()
     inner = x * 1
-    out = Square.apply(inner)
-    assert out.grad_fn.name() == "SquareBackward"
+    out = _Square.apply(inner)
+    assert out.grad_fn.name() == "_SquareBackward"
     assert out.requires_grad
     assert not out.is_leaf
     before = inner.full_tensor().detach()
     with pytest.raises(UnsupportedOpError, match="mark_dirty"):
-        InPlace.apply(inner)
+        _InPlace.apply(inner)
     torch.testing.assert_close(inner.full_tensor().detach(), before)
     with torch.no_grad():
-        assert not Square.apply(x).requires_grad
-    assert not Square.apply(x.detach()).requires_grad
+        assert not _Square.apply(x).requires_grad
+    assert not _Square.apply(x.detach()).requires_grad
 
 
 @ranks(2)
 def test_an_argument_that_was_changed_after_it_was_saved_is_refused() -> None:
     """As torch refuses it; a result that was changed is refused if it was saved, and is fine if not."""
-    for kind, changed in ((Square, "argument"), (Exponential, "result")):
+    for kind, changed in ((_Square, "argument"), (_Exponential, "result")):
         x = shard_tensor(X, chunks(0, 0, 1)).requires_grad_() * 1
         out = kind.apply(x)
         (x if changed == "argument" else out).add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
     leaf = shard_tensor(X, chunks(0, 0, 1)).requires_grad_()
-    out = Square.apply(leaf)
+    out = _Square.apply(leaf)
     out.mul_(3)
     out.sum().backward()
     torch.testing.assert_close(leaf.grad.full_tensor(), 6 * X)
@@ -315,18 +322,19 @@ def test_partial_tensors_go_through_a_function() -> None:
             return 2 * grad  # what both ranks contribute
 
     local = X.clone().requires_grad_()
-    Square.apply(PartialTensor(local)).sum().backward()
+    _Square.apply(PartialTensor(local)).sum().backward()
     torch.testing.assert_close(local.grad, 4 * X)
     x = shard_tensor(X, chunks(1, 0, 1)).requires_grad_()
     (Parts.apply(x) * shard_tensor(X, chunks(0, 0, 1))).sum().backward()
     torch.testing.assert_close(x.grad.full_tensor(), 2 * X)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's tracer does
 def test_functions_of_plain_tensors_are_compiled_whole() -> None:
     """`apply` is still what torch's tracer takes it for."""
     x = X.clone().requires_grad_()
-    compiled = torch.compile(lambda x: Square.apply(x).sin().sum(), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda x: _Square.apply(x).sin().sum(), fullgraph=True, backend="aot_eager")
     compiled(x).backward()
     torch.testing.assert_close(x.grad, 2 * X * X.square().cos())
-    doubled = torch.func.grad(lambda x: Normalized.apply(x)[0].sum())(X)
+    doubled = torch.func.grad(lambda x: _Normalized.apply(x)[0].sum())(X)
     assert doubled.shape == X.shape

@@ -2,8 +2,8 @@
 
 Autograd's graph is in the shards, but a custom Function is one node, which sees whole tensors. So its sharded arguments
 are closed: wrappers that torch itself records, made by a node that leads back to their shards. Torch then does with
-the Function whatever it does with any. What comes out is opened: local tensors again, by a node that puts their gradients
-together to the one that the user's backward gets. A rank without shards has the same nodes, through its anchors.
+the Function whatever it does with any. What comes out is opened: local tensors again, by a node that puts their
+gradients together to the one that the user's backward gets. A rank without shards has the same nodes, by its anchors.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from shardwise.dispatch import Distributed, summary
 from shardwise.errors import PropertyError, UnsupportedOpError
@@ -48,7 +49,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _on_sharded(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The Function with sharded tensors among its arguments. Every rank calls it, and its backward runs on every rank."""
+    """The Function with sharded tensors among its arguments. Every rank calls it, and every rank runs its backward."""
     if kwargs:
         bound = inspect.signature(cls.forward).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -100,7 +101,7 @@ class _Whole:
     has_anchor: bool
 
     def parts_of(self, grad: Any) -> Tensors:
-        """The local parts of a gradient, whatever it is; where there are replicas, the first has it, the others zeros."""
+        """The local parts of a gradient of any kind; of replicas, the first has it, the others zeros."""
         frame = self.blank._frame
         if isinstance(grad, PartialTensor):
             grad = grad.redistribute(FixedShardingSpec.of(frame.layout))
@@ -117,7 +118,7 @@ class _Whole:
         if frame.layout.has_replicas:
             first = set(frame.layout.primary.tolist())
             pairs = zip(frame.rows, found, strict=True)
-            found = [one if row in first else torch.zeros_like(one) for row, one in pairs]
+            found = [one if row in first else torch.zeros_like(one) + tie([one]) for row, one in pairs]
         return found
 
 
@@ -141,11 +142,6 @@ class _Closed(Function):
         whole: _Whole = ctx.whole
         if grad is None:
             return (None,) * (2 + len(whole.blank._frame.rows) + whole.has_anchor)
-        if _is_recorded(grad):
-            raise UnsupportedOpError(
-                "a custom autograd.Function that is marked once_differentiable was differentiated twice, with a "
-                f"gradient for {grad!r}: leave out create_graph=True, or write its backward in differentiable ops"
-            )
         anchor = grad._anchored() if isinstance(grad, ShardedTensorBase) else None
         parts = whole.parts_of(grad)
         return None, None, *parts, *([tie([] if anchor is None else [anchor])] if whole.has_anchor else [])
@@ -192,7 +188,7 @@ class _Opened(Function):
         for one in ctx.watched:
             one.notice()
         if torch.is_grad_enabled():
-            _require_no_saved_result(ctx.node)
+            _require_differentiable(ctx.node, grads)
         made: list[Any] = []
         rest = list(grads)
         for kind, frame in ctx.frames:
@@ -249,14 +245,23 @@ def _node_of(wrapper: Any) -> Any:
         return torch._C.TensorBase.grad_fn.__get__(wrapper)  # type: ignore[union-attr] # a descriptor
 
 
-def _require_no_saved_result(node: Any) -> None:
-    """Raise in a second backward that would miss the way through a saved result, which torch keeps without its graph."""
-    if any(_is_recorded(saved) and _node_of(saved) is node for saved in getattr(node, "saved_tensors", ())):
+def _require_differentiable(node: Any, grads: Sequence[torch.Tensor | None]) -> None:
+    """Raise in a backward that is recorded where a second one would miss a part of the graph."""
+    kind = node._forward_cls
+    if getattr(kind.backward, "__code__", None) is _ONCE and any(g is not None and g.requires_grad for g in grads):
         raise UnsupportedOpError(
-            f"{node.name()} was asked for a gradient that can be differentiated again, but it has saved one of its own "
-            "sharded results, which torch keeps without its shards' graph: save its arguments and compute the result "
-            "anew in the backward, or leave out create_graph=True"
+            f"{kind.__name__} is marked once_differentiable and was asked for a gradient that can be differentiated "
+            "again: leave out create_graph=True, or write its backward in differentiable ops"
         )
+    if any(_is_recorded(saved) and _node_of(saved) is node for saved in node.saved_tensors):
+        raise UnsupportedOpError(
+            f"{kind.__name__} was asked for a gradient that can be differentiated again, but it has saved one of its "
+            "own sharded results, which torch keeps without its shards' graph: save its arguments and compute the "
+            "result anew in the backward, or leave out create_graph=True"
+        )
+
+
+_ONCE = once_differentiable(lambda ctx: None).__code__  # of all that are marked so
 
 
 def _opened(found: Any, args: Sequence[Any]) -> Any:

@@ -282,8 +282,8 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
     @property
     def grad_fn(self) -> Any:  # type: ignore[override] # torch declares an attribute
         """The node that made this rank's first shard, or its anchor; of a custom Function's result, the Function's."""
-        tensors = self._local_tensors() or [self._anchor]
-        node = None if tensors[0] is None else tensors[0].grad_fn
+        first = next(iter(self._local_tensors()), self._anchor)
+        node = None if first is None else first.grad_fn
         return getattr(node, "stands_for", node)
 
     @property  # type: ignore[override] # torch declares an attribute
