@@ -196,6 +196,19 @@ def refuse_mixed(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, 
             )
 
 
+def refuse_collective(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+    """Raise if this is a collective of torch, which would send the memory that a wrapper does not have."""
+    if op.namespace in COLLECTIVES:
+        raise UnsupportedOpError(
+            f"torch.distributed's '{op}' cannot send or receive a ShardedTensor, with args: {summary(args)} and kwargs: "
+            f"{summary(kwargs)}. Its data lies on all ranks already: call the collective on the tensors of "
+            "local_shards(), or ask for redistribute(spec), or for full_tensor(), which is the same on every rank"
+        )
+
+
+COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"})
+
+
 def unsupported(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, why: str) -> UnsupportedOpError:
     """The error for an op that cannot be computed: why, a way out, and the call without its data."""
     getter = getattr(op, "__name__", "") == "__get__"

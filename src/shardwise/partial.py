@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.utils import _pytree as pytree
 
-from shardwise.dispatch import Distributed, refuse_mixed, require_plain
+from shardwise.dispatch import Distributed, refuse_collective, refuse_mixed, require_plain
 from shardwise.errors import PropertyError, RankMismatchError
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout
@@ -130,6 +130,7 @@ class PartialTensor(Distributed, torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch's is no method
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        refuse_collective(func, args, kwargs)
         return func(*_resolved(args), **_resolved(kwargs or {}))
 
 

@@ -16,7 +16,7 @@ from torch._decomp import decomposition_table
 from torch.utils import _pytree as pytree
 
 from shardwise import settings
-from shardwise.dispatch import refuse_mixed, registry, unsupported
+from shardwise.dispatch import refuse_collective, refuse_mixed, registry, unsupported
 from shardwise.errors import PropertyError, UnsupportedOpError, ViewWriteError
 from shardwise.ops.call import Aten, Call
 from shardwise.ops.carried import carry, holds_carried, put_down
@@ -99,6 +99,7 @@ def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 
 def aten(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An aten op that was called on a sharded tensor."""
+    refuse_collective(op, args, kwargs)
     in_python = op.py_kernels.get(_COMPOSITE)
     if not _is_known(op) and in_python is None and op._can_decompose():
         return op.decompose(*args, **kwargs)

@@ -1,0 +1,45 @@
+"""What DistributedDataParallel is told when it is given a parameter that is sharded already.
+
+It keeps parameters the same on all ranks by sending their memory, which a sharded one does not have: it would crash.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import UnsupportedOpError
+from shardwise.interop.loading import when_loaded
+from shardwise.sharded_tensor import ShardedTensorBase
+
+DDP = "torch.nn.parallel.distributed"
+
+
+def _amend(module: Any) -> None:
+    """Have DDP refuse sharded parameters and buffers that it is not told to ignore, before it does anything."""
+    kind = module.DistributedDataParallel
+    theirs = kind.__init__
+
+    @functools.wraps(theirs)
+    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        _require_plain(module)
+        theirs(self, module, *args, **kwargs)
+
+    kind.__init__ = init
+
+
+def _require_plain(module: nn.Module) -> None:
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(tensor, ShardedTensorBase) and name not in ignored:
+            raise UnsupportedOpError(
+                f"DistributedDataParallel cannot manage a tensor that shardwise has sharded, here '{name}': {tensor!r}. "
+                "Sharded parameters need no DDP: their gradients are whole after backward. Leave them out before: "
+                "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, "
+                "[name for name, p in module.named_parameters() if isinstance(p, shardwise.ShardedTensor)])"
+            )
+
+
+when_loaded(DDP, _amend)
