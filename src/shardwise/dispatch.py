@@ -15,6 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import (
+    CollectiveOpError,
     MixedOperandsError,
     NoAttributeError,
     NoDistributedTensorError,
@@ -196,17 +197,23 @@ def refuse_mixed(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, 
             )
 
 
-def refuse_collective(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+def refuse_collective(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
     """Raise if this is a collective of torch, which would send the memory that a wrapper does not have."""
-    if op.namespace in COLLECTIVES:
-        raise UnsupportedOpError(
-            f"torch.distributed's '{op}' cannot send or receive a ShardedTensor, with args: {summary(args)} and kwargs: "
-            f"{summary(kwargs)}. Its data lies on all ranks already: call the collective on the tensors of "
-            "local_shards(), or ask for redistribute(spec), or for full_tensor(), which is the same on every rank"
-        )
+    if getattr(op, "namespace", None) in COLLECTIVES or getattr(op, "__module__", None) == C10D:
+        raise collective_error(op_name(op), [*args, *(kwargs or {}).values()])
 
 
+C10D = "torch.distributed.distributed_c10d"  # its functions in Python
 COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"})
+
+
+def collective_error(name: str, args: Sequence[Any]) -> CollectiveOpError:
+    """The error for a collective, or a list of tensors that it is given, and the ways out."""
+    return CollectiveOpError(
+        f"torch.distributed cannot send or receive a ShardedTensor, in '{name}' with {summary(args)}. Its data lies on all "
+        "ranks already: call the collective on the tensors of local_shards(), or ask for redistribute(spec), or for "
+        "full_tensor(), which is the same on every rank"
+    )
 
 
 def unsupported(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, why: str) -> UnsupportedOpError:

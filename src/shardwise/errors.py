@@ -25,6 +25,7 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     │   └── StateMismatchError(ValueError)  a checkpoint that does not hold the state to be loaded
     ├── RpcError(RuntimeError)              the RPC framework is missing
     ├── UnsupportedOpError(RuntimeError)    an op that has no rule for sharded tensors
+    │   ├── CollectiveOpError               a collective of torch on a sharded tensor
     │   └── NoAttributeError(AttributeError)
     │                                       an attribute of tensors that sharded ones do not have
     ├── ViewWriteError(RuntimeError)        a write that would not reach what it is meant for
@@ -132,6 +133,10 @@ class UnsupportedOpError(ShardwiseError, RuntimeError):
 
     reason = ""  # why, in a few words
     final = False  # whether it would be wrong on the whole tensors too
+
+
+class CollectiveOpError(UnsupportedOpError):
+    """A collective of torch on a tensor whose data is on all ranks already."""
 
 
 class NoAttributeError(UnsupportedOpError, AttributeError):

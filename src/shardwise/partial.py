@@ -124,6 +124,7 @@ class PartialTensor(Distributed, torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         refuse_mixed(func, args, kwargs, "PartialTensor")
+        refuse_collective(func, args, kwargs)
         return func(*_resolved(args), **_resolved(kwargs or {}))
 
     @classmethod

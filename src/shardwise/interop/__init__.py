@@ -1,6 +1,16 @@
 """Other systems' tensors and checkpoints."""
 
-from shardwise.interop import compiling, dcp_optimizers, ddp, fsdp1, fsdp2, wrapping
+from shardwise.interop import collectives, compiling, dcp_optimizers, ddp, fsdp1, fsdp2, wrapping
 from shardwise.interop.dtensor import from_dtensor, to_dtensor
 
-__all__ = ["compiling", "dcp_optimizers", "ddp", "from_dtensor", "fsdp1", "fsdp2", "to_dtensor", "wrapping"]
+__all__ = [
+    "collectives",
+    "compiling",
+    "dcp_optimizers",
+    "ddp",
+    "from_dtensor",
+    "fsdp1",
+    "fsdp2",
+    "to_dtensor",
+    "wrapping",
+]

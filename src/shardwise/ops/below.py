@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise import settings
 from shardwise.dispatch import refuse_collective, refuse_mixed, registry, unsupported
-from shardwise.errors import PropertyError, UnsupportedOpError, ViewWriteError
+from shardwise.errors import CollectiveOpError, PropertyError, UnsupportedOpError, ViewWriteError
 from shardwise.ops.call import Aten, Call
 from shardwise.ops.carried import carry, holds_carried, put_down
 from shardwise.ops.compute import Prepared, UnknownResultError, compute, prepare
@@ -68,6 +68,7 @@ def descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
 def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     refuse_mixed(op, args, kwargs)
+    refuse_collective(op, args, kwargs)
     given, named = (carry(args), carry(kwargs)) if torch.is_grad_enabled() else (args, kwargs)
     carries = given is not args or named is not kwargs
     before, before_carries = _outside.state, _outside.carries
@@ -76,6 +77,8 @@ def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
             found = op(*given, **named)
         return put_down(found) if carries else found
+    except CollectiveOpError:
+        raise
     except (UnsupportedOpError, ViewWriteError) as error:
         if getattr(error, "final", False):
             raise

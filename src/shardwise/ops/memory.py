@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 
-from shardwise.dispatch import op_name, registry
+from shardwise.dispatch import Distributed, Op, op_name, registry
 from shardwise.errors import UnsupportedOpError
 
 ADDRESSES = ("data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__", "__dlpack_device__")
@@ -16,13 +18,26 @@ def _refuse(name: str) -> None:
     method = getattr(torch.Tensor, name)
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-        raise UnsupportedOpError(
-            f"{op_name(method)} was called on {args[0]!r}, which has no memory of its own. Take the tensors of "
-            "local_shards(), each rank's part, or full_tensor(), a plain tensor; shardwise.save writes sharded tensors "
-            "to files"
-        )
+        raise _no_memory(method, args[0])
 
     registry.built_in[method] = handler
+
+
+def _no_memory(op: Op, tensor: object) -> UnsupportedOpError:
+    return UnsupportedOpError(
+        f"{op_name(op)} was called on {tensor!r}, which has no memory of its own. Take the tensors of local_shards(), "
+        "each rank's part, or full_tensor(), a plain tensor; shardwise.save writes sharded tensors to files"
+    )
+
+
+_to_dlpack: Any = torch.utils.dlpack.to_dlpack  # torch's own
+
+
+@functools.wraps(_to_dlpack)
+def _to_dlpack_of_memory(tensor: Any) -> Any:
+    if isinstance(tensor, Distributed):
+        raise _no_memory(_to_dlpack, tensor)
+    return _to_dlpack(tensor)
 
 
 def _share_memory(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
@@ -37,6 +52,8 @@ def _is_shared(types: Any, args: Any, kwargs: Any, process_group: Any) -> bool:
     return all(local.is_shared() for local in args[0]._local_tensors())
 
 
+for _module in (torch, torch.utils.dlpack):  # nothing dispatches it, and what it gives crashes who uses it
+    _module.to_dlpack = _to_dlpack_of_memory  # type: ignore[assignment] # the same but for sharded tensors
 for _name in ADDRESSES:
     _refuse(_name)
 registry.built_in[torch.Tensor.share_memory_] = _share_memory

@@ -1,0 +1,30 @@
+"""Collectives of torch that are given sharded tensors in a list: torch asks the tensors in none of its lists of lists.
+
+Those that are given one by itself are found where torch calls them (`dispatch.refuse_collective`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from shardwise.dispatch import Distributed, collective_error
+from shardwise.interop.loading import when_loaded
+
+C10D = "torch.distributed.distributed_c10d"
+
+
+def _amend(module: Any) -> None:
+    """Have the check of each list of tensors refuse sharded ones."""
+    theirs = module._check_tensor_list
+
+    @functools.wraps(theirs)
+    def check(param: Any, param_name: str) -> None:
+        theirs(param, param_name)
+        if any(isinstance(tensor, Distributed) for tensor in param):
+            raise collective_error(param_name, param)
+
+    module._check_tensor_list = check
+
+
+when_loaded(C10D, _amend)
