@@ -210,9 +210,9 @@ COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"
 def collective_error(name: str, args: Sequence[Any]) -> CollectiveOpError:
     """The error for a collective, or a list of tensors that it is given, and the ways out."""
     return CollectiveOpError(
-        f"torch.distributed cannot send or receive a ShardedTensor, in '{name}' with {summary(args)}. Its data lies on all "
-        "ranks already: call the collective on the tensors of local_shards(), or ask for redistribute(spec), or for "
-        "full_tensor(), which is the same on every rank"
+        f"torch.distributed cannot send or receive a ShardedTensor, in '{name}' with {summary(args)}. Its data lies on "
+        "all ranks already: call the collective on the tensors of local_shards(), or ask for redistribute(spec), or "
+        "for full_tensor(), which is the same on every rank"
     )
 
 

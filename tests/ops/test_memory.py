@@ -51,7 +51,7 @@ def test_the_address_of_a_sharded_tensor_is_refused(what: str) -> None:
 @pytest.mark.parametrize("what", COLLECTIVES)
 @ranks(2)
 def test_a_collective_of_torch_is_refused_before_it_talks(what: str) -> None:
-    """On every rank, also of a partial tensor, and nothing is changed; afterwards the ranks still understand another."""
+    """On every rank, and nothing is changed; afterwards the ranks still understand each other."""
     x = shard_tensor(PLAIN, chunks(0, 0, 1))
     with pytest.raises(CollectiveOpError, match=r"local_shards\(\).*full_tensor\(\)"):
         COLLECTIVES[what](x)
@@ -64,7 +64,7 @@ def test_a_collective_of_torch_is_refused_before_it_talks(what: str) -> None:
 @ranks(2)
 def test_a_collective_on_a_partial_tensor_is_refused() -> None:
     """It would add up what is added up already."""
-    with pytest.raises(CollectiveOpError, match="all_reduce|allreduce"):
+    with pytest.raises(CollectiveOpError, match="all_reduce"):
         dist.all_reduce(PartialTensor(PLAIN))
 
 

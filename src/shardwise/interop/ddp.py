@@ -35,7 +35,7 @@ def _require_plain(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if isinstance(tensor, ShardedTensorBase) and name not in ignored:
             raise UnsupportedOpError(
-                f"DistributedDataParallel cannot manage a tensor that shardwise has sharded, here '{name}': {tensor!r}. "
+                f"DistributedDataParallel cannot manage a tensor that shardwise has sharded, '{name}': {tensor!r}. "
                 "Sharded parameters need no DDP: their gradients are whole after backward. Leave them out before: "
                 "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, "
                 "[name for name, p in module.named_parameters() if isinstance(p, shardwise.ShardedTensor)])"

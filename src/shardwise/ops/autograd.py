@@ -16,6 +16,7 @@ import torch
 from shardwise.dispatch import registry
 from shardwise.errors import PropertyError
 from shardwise.ops.compute import tie
+from shardwise.ops.leaf_hooks import capturing, changed_by_hooks
 from shardwise.sharded_tensor import ShardedTensorBase
 
 
@@ -104,12 +105,13 @@ def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> tuple[Any, 
     roots, grads = _all_roots(given.pop("outputs"), given.pop("grad_outputs", None))
     # A rank without shards of an input asks for its anchor's gradient, to take part.
     asked = [_locals(one) or [one._anchored()] for one in inputs]
-    found = iter(torch.autograd.grad(roots, [leaf for leaves in asked for leaf in leaves], grads, **given))
+    with capturing():
+        found = iter(torch.autograd.grad(roots, [leaf for leaves in asked for leaf in leaves], grads, **given))
     made: list[Any] = []
     for one, leaves in zip(inputs, asked, strict=True):
         pieces = [next(found) for _ in leaves]
         is_sharded = isinstance(one, ShardedTensorBase) and pieces[0] is not None
-        made.append(_gradient(one, pieces) if is_sharded else pieces[0])
+        made.append(changed_by_hooks(one, _gradient(one, pieces)) if is_sharded else pieces[0])
     return tuple(made)
 
 

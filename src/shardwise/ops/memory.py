@@ -1,4 +1,4 @@
-"""A sharded tensor has no memory of its own: whoever asks for its address is told where the data is, and does not crash."""
+"""A sharded tensor has no memory of its own: who asks for its address is told where the data is, and does not crash."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _no_memory(op: Op, tensor: object) -> UnsupportedOpError:
     )
 
 
-_to_dlpack: Any = torch.utils.dlpack.to_dlpack  # torch's own
+_to_dlpack: Any = torch._C._to_dlpack  # torch's own
 
 
 @functools.wraps(_to_dlpack)
@@ -53,7 +53,7 @@ def _is_shared(types: Any, args: Any, kwargs: Any, process_group: Any) -> bool:
 
 
 for _module in (torch, torch.utils.dlpack):  # nothing dispatches it, and what it gives crashes who uses it
-    _module.to_dlpack = _to_dlpack_of_memory  # type: ignore[assignment] # the same but for sharded tensors
+    vars(_module)["to_dlpack"] = _to_dlpack_of_memory
 for _name in ADDRESSES:
     _refuse(_name)
 registry.built_in[torch.Tensor.share_memory_] = _share_memory

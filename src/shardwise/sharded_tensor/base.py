@@ -41,6 +41,9 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
     _shardless_grad: ShardedTensorBase | None = None  # what `grad` says there
     _anchor: torch.Tensor | None = None  # stands in the autograd graph for the tensors that a rank does not have
     _root: torch.Tensor | None = None  # the same where this tensor is a leaf; it gets a gradient when the shards do
+    _hooks: Any = None  # what is to be called with the gradient of a leaf
+    _retains = False  # whether the gradient of a result of an op is kept
+    _kept_grad: ShardedTensorBase | None = None  # which is then this one
     _moved = False  # whether an op made it of data that came from other ranks
     _copy_of_view = False  # whether it is so though torch calls it a view: then nothing may be written into it
     _part = False  # whether it is a view of a part of another tensor
@@ -112,6 +115,8 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
         """Take on another frame and other local tensors, in place."""
         self._wants_grad, self._anchor, self._shardless_grad, self._root = self.requires_grad, None, None, None
         self._frame, self._tensors, self._shards, self._known_metadata = frame, tensors, None, None
+        if self._hooks is not None:
+            self._hooks.follow(self)
 
     @classmethod
     def _init_from_local_shards_and_global_metadata(
@@ -268,6 +273,8 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
             tensor.requires_grad = requires_grad
         self._wants_grad = requires_grad
         self._anchor, self._root = (self._anchor, self._root) if requires_grad else (None, None)
+        if requires_grad and self._hooks is not None:
+            self._hooks.follow(self)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Record operations on every shard, from now on."""
@@ -289,6 +296,8 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
     @property  # type: ignore[override] # torch declares an attribute
     def grad(self) -> ShardedTensorBase | None:
         """The shards' gradients as one sharded tensor over the same memory; None before there is any."""
+        if self._retains:
+            return self._kept_grad
         tensors = self._local_tensors()
         grads = [tensor.grad for tensor in tensors]
         if not tensors and self._shardless_grad is None and self._root is not None and self._root.grad is not None:
@@ -305,6 +314,9 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
 
     @grad.setter
     def grad(self, grad: ShardedTensorBase | None) -> None:
+        self._kept_grad = grad if self._retains else None
+        if self._retains:
+            return
         if grad is None:
             for tensor in self._local_tensors():
                 tensor.grad = None
