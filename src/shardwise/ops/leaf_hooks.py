@@ -33,8 +33,9 @@ class Ending(Protocol):
     """Something to be done at the end of a backward."""
 
     number: float  # in this order
+    came: dict[int, Any]  # what has come of it, by backward: another may run within one
 
-    def finish(self) -> None:
+    def finish(self, task: int) -> None:
         """Do it."""
 
 
@@ -48,13 +49,15 @@ _running = _Running()
 _pending: dict[int, list[Ending]] = {}  # of each backward
 
 
-def at_the_end(ending: Ending) -> None:
-    """Let this be done when the backward that is running ends. All ranks do it in the same order."""
+def at_the_end(ending: Ending) -> int:
+    """Let this be done when the backward that is running ends; gives its number. All ranks keep the same order."""
     task = _running.task if _running.task != -1 else torch._C._current_graph_task_id()
     if task not in _pending:
         _pending[task] = []
         torch.autograd.Variable._execution_engine.queue_callback(lambda: _finish(task))
-    _pending[task].append(ending)
+    if ending not in _pending[task]:
+        _pending[task].append(ending)
+    return task
 
 
 def _finish(task: int) -> None:
@@ -63,10 +66,11 @@ def _finish(task: int) -> None:
         while _pending[task]:
             ending = min(_pending[task], key=lambda one: one.number)
             _pending[task].remove(ending)
-            ending.finish()
+            ending.finish(task)
     finally:
         _running.task = before
-        del _pending[task]
+        for left in _pending.pop(task):  # where a hook has raised
+            left.came.pop(task, None)
 
 
 # Leaves -----------------------------------------------------------------------------------------------------------
@@ -79,10 +83,10 @@ class LeafHooks:
 
     def __init__(self, tensor: ShardedTensorBase) -> None:
         self.tensor = weakref.ref(tensor)
-        self.number = next(self.numbers)
+        self.number: float = next(self.numbers)
         self.before: OrderedDict[int, Hook] = OrderedDict()
         self.after: OrderedDict[int, Hook] = OrderedDict()
-        self.came: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.came: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor | None]]] = {}
         self.attached: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
     @staticmethod
@@ -115,14 +119,12 @@ class LeafHooks:
         """Keep a gradient for the end, and let zeros be accumulated if it may yet be changed."""
         if self.tensor() is None or _capture.active or not (self.before or self.after):
             return None
-        if not self.came:
-            at_the_end(self)
-        self.came[k] = grad, local.grad
+        self.came.setdefault(at_the_end(self), {})[k] = grad, local.grad
         return torch.zeros_like(grad) if self.before else None
 
-    def finish(self) -> None:
+    def finish(self, task: int) -> None:
         """Call the hooks, and accumulate what they leave."""
-        tensor, came, self.came = self.tensor(), self.came, {}
+        tensor, came = self.tensor(), self.came.pop(task)
         if tensor is None:
             return
         if self.before:
