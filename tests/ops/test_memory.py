@@ -18,7 +18,6 @@ from shardwise.errors import CollectiveOpError, UnsupportedOpError
 from shardwise.testing import ranks
 
 ADDRESSES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "data_ptr": lambda x: x.data_ptr(),
     "untyped_storage": lambda x: x.untyped_storage(),
     "storage": lambda x: x.storage(),
     "from_dlpack": lambda x: torch.from_dlpack(x),
@@ -46,6 +45,12 @@ def test_the_address_of_a_sharded_tensor_is_refused(what: str) -> None:
     """With the ways to its data."""
     with pytest.raises((UnsupportedOpError, BufferError), match=r"local_shards\(\)"):
         ADDRESSES[what](shard_tensor(PLAIN, chunks(0, 0, 1)))
+
+
+@ranks(2)
+def test_the_address_is_that_of_nothing() -> None:
+    """By which torch's checkpoints tell tensors without memory of their own."""
+    assert shard_tensor(PLAIN, chunks(0, 0, 1)).data_ptr() == 0
 
 
 @pytest.mark.parametrize("what", COLLECTIVES)

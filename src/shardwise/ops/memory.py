@@ -11,7 +11,8 @@ import torch.utils.dlpack
 from shardwise.dispatch import Distributed, Op, op_name, registry
 from shardwise.errors import UnsupportedOpError
 
-ADDRESSES = ("data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__", "__dlpack_device__")
+# Not `data_ptr`, which is 0: by that, torch's checkpoints tell tensors without memory.
+ADDRESSES = ("untyped_storage", "storage", "_typed_storage", "__dlpack__", "__dlpack_device__")
 
 
 def _refuse(name: str) -> None:
