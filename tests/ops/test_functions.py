@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -306,6 +308,36 @@ def test_an_argument_that_was_changed_after_it_was_saved_is_refused() -> None:
     out.mul_(3)
     out.sum().backward()
     torch.testing.assert_close(leaf.grad.full_tensor(), 6 * X)
+
+
+@ranks(2)
+def test_a_function_keeps_what_it_saves_and_nothing_else() -> None:
+    """While the graph lives; and nothing goes round in circles, so that all is freed with it, without a collector."""
+    leaf = shard_tensor(X, chunks(0, 0, 1)).requires_grad_()
+    gc.disable()
+    for kind, keeps in ((_Square, (True, False)), (_Exponential, (False, True)), (_Negated, (False, False))):
+        inner = leaf * 1
+        out = kind.apply(inner)
+        memory = [weakref.ref(one.local_tensor().untyped_storage()) for one in (inner, out)]
+        loss = out.sum()
+        del inner, out
+        assert tuple(one() is not None for one in memory) == keeps
+        loss.backward()
+        del loss
+        assert [one() for one in memory] == [None, None]
+    gc.enable()
+
+
+class _Negated(Function):
+    """Saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return -x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return -grad
 
 
 @ranks(2)

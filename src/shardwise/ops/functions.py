@@ -18,6 +18,7 @@ from shardwise.dispatch import Distributed, summary
 from shardwise.errors import UnsupportedOpError
 from shardwise.ops.nodes import apply_plain, closed, opened
 from shardwise.partial import PartialTensor
+from shardwise.sharded_tensor import ShardedTensorBase
 
 
 @functools.wraps(apply_plain)
@@ -56,10 +57,14 @@ def _reduced(arg: Any) -> Any:
 
 
 def _prepare(context: Any) -> None:
-    """Have the contexts of one Function tell whether missing gradients are to be None, and refuse in-place results."""
+    """Have the contexts of one Function tell what they save, and which gradients they want, and refuse `mark_dirty`."""
     if "gives_none" in vars(context):
         return
-    mark_dirty = context.mark_dirty
+    mark_dirty, save_for_backward = context.mark_dirty, context.save_for_backward
+
+    def save_and_note(self: Any, *tensors: Any) -> None:
+        self.saved_sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensorBase)]
+        save_for_backward(self, *tensors)
 
     def set_materialize_grads(self: Any, value: bool) -> None:
         self.materialize_grads, self.gives_none = value, not value
@@ -72,7 +77,7 @@ def _prepare(context: Any) -> None:
             )
         mark_dirty(self, *args)
 
-    context.gives_none = False
+    context.gives_none, context.save_for_backward = False, save_and_note
     context.set_materialize_grads, context.mark_dirty = set_materialize_grads, mark_dirty_plain
 
 

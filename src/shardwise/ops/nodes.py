@@ -8,6 +8,7 @@ to the one of the wrapper. A rank without shards has the same nodes, by its anch
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,7 +110,7 @@ def closed(arg: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Results:
-    """The sharded results of a node, as they are handed out, and what it has looked at."""
+    """The sharded results of a node, as they are handed out, and what it has saved."""
 
     node: Any
     tensors: list[ShardedTensorBase]
@@ -149,21 +150,26 @@ class _Opened(Function):
 
 
 class _Watched:
-    """A wrapper, and whether its local tensors are still as they were: torch only asks the wrapper."""
+    """A sharded tensor that a node has saved, and whether its local tensors are as they were: torch asks the wrapper.
 
-    def __init__(self, wrapper: ShardedTensorBase) -> None:
-        self.wrapper, self.versions = wrapper, self._versions(wrapper)
+    It keeps no data, and none of the graph, which leads to who keeps it.
+    """
 
-    @staticmethod
-    def _versions(wrapper: ShardedTensorBase) -> list[int]:
-        return [local._version for local in wrapper._local_tensors()]
+    def __init__(self, saved: ShardedTensorBase, *, is_result: bool) -> None:
+        self.locals = [(weakref.ref(local), local._version) for local in saved._local_tensors()]
+        self.wrapper: Any = weakref.ref(saved)  # which torch keeps
+        if is_result:  # of which torch keeps only what shares its version
+            with torch._C.DisableTorchFunctionSubclass():
+                alias: Any = torch.Tensor.detach(saved)
+            alias._tensors = []
+            self.wrapper = lambda: alias
 
     def notice(self) -> None:
         """Let torch know if they have been changed in place, so that it refuses to compute a gradient from them."""
-        found = self._versions(self.wrapper)
-        if found != self.versions:
-            self.versions = found
-            torch.autograd.graph.increment_version(self.wrapper)
+        locals_, wrapper = [(local(), version) for local, version in self.locals], self.wrapper()
+        changed = any(local is not None and local._version != version for local, version in locals_)
+        if changed and wrapper is not None:
+            torch.autograd.graph.increment_version(wrapper)
 
 
 def _gradient(
@@ -223,7 +229,8 @@ def opened(found: Any, args: Sequence[Any]) -> Any:
     _have_whole_gradients(node, args)
     with torch.no_grad():
         tensors = [one._reduced() if isinstance(one, PartialTensor) else one for one in (given[k] for k in at)]
-    watched = [_Watched(one) for one in (*args, *tensors) if _is_recorded(one)]
+    saved = vars(node).pop("saved_sharded", ())
+    watched = [_Watched(one, is_result=_node_of(one) is node) for one in saved]
     parts = list(apply_plain(_Opened, _Results(node, tensors, watched), *[given[k] for k in at]))
     for k, tensor in zip(at, tensors, strict=True):
         frame = tensor._frame
