@@ -9,6 +9,7 @@ import torch
 from tests.cases import ALL, PLAIN, chunks
 from torch import nn
 from torch.autograd import graph
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import ShardedTensor, shard_tensor
 from shardwise.errors import UnsupportedOpError
@@ -73,10 +74,11 @@ def test_hooks_after_accumulation(layout: str) -> None:
     """An optimizer step within the backward, after which no gradient is left."""
     leaves = both(layout)
     for leaf in leaves:
-        parameter = nn.Parameter(leaf.detach())
+        parameter = nn.Parameter(leaf.detach().clone())
         step = torch.optim.SGD([parameter], lr=0.1)
 
         def act(one: torch.Tensor, step: Any = step) -> None:
+            one.add_(one.grad, alpha=-0.1)  # which a backward allows that is not recorded
             step.step()
             step.zero_grad()
 
@@ -119,6 +121,25 @@ def test_gradients_that_are_asked_for_go_through_hooks(layout: str) -> None:
         found += torch.autograd.grad((leaf * leaf).sum(), leaf)
         assert leaf.grad is None
     same(*found)
+
+
+@pytest.mark.parametrize("layout", ["chunk dim 0", "all on one rank", "uneven, several per rank"])
+@ranks(4)
+def test_hooks_in_a_backward_within_another_and_in_one_that_is_recorded(layout: str) -> None:
+    """A reentrant checkpoint runs one; what both bring is accumulated. And what hooks do is differentiated."""
+    leaves, twice = both(layout), []
+    for leaf in leaves:
+        leaf.register_hook(lambda grad: grad * 3)
+        inner = leaf.detach().clone().requires_grad_()
+        (checkpoint(lambda x, leaf=leaf: x * leaf, inner, use_reentrant=True) + leaf).sum().backward()
+        other = leaf.detach().clone().requires_grad_()
+        result = other * 2
+        result.register_hook(lambda grad: grad * grad)
+        (first,) = torch.autograd.grad(result.pow(3).sum(), other, create_graph=True)
+        first.sum().backward()
+        twice.append(other.grad)
+    same(leaves[0].grad, leaves[1].grad)
+    same(*twice)
 
 
 @ranks(2)

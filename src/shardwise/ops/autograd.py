@@ -17,6 +17,7 @@ from shardwise.dispatch import registry
 from shardwise.errors import PropertyError
 from shardwise.ops.compute import tie
 from shardwise.ops.leaf_hooks import capturing, changed_by_hooks
+from shardwise.process_group import group_ranks, in_step_sharing, is_member
 from shardwise.sharded_tensor import ShardedTensorBase
 
 
@@ -111,19 +112,34 @@ def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> tuple[Any, 
     for one, leaves in zip(inputs, asked, strict=True):
         pieces = [next(found) for _ in leaves]
         is_sharded = isinstance(one, ShardedTensorBase) and pieces[0] is not None
-        made.append(changed_by_hooks(one, _gradient(one, pieces)) if is_sharded else pieces[0])
+        made.append(changed_by_hooks(one, _gradient(one, pieces, given)) if is_sharded else pieces[0])
     return tuple(made)
 
 
-def _gradient(tensor: ShardedTensorBase, pieces: list[torch.Tensor]) -> ShardedTensorBase:
-    """The gradient of a tensor, from those of its local tensors, or of its anchor, on which a second backward hangs."""
+def _gradient(tensor: ShardedTensorBase, pieces: list[torch.Tensor], options: dict[str, Any]) -> ShardedTensorBase:
+    """The gradient of a tensor, from those of its local tensors, or of its anchor.
+
+    If it can be differentiated again on any rank, then on a rank without shards, too: it may depend on the tensor.
+    """
+    again = bool(options.get("create_graph")) and _any_recorded(tensor, pieces)
     if tensor._local_tensors():
         return tensor._like(pieces)  # type: ignore[no-any-return] # of the same kind
     made: ShardedTensorBase = tensor._like([])
-    made._wants_grad, made._anchor = pieces[0].requires_grad, None
-    if made._wants_grad:  # and it may depend on the tensor itself
+    made._wants_grad, made._anchor = again, None
+    if again:
         made._anchor = tie([pieces[0], tensor._anchored()])  # type: ignore[list-item] # it was asked for a gradient
     return made
+
+
+def _any_recorded(tensor: ShardedTensorBase, pieces: list[torch.Tensor]) -> bool:
+    """Whether autograd records any rank's pieces; where all have shards, as here. One bit travels where not."""
+    here, group = any(piece.requires_grad for piece in pieces), tensor._frame.process_group
+    if group is None or not is_member(group):
+        return here
+    holders = {place.rank for place in tensor._layout.places}
+    if holders.issuperset(group_ranks(group)):
+        return here
+    return any(in_step_sharing(group, lambda: (None, {"verb": "grad"}, here))[1])
 
 
 def _listed(value: Any) -> list[Any]:

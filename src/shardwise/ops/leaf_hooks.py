@@ -53,20 +53,21 @@ def at_the_end(ending: Ending) -> int:
     """Let this be done when the backward that is running ends; gives its number. All ranks keep the same order."""
     task = _running.task if _running.task != -1 else torch._C._current_graph_task_id()
     if task not in _pending:
-        _pending[task] = []
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _finish(task))
+        _pending[task], records = [], torch.is_grad_enabled()  # as the backward does, not as its caller does
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _finish(task, records))
     if ending not in _pending[task]:
         _pending[task].append(ending)
     return task
 
 
-def _finish(task: int) -> None:
+def _finish(task: int, records: bool) -> None:
     before, _running.task = _running.task, task
     try:
-        while _pending[task]:
-            ending = min(_pending[task], key=lambda one: one.number)
-            _pending[task].remove(ending)
-            ending.finish(task)
+        with torch.set_grad_enabled(records):
+            while _pending[task]:
+                ending = min(_pending[task], key=lambda one: one.number)
+                _pending[task].remove(ending)
+                ending.finish(task)
     finally:
         _running.task = before
         for left in _pending.pop(task):  # where a hook has raised
@@ -86,7 +87,7 @@ class LeafHooks:
         self.number: float = next(self.numbers)
         self.before: OrderedDict[int, Hook] = OrderedDict()
         self.after: OrderedDict[int, Hook] = OrderedDict()
-        self.came: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor | None]]] = {}
+        self.came: dict[int, dict[int, torch.Tensor]] = {}
         self.attached: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
     @staticmethod
@@ -119,8 +120,8 @@ class LeafHooks:
         """Keep a gradient for the end, and let zeros be accumulated if it may yet be changed."""
         if self.tensor() is None or _capture.active or not (self.before or self.after):
             return None
-        self.came.setdefault(at_the_end(self), {})[k] = grad, local.grad
-        return torch.zeros_like(grad) if self.before else None
+        self.came.setdefault(at_the_end(self), {})[k] = grad
+        return torch.zeros_like(local) if self.before else None
 
     def finish(self, task: int) -> None:
         """Call the hooks, and accumulate what they leave."""
@@ -129,12 +130,11 @@ class LeafHooks:
             return
         if self.before:
             locals_ = tensor._local_tensors()
-            pieces = [came[k][0] if k in came else torch.zeros_like(local) for k, local in enumerate(locals_)]
+            pieces = [came.get(k, torch.zeros_like(local)) for k, local in enumerate(locals_)]
             grad = self.changed(type(tensor)._wrap(Parts(tensor._frame, pieces)))
             whole = Whole(type(tensor)._wrap(Parts(tensor._frame, [])), has_anchor=False)
-            for k, (local, piece) in enumerate(zip(locals_, whole.parts_of(grad), strict=True)):
-                first = k not in came or came[k][1] is None
-                local.grad = _as_grad(local, piece) if first else came[k][1] + piece  # type: ignore[operator] # no None
+            for local, piece in zip(locals_, whole.parts_of(grad), strict=True):
+                _accumulate(local, piece)
         for hook in list(self.after.values()):
             hook(tensor)
 
@@ -150,9 +150,11 @@ def _note(hooks: LeafHooks, k: int, local: Any, grad: torch.Tensor) -> torch.Ten
     return hooks.note(k, local(), grad)
 
 
-def _as_grad(local: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-    """A gradient in memory of its own, laid out as the tensor is, which torch expects."""
-    return piece.clone() if torch.is_grad_enabled() else torch.empty_like(local).copy_(piece)
+def _accumulate(local: torch.Tensor, piece: torch.Tensor) -> None:
+    """As torch does it: in place, unless it is recorded."""
+    if local.grad is None:
+        local.grad = torch.zeros_like(local)
+    local.grad = local.grad + piece if torch.is_grad_enabled() else local.grad.add_(piece)
 
 
 # Gradients that are asked for -------------------------------------------------------------------------------------
