@@ -210,6 +210,27 @@ def test_a_function_is_differentiated_twice(layout: str) -> None:
     torch.testing.assert_close(grads[0].full_tensor(), grads[1])
 
 
+class _Gathered(_Times):
+    """Gives a plain tensor, and sharded gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found = _Times.forward(ctx, x, y)
+        return found.full_tensor() if isinstance(found, ShardedTensor) else found
+
+
+@ranks(4)
+def test_a_function_gives_a_plain_tensor() -> None:
+    """Its arguments get gradients of their own kind: the plain one a plain, the sharded one a sharded."""
+    for spec in ALL.values():
+        x, plain, y, other = shard_tensor(X, spec), X.clone(), X.flip(1), X.flip(1)
+        for one, two in ((x, y), (plain, other)):
+            _Gathered.apply(one.requires_grad_(), two.requires_grad_()).pow(2).sum().backward()
+        assert type(y.grad) is torch.Tensor
+        torch.testing.assert_close(y.grad, other.grad)
+        torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
 class _Exponential(Function):
     """Saves its result."""
 

@@ -42,15 +42,6 @@ class Whole:
     blank: ShardedTensorBase  # of that layout, without its data
     has_anchor: bool
 
-    def counted_once(self, grad: Any) -> Tensors:
-        """The same, for what adds up over replicas: the first of them has it, the others zeros."""
-        frame, found = self.blank._frame, self.parts_of(grad)
-        if not frame.layout.has_replicas:
-            return found
-        first = set(frame.layout.primary.tolist())
-        pairs = zip(frame.rows, found, strict=True)
-        return [one if row in first else torch.zeros_like(one) + tie([one]) for row, one in pairs]
-
     def parts_of(self, grad: Any) -> Tensors:
         """The local parts of a gradient of any kind."""
         frame = self.blank._frame
@@ -67,6 +58,15 @@ class Whole:
                 grad = grad.redistribute(FixedShardingSpec.of(frame.layout))  # type: ignore[attr-defined] # has a group
             found = self.blank._locals_of(grad)
         return found
+
+    def counted_once(self, grad: Any) -> Tensors:
+        """The same where the parts of replicas add up: the first of them has it, the others zeros."""
+        frame, found = self.blank._frame, self.parts_of(grad)
+        if not frame.layout.has_replicas:
+            return found
+        first = set(frame.layout.primary.tolist())
+        pairs = zip(frame.rows, found, strict=True)
+        return [one if row in first else torch.zeros_like(one) + tie([one]) for row, one in pairs]
 
 
 class _Closed(Function):
@@ -222,11 +222,12 @@ _ONCE = once_differentiable(lambda ctx: None).__code__  # of all that are marked
 def opened(found: Any, args: Sequence[Any]) -> Any:
     """What a Function made of these arguments, with the sharded tensors that torch recorded opened."""
     given = list(found) if isinstance(found, tuple) else [found]
+    node = next((_node_of(one) for one in given if isinstance(one, torch.Tensor) and _node_of(one) is not None), None)
     at = [k for k, one in enumerate(given) if _is_recorded(one)]
+    if node is not None:
+        _have_whole_gradients(node, args)
     if not at:
         return found
-    node = _node_of(given[at[0]])
-    _have_whole_gradients(node, args)
     with torch.no_grad():
         tensors = [one._reduced() if isinstance(one, PartialTensor) else one for one in (given[k] for k in at)]
     saved = vars(node).pop("saved_sharded", ())
