@@ -211,8 +211,8 @@ def collective_error(name: str, args: Sequence[Any]) -> CollectiveOpError:
     """The error for a collective, or a list of tensors that it is given, and the ways out."""
     return CollectiveOpError(
         f"torch.distributed cannot send or receive a ShardedTensor, in '{name}' with {summary(args)}. Its data lies on "
-        "all ranks already: call the collective on the tensors of local_shards(), or ask for redistribute(spec), or "
-        "for full_tensor(), which is the same on every rank"
+        "all ranks already: call the collective on the tensors of local_shards(), or ask for redistribute(spec), for "
+        "full_tensor(), which is the same on every rank, or for to_dtensor(mesh, placements)"
     )
 
 

@@ -132,7 +132,6 @@ class UnsupportedOpError(ShardwiseError, RuntimeError):
     """An op that has no rule for sharded tensors."""
 
     reason = ""  # why, in a few words
-    final = False  # whether it would be wrong on the whole tensors too
 
 
 class CollectiveOpError(UnsupportedOpError):

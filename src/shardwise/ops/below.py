@@ -80,8 +80,6 @@ def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     except CollectiveOpError:
         raise
     except (UnsupportedOpError, ViewWriteError) as error:
-        if getattr(error, "final", False):
-            raise
         refused = error
     finally:
         _outside.state, _outside.carries = before, before_carries
@@ -181,22 +179,9 @@ _prepared: dict[Any, Prepared] = {}  # a cache, by all that a schedule depends o
 MOST_PREPARED = 1024
 
 
-COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")  # namespaces of ops
-
-
 def _without_rule(call: Call) -> Any:
     """An op that no rule computes: in place as out of place, gathered, or as torch breaks it down."""
     op, written = call.op, call.written()
-    if op.namespace in COLLECTIVES:
-        refused = unsupported(
-            op,
-            (),
-            call.arguments,
-            "a collective moves each rank's own tensor, and this one is on all ranks already: redistribute(spec) and "
-            "full_tensor() move it, shardwise.to_dtensor(tensor, mesh, placements) makes a DTensor of it",
-        )
-        refused.final = True
-        raise refused
     if written:
         return _in_place(call, written)
     why = f"no rule keeps the shards apart in {op}"
