@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.torchrun import run_script
+
+from shardwise.testing import run_on_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TWINS = ["sharded_table.py", "tensor_parallel.py"]
@@ -27,7 +30,7 @@ def alone(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
     return 0
 
 
-def under_torchrun(name: str, *options: str, world_size: int = 4, folder: Path | None = None) -> str:
+def under_torchrun(name: str, *options: str, world_size: int, folder: Path | None = None) -> str:
     """What an example prints there."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
     done = subprocess.run(
@@ -58,10 +61,17 @@ def test_a_sharded_model_trains_as_its_twin(
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("name", TWINS)
-def test_the_same_under_torchrun(name: str) -> None:
-    """With its ranks."""
-    assert losses_agree(under_torchrun(name))
+def test_the_same_under_torchrun() -> None:
+    """With its ranks, two of them."""
+    assert losses_agree(under_torchrun("tensor_parallel.py", world_size=2))
+
+
+@pytest.mark.parametrize("name", [*TWINS, "layouts.py"])
+def test_the_same_as_torchrun_runs_it(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """On four ranks."""
+    run_on_ranks(4, run_script, str(EXAMPLES / name), str(tmp_path), echo=True)
+    printed = capsys.readouterr().out
+    assert printed.count("rank 3 holds") == 4 if name == "layouts.py" else losses_agree(printed)
 
 
 def test_a_rank_holds_its_rows_of_the_table_and_no_more(
@@ -85,12 +95,6 @@ def test_layouts_are_drawn(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 
 
 @pytest.mark.timeout(180)
-def test_layouts_are_drawn_under_torchrun() -> None:
-    """The same script, with torchrun's ranks."""
-    assert under_torchrun("layouts.py").count("rank 3 holds") == 4
-
-
-@pytest.mark.timeout(180)
 def test_the_demo_trains_the_same_model_anywhere(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -111,9 +115,11 @@ def test_the_demo_trains_the_same_model_anywhere(
 
 
 @pytest.mark.timeout(180)
-def test_the_demo_goes_on_under_torchrun(tmp_path: Path) -> None:
+def test_the_demo_goes_on_under_torchrun(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """From where another number of ranks left it; the losses of the second leg are still the twin's."""
-    first = under_torchrun("train_anywhere.py", "--checkpoint=run", "--until=2", world_size=3, folder=tmp_path)
+    script = str(EXAMPLES / "train_anywhere.py")
+    run_on_ranks(3, run_script, script, str(tmp_path), "--checkpoint=run", "--until=2", echo=True)
+    first = capsys.readouterr().out
     second = under_torchrun("train_anywhere.py", "--checkpoint=run", "--until=5", world_size=2, folder=tmp_path)
     assert "3 ranks, from step 0 to 2" in first
     assert "2 ranks, from step 2 to 5" in second

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
+from tests.torchrun import run_script
 
 from shardwise.testing import RankFailure, run_on_ranks
 
@@ -30,14 +27,6 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_script(folder: str, name: str) -> None:
-    """What torchrun does, on a rank that has joined its group already."""
-    os.chdir(folder)
-    sys.path.insert(0, folder)
-    with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
-        runpy.run_path(name, run_name="__main__")
-
-
 def test_every_block_says_its_file_and_every_file_is_run() -> None:
     """So that no code on the page goes untested."""
     assert len(BLOCKS) == TEXT.count("```python")
@@ -48,7 +37,7 @@ def test_every_block_says_its_file_and_every_file_is_run() -> None:
 def test_the_files_train_go_on_elsewhere_and_come_home(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the commands' files and numbers of ranks; the twins agree to the last digit that is printed."""
     for world_size, name in COMMANDS:
-        run_on_ranks(int(world_size), run_script, str(folder), name, fresh=True, echo=True)
+        run_on_ranks(int(world_size), run_script, str(folder / name), str(folder), fresh=True, echo=True)
     printed = capsys.readouterr().out
     assert SHOWN[0] in printed
     losses = re.findall(r"step (\d+).*: loss (\S+), one process (\S+)", printed)
@@ -63,6 +52,6 @@ def test_the_files_train_go_on_elsewhere_and_come_home(folder: Path, capsys: pyt
 def test_the_mistake_is_told_as_shown(folder: Path) -> None:
     """On every rank alike: the pool tells identical failures once."""
     with pytest.raises(RankFailure) as caught:
-        run_on_ranks(4, run_script, str(folder), "wrong.py", fresh=True)
+        run_on_ranks(4, run_script, str(folder / "wrong.py"), str(folder), fresh=True)
     assert SHOWN[1] in str(caught.value)
     assert "rank 0 and rank 1 and rank 2 and rank 3 of 4 failed" in str(caught.value)

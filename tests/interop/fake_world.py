@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import places
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.distributed import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
 from shardwise import ChunkShardingSpec, GridShardingSpec, ShardedTensor, ShardingPlan, from_dtensor, make_plan
+from shardwise.errors import ProcessGroupError
 
 WORLD = 64
 ROWS = ChunkShardingSpec(0, places(*range(WORLD)))
@@ -38,6 +40,17 @@ def with_little_memory() -> None:
     dtensor = tensor.to_dtensor(mesh, [Shard(0), Shard(1)])
     assert dtensor.to_local().shape == (80, 16)
     assert from_dtensor(dtensor).sharding_spec() == grid
+
+
+def on_some_ranks() -> None:
+    """A mesh of two axes among other ranks has a group for each line; that of all its ranks is to be given."""
+    part = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    dtensor = DTensor.from_local(torch.ones(2, 3), part, [Shard(0), Shard(1)])
+    with pytest.raises(ProcessGroupError, match=r"none for all of its ranks.*dist\.new_group\(\[0, 1, 2, 3\]\)"):
+        from_dtensor(dtensor)
+    made = from_dtensor(dtensor, process_group=dist.new_group([0, 1, 2, 3]))
+    assert made.shape == (4, 6)
+    assert made.to_dtensor(part, [Shard(1), Replicate()]).to_local().shape == (4, 3)
 
 
 def on_meta() -> None:
@@ -76,7 +89,10 @@ if __name__ == "__main__":
     for rank in map(int, sys.argv[1:]):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
         with_little_memory()
-        on_meta()
-        without_any()
+        if rank:
+            on_meta()
+            without_any()
+        else:
+            on_some_ranks()
         dist.destroy_process_group()
         print("done as rank", rank)

@@ -200,20 +200,6 @@ def test_placements_of_what_fsdp_cuts_after_others() -> None:
     assert list(shard_tensor(PLAIN, chunks(0, 0, 1, 2, 3)).to_dtensor(flat).placements) == [Replicate(), Shard(0)]
 
 
-@ranks(6)
-def test_a_mesh_of_two_axes_among_other_ranks() -> None:
-    """It has a group for each line; that of all its ranks is to be given, and the error says how."""
-    part = DeviceMesh("cpu", [[0, 1], [2, 3]])
-    group, inside = dist.new_group([0, 1, 2, 3]), dist.get_rank() < 4
-    dtensor = distributed("grid", mesh=part)
-    if inside:
-        with pytest.raises(ProcessGroupError, match=r"none for all .*new_group\(\[0, 1, 2, 3\]\)"):
-            from_dtensor(dtensor)
-        made = from_dtensor(dtensor, process_group=group)
-        assert torch.equal(made.full_tensor(), PLAIN)
-        assert torch.equal(made.to_dtensor(part, [Shard(1), Replicate()]).full_tensor(), PLAIN)
-
-
 @ranks(4)
 def test_a_tensor_of_some_ranks_goes_to_a_mesh_of_others() -> None:
     """By way of a group that has all of them; until then every rank that must know is told, and nobody waits."""
