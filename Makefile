@@ -31,7 +31,7 @@ lint: $(READY)
 	@$(BIN)/lint-imports --no-cache
 
 test: lint
-	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 bench: $(READY)
 	@$(BIN)/python -m benchmarks
