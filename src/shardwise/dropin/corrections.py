@@ -8,16 +8,13 @@ for a sign of an old format. Neither asks anything that a tensor could answer fo
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
-from shardwise.interop.loading import when_loaded
+from shardwise.interop.loading import Function, replace_when_loaded
 from shardwise.sharded_tensor import ShardedTensor
-
-Function = Callable[..., Any]
 
 
 def gathering(theirs: Function) -> Callable[..., torch.Tensor]:
@@ -63,16 +60,10 @@ _undoing: list[Callable[[], None]] = []  # what `stop` does
 def start() -> None:
     """Replace them, now or when they are loaded."""
     for module, name, make in REPLACED:
-        _undoing.append(when_loaded(module, partial(_replace, name, make)))
+        _undoing.append(replace_when_loaded(module, name, make))
 
 
 def stop() -> None:
     """Put back what was replaced, and replace no more."""
     while _undoing:
         _undoing.pop()()
-
-
-def _replace(name: str, make: Callable[[Function], Function], module: Any) -> None:
-    theirs = getattr(module, name)
-    setattr(module, name, make(theirs))
-    _undoing.append(lambda: setattr(module, name, theirs))

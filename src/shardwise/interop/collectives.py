@@ -9,14 +9,13 @@ import functools
 from typing import Any
 
 from shardwise.dispatch import Distributed, collective_error
-from shardwise.interop.loading import when_loaded
+from shardwise.interop.loading import Function, replace_when_loaded
 
 C10D = "torch.distributed.distributed_c10d"
 
 
-def _amend(module: Any) -> None:
-    """Have the check of each list of tensors refuse sharded ones."""
-    theirs = module._check_tensor_list
+def _refusing(theirs: Function) -> Function:
+    """The check of each list of tensors, which also refuses sharded ones."""
 
     @functools.wraps(theirs)
     def check(param: Any, param_name: str) -> None:
@@ -24,7 +23,7 @@ def _amend(module: Any) -> None:
         if any(isinstance(tensor, Distributed) for tensor in param):
             raise collective_error(param_name, param)
 
-    module._check_tensor_list = check
+    return check
 
 
-when_loaded(C10D, _amend)
+replace_when_loaded(C10D, "_check_tensor_list", _refusing)

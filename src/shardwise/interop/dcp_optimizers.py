@@ -8,10 +8,10 @@ state is made without a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from shardwise.interop.loading import when_loaded
+from shardwise.interop.loading import Function, replace_when_loaded
 from shardwise.sharded_optim import ShardedOptimizer
 
 HELPERS = "torch.distributed.checkpoint.state_dict"
@@ -76,34 +76,38 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _amend(module: Any) -> None:
-    """Have the helpers ask the functions above where the optimizer is ours."""
-    make_state, function_of, unflatten = (
-        module._init_optim_state,
-        module._state_dict_fn,
-        module._unflatten_optim_state_dict,
-    )
+# The helpers' own functions, which ask those above where the optimizer is ours.
 
+
+def _making_state(theirs: Function) -> Function:
     def init_optim_state(optim: Any) -> None:
         if not isinstance(optim, ShardedOptimizer):
-            make_state(optim)
+            theirs(optim)
 
-    def state_dict_fn(obj: Any, api: str) -> Callable[..., Any]:
+    return init_optim_state
+
+
+def _asking(theirs: Function) -> Function:
+    def state_dict_fn(obj: Any, api: str) -> Function:
         if not isinstance(obj, ShardedOptimizer):
-            theirs: Callable[..., Any] = function_of(obj, api)
-            return theirs
+            function: Function = theirs(obj, api)
+            return function
         if api == "state_dict":
             return lambda: numbered(obj)
         return lambda state_dict: load_by_model_names(obj, state_dict)
 
+    return state_dict_fn
+
+
+def _unflattening(theirs: Function) -> Function:
     def unflatten_optim_state_dict(optim: Any, state_dict: Any, info: Any) -> Any:
         if isinstance(optim, ShardedOptimizer):
             return unflattened(optim, state_dict, info.fqn_param_mapping)
-        return unflatten(optim, state_dict, info)
+        return theirs(optim, state_dict, info)
 
-    module._init_optim_state = init_optim_state
-    module._state_dict_fn = state_dict_fn
-    module._unflatten_optim_state_dict = unflatten_optim_state_dict
+    return unflatten_optim_state_dict
 
 
-when_loaded(HELPERS, _amend)
+replace_when_loaded(HELPERS, "_init_optim_state", _making_state)
+replace_when_loaded(HELPERS, "_state_dict_fn", _asking)
+replace_when_loaded(HELPERS, "_unflatten_optim_state_dict", _unflattening)

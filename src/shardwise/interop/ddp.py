@@ -11,23 +11,21 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import UnsupportedOpError
-from shardwise.interop.loading import when_loaded
+from shardwise.interop.loading import Function, replace_when_loaded
 from shardwise.sharded_tensor import ShardedTensorBase
 
 DDP = "torch.nn.parallel.distributed"
 
 
-def _amend(module: Any) -> None:
-    """Have DDP refuse sharded parameters and buffers that it is not told to ignore, before it does anything."""
-    kind = module.DistributedDataParallel
-    theirs = kind.__init__
+def _refusing(theirs: Function) -> Function:
+    """DDP's constructor, which first refuses sharded parameters and buffers that it is not told to ignore."""
 
     @functools.wraps(theirs)
     def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         _require_plain(module)
         theirs(self, module, *args, **kwargs)
 
-    kind.__init__ = init
+    return init
 
 
 def _require_plain(module: nn.Module) -> None:
@@ -42,4 +40,4 @@ def _require_plain(module: nn.Module) -> None:
             )
 
 
-when_loaded(DDP, _amend)
+replace_when_loaded(DDP, "DistributedDataParallel.__init__", _refusing)

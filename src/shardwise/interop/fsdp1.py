@@ -11,15 +11,14 @@ from typing import Any
 from torch import nn
 
 from shardwise.errors import UnsupportedOpError
-from shardwise.interop.loading import when_loaded
+from shardwise.interop.loading import Function, replace_when_loaded
 from shardwise.sharded_tensor import ShardedTensorBase
 
 FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
-def _amend(module: Any) -> None:
-    """Have FSDP1 refuse sharded parameters that it is not told to ignore."""
-    theirs = module._init_ignored_module_states
+def _refusing(theirs: Function) -> Function:
+    """What finds out what FSDP1 is to ignore, and then refuses sharded parameters that are not."""
 
     @functools.wraps(theirs)
     def init(state: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -33,7 +32,7 @@ def _amend(module: Any) -> None:
                 )
         return made
 
-    module._init_ignored_module_states = init
+    return init
 
 
-when_loaded(FSDP1, _amend)
+replace_when_loaded(FSDP1, "_init_ignored_module_states", _refusing)

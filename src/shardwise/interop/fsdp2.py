@@ -5,20 +5,17 @@ It looks at every parameter that it is to manage before it changes any, and asks
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from shardwise.errors import UnsupportedOpError
-from shardwise.interop.loading import when_loaded
+from shardwise.interop.loading import Function, replace_when_loaded
 from shardwise.sharded_tensor import ShardedTensorBase
 
 COLLECTING = "torch.distributed.fsdp._fully_shard._fsdp_init"
 
 
-def _amend(module: Any) -> None:
-    """Have FSDP2's check of a parameter refuse those that are sharded here."""
-    theirs = module._verify_managed_param
+def _refusing(theirs: Function) -> Function:
+    """FSDP2's check of a parameter, which also refuses those that are sharded here."""
 
     def verify(name: str, param: nn.Parameter) -> None:
         if isinstance(param, ShardedTensorBase):
@@ -29,7 +26,7 @@ def _amend(module: Any) -> None:
             )
         theirs(name, param)
 
-    module._verify_managed_param = verify
+    return verify
 
 
-when_loaded(COLLECTING, _amend)
+replace_when_loaded(COLLECTING, "_verify_managed_param", _refusing)

@@ -1,4 +1,7 @@
-"""A word to a module of torch when it is loaded: most programs never load it, and nobody should wait for it here."""
+"""A word to a module of torch when it is loaded: most programs never load it, and nobody should wait for it here.
+
+All that is replaced so is listed in `docs/limits.md`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 Act = Callable[[Any], None]
+Function = Callable[..., Any]
 
 
 class _Watch(MetaPathFinder):
@@ -52,3 +56,28 @@ def when_loaded(name: str, act: Act) -> Callable[[], None]:
     else:
         sys.meta_path.insert(0, watch)
     return watch.end
+
+
+def replace_when_loaded(name: str, path: str, make: Callable[[Function], Function]) -> Callable[[], None]:
+    """Put what is made of a function of torch in its place, as soon as its module is loaded; gives what undoes it.
+
+    The path is its name, or that of a class and a method. A torch that has no such function is left as it is.
+    """
+    undo: list[Callable[[], None]] = []
+
+    def replace(module: Any) -> None:
+        kind, _, function = path.rpartition(".")
+        owner = getattr(module, kind, None) if kind else module
+        theirs = vars(owner).get(function) if owner is not None else None
+        if theirs is not None:
+            ours: Any = make(theirs.__func__ if isinstance(theirs, staticmethod) else theirs)
+            setattr(owner, function, staticmethod(ours) if isinstance(theirs, staticmethod) else ours)
+            undo.append(lambda: setattr(owner, function, theirs))
+
+    undo.append(when_loaded(name, replace))
+
+    def undo_all() -> None:
+        while undo:
+            undo.pop()()
+
+    return undo_all

@@ -9,15 +9,13 @@ from typing import Any
 
 from shardwise.dispatch import Distributed
 from shardwise.errors import MixedOperandsError
-from shardwise.interop.loading import when_loaded
+from shardwise.interop.loading import Function, replace_when_loaded
 
 WRAPPING = "torch.distributed.tensor._api"
 
 
-def _amend(module: Any) -> None:
-    """Have the function behind `DTensor.from_local` refuse tensors that are spread over ranks already."""
-    function = module._FromTorchTensor
-    theirs = function.forward
+def _refusing(theirs: Function) -> Function:
+    """The function behind `DTensor.from_local`, which also refuses tensors that are spread over ranks already."""
 
     def forward(ctx: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(input, Distributed):
@@ -27,7 +25,7 @@ def _amend(module: Any) -> None:
             )
         return theirs(ctx, input, *args, **kwargs)
 
-    function.forward = staticmethod(forward)
+    return forward
 
 
-when_loaded(WRAPPING, _amend)
+replace_when_loaded(WRAPPING, "_FromTorchTensor.forward", _refusing)
