@@ -51,6 +51,8 @@ SPECS: dict[str, ShardingSpec] = {
 }
 
 ALL: dict[str, ShardingSpec] = {**SPECS, "replicated": ReplicatedShardingSpec(places(0, 2, 3))}
+# Those that differ in what a rank holds: one shard, none, several, empty ones, replicas.
+KINDS = ("chunk dim 0", "chunk on two ranks", "uneven, several per rank", "with empty boxes", "replicated")
 PLAIN = torch.arange(42.0).reshape(SIZE)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.cases import ALL, SIZE, chunks
+from tests.cases import ALL, KINDS, SIZE, chunks
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.distributed import init_device_mesh
@@ -29,7 +29,7 @@ def test_a_world_of_64_in_one_process() -> None:
     assert done.stdout == "done as rank 0\ndone as rank 37\n", done.stderr
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*KINDS, "uneven grid"])
 @ranks(4)
 def test_under_fake_tensor_mode_every_size_is_right(name: str) -> None:
     """Local tensors are fake and of the sizes of the real ones; nothing is sent."""

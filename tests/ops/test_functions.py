@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases import ALL, PLAIN, SPECS, chunks, places
+from tests.cases import ALL, KINDS, PLAIN, SPECS, chunks, places
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -89,7 +89,7 @@ def twin(layout: str, act: Callable[..., torch.Tensor], *more: torch.Tensor) -> 
             torch.testing.assert_close(one.grad.local_tensor(), plain.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("layout", ALL)
+@pytest.mark.parametrize("layout", KINDS)
 @ranks(4)
 def test_the_gradient_goes_through_a_function(layout: str) -> None:
     """Beside other ways from the same tensor, and through the Function twice."""
@@ -109,7 +109,7 @@ def test_arguments_by_name_where_torch_takes_them() -> None:
     twin("uneven, several per rank", lambda x: (_Normalized.apply(x, power=3)[0] * x).sum())
 
 
-@pytest.mark.parametrize("layout", ALL)
+@pytest.mark.parametrize("layout", KINDS)
 @ranks(4)
 def test_several_arguments_and_results(layout: str) -> None:
     """Of which some are not used, some have no gradient, and one gradient comes in another layout."""
@@ -119,7 +119,7 @@ def test_several_arguments_and_results(layout: str) -> None:
     twin(layout, lambda x, y: _Several.apply(y, 3.0, y)[1].pow(2).sum() + x.sum(), X.flip(0))
 
 
-@pytest.mark.parametrize("layout", ALL)
+@pytest.mark.parametrize("layout", KINDS)
 @ranks(4)
 def test_a_reentrant_checkpoint_has_the_gradients_of_a_plain_one(layout: str) -> None:
     """Of its argument, also where that is used elsewhere; and of a weight that it finds on its way."""
@@ -191,7 +191,7 @@ class _Times(Function):
         return grad * y, grad * x
 
 
-@pytest.mark.parametrize("layout", ALL)
+@pytest.mark.parametrize("layout", KINDS)
 @ranks(4)
 def test_a_plain_argument_gets_a_plain_gradient(layout: str) -> None:
     """Whole on every rank, for it is the same on every rank; and a sharded one may be given a plain gradient."""

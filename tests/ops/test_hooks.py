@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases import ALL, PLAIN, chunks
+from tests.cases import ALL, KINDS, PLAIN, chunks
 from torch import nn
 from torch.autograd import graph
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +29,7 @@ def same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found.full_tensor().detach(), expected.detach())
 
 
-@pytest.mark.parametrize("layout", ALL)
+@pytest.mark.parametrize("layout", KINDS)
 @ranks(4)
 def test_hooks_on_a_leaf(layout: str) -> None:
     """In order, with collectives in them, over two backwards that accumulate; one is removed."""
@@ -48,7 +48,7 @@ def test_hooks_on_a_leaf(layout: str) -> None:
         same(found, expected)
 
 
-@pytest.mark.parametrize("layout", ALL)
+@pytest.mark.parametrize("layout", KINDS)
 @ranks(4)
 def test_hooks_on_a_result(layout: str) -> None:
     """In order, with collectives in them; retained is what they leave, and it accumulates."""
@@ -68,7 +68,7 @@ def test_hooks_on_a_result(layout: str) -> None:
     same(*kept)
 
 
-@pytest.mark.parametrize("layout", ALL)
+@pytest.mark.parametrize("layout", KINDS)
 @ranks(4)
 def test_hooks_after_accumulation(layout: str) -> None:
     """An optimizer step within the backward, after which no gradient is left."""
