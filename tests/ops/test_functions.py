@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import PartialTensor, ReplicatedShardingSpec, ShardedTensor, shard_tensor
-from shardwise.errors import UnsupportedOpError
+from shardwise.errors import UnsupportedOpError, ViewWriteError
 from shardwise.testing import ranks
 
 X = (PLAIN - 20) / 10
@@ -97,6 +97,32 @@ def test_the_gradient_goes_through_a_function(layout: str) -> None:
     twin(layout, lambda x: (_Square.apply(_Square.apply(x)) * x).sum())
     twin(layout, lambda x: _Square.apply(x)[:2].sum())
     twin(layout, lambda x: (_Normalized.apply(x, 3)[0] * x).sum())
+
+
+@ranks(4)
+def test_a_result_is_changed_in_place_or_every_rank_says_no() -> None:
+    """A rank without shards does as those with them."""
+    for layout in KINDS:
+        x = shard_tensor(X, ALL[layout]).requires_grad_()
+        y = _Square.apply(x)
+        if ALL[layout] is ALL["replicated"]:
+            with pytest.raises(ViewWriteError, match=r"has replicas.*Change a clone\(\)"):
+                y.mul_(2)
+            y = y.clone()
+        y.mul_(2)
+        y.sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), 4 * X)
+
+
+@ranks(4)
+def test_gradients_are_asked_for_while_nothing_is_recorded() -> None:
+    """As in the backward of a Function that computes its forward anew; on ranks without shards too."""
+    for layout in KINDS:
+        x = shard_tensor(X, ALL[layout]).requires_grad_()
+        y = x * x
+        with torch.no_grad():
+            (grad,) = torch.autograd.grad(y, (x,), y.detach())
+        torch.testing.assert_close(grad.full_tensor(), 2 * X**3)
 
 
 @ranks(4)

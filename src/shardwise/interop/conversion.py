@@ -263,6 +263,7 @@ def _wrapped(
         made._anchor = local.sum()  # of nothing: it hangs in the graph, as the local tensor does
     if records and target.has_replicas and is_member(group):
         made = made._derived(frame, *shared_replicas(made, group))
+        made._shares = True
     return made
 
 

@@ -104,8 +104,9 @@ def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> tuple[Any, 
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     inputs = _listed(given.pop("inputs"))
     roots, grads = _all_roots(given.pop("outputs"), given.pop("grad_outputs", None))
-    # A rank without shards of an input asks for its anchor's gradient, to take part.
-    asked = [_locals(one) or [one._anchored()] for one in inputs]
+    # A rank without shards of an input asks for its anchor's gradient, to take part; also if nothing is recorded now.
+    with torch.enable_grad():
+        asked = [_locals(one) or [one._anchored()] for one in inputs]
     with capturing():
         found = iter(torch.autograd.grad(roots, [leaf for leaves in asked for leaf in leaves], grads, **given))
     made: list[Any] = []

@@ -241,6 +241,7 @@ def opened(found: Any, args: Sequence[Any]) -> Any:
         parts = parts[count + 1 :]
         if frame.layout.has_replicas and frame.process_group is not None:
             made = made._derived(frame, *shared_replicas(made, frame.process_group))
+            made._shares = True
         made.grad_fn.stands_for = node
         given[k] = made
     return tuple(given) if isinstance(found, tuple) else given[0]

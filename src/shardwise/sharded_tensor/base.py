@@ -46,6 +46,9 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
     _kept_grad: ShardedTensorBase | None = None  # which is then this one
     _moved = False  # whether an op made it of data that came from other ranks
     _copy_of_view = False  # whether it is so though torch calls it a view: then nothing may be written into it
+    _shares = (
+        False  # whether the gradients of its replicas are added up behind it, by a node that torch takes for a view
+    )
     _part = False  # whether it is a view of a part of another tensor
     _init_rrefs = False
     _sharded_tensor_id: int | None = None
@@ -104,6 +107,11 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
             raise ViewWriteError(
                 "values that want a gradient cannot be written into a part of a sharded tensor, of which some "
                 "ranks hold nothing: put the tensor together with torch.where or torch.cat"
+            )
+        if self._shares and torch.is_grad_enabled():
+            raise ViewWriteError(
+                "this tensor has replicas, whose gradients are added up where it was made: it cannot be changed in "
+                "place while that is recorded. Change a clone()"
             )
         if self._copy_of_view:
             raise ViewWriteError(
