@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.api.models import Net, batches, net, same, train_alike, twins, whole
+from tests.api.models import batches, net, same, train_alike, twins, whole
 from tests.cases import ALL, SPECS, chunks, places
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise import (
@@ -22,7 +21,6 @@ from shardwise import (
     Sharder,
     ShardingPlan,
     ShardingPlanner,
-    layout_independent,
     shard_module,
 )
 from shardwise.errors import PlanKindError, RankMismatchError
@@ -222,101 +220,6 @@ def test_a_sharder_that_fails_on_one_rank_stops_all() -> None:
         shard_module(model, ShardingPlan({**plan, "fc1": Failing("nothing")}))
     assert isinstance(model.embed, nn.Embedding)
     assert type(model.head.weight) is nn.Parameter
-
-
-# Meta ---------------------------------------------------------------------------------------------------------------
-
-
-class Allocations(TorchDispatchMode):
-    """The sizes of all tensors that ops make in memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, list | tuple) else [made]:
-            if isinstance(one, torch.Tensor) and one.device.type == "cpu" and one.dtype == torch.float32:
-                self.elements.append(one.numel())
-        return made
-
-
-def on_meta() -> Net:
-    """The model without data."""
-    with torch.device("meta"):
-        return Net()
-
-
-def reset(module: nn.Module) -> None:
-    """Initialise what the module itself has."""
-    if hasattr(module, "reset_parameters"):
-        module.reset_parameters()
-
-
-@ranks(4)
-def test_of_a_module_on_meta_only_the_shards_are_made() -> None:
-    """What the plan does not name stays on meta, and so do buffers."""
-    model = nn.Sequential(nn.Linear(64, 64, device="meta"), nn.BatchNorm1d(64, device="meta"))
-    with Allocations() as made:
-        shard_module(model, ShardingPlan({"0.weight": ROWS}))
-    assert 0 < max(made.elements) <= 16 * 64
-    weight = model[0].weight
-    assert (weight.device.type, weight.local_tensor().device.type, weight.requires_grad) == ("cpu", "cpu", True)
-    assert model[0].bias.is_meta
-    assert model[1].weight.is_meta
-    assert model[1].running_mean.is_meta
-
-
-@pytest.mark.parametrize("layout", ["uneven, several per rank", "chunk on two ranks", "uneven grid"])
-@ranks(4)
-def test_a_module_from_meta_is_initialised_and_trained(layout: str) -> None:
-    """All parameters from one plan, with numbers that do not depend on the sharding; then as the twin with the same."""
-    models = []
-    for spec in (ALL[layout], ROWS):
-        model = on_meta()
-        plan = {"embed.weight": spec, "fc1.weight": spec, "head.weight": spec}
-        shard_module(model, ShardingPlan({"**": ReplicatedShardingSpec(places(0, 1, 2, 3)), **plan}))
-        assert not any(parameter.is_meta for parameter in model.parameters())
-        model.scale = torch.ones(6)
-        with layout_independent(seed=3):
-            model.apply(reset)
-        models.append(model)
-    plain = net()
-    for name, parameter in plain.named_parameters():
-        parameter.data.copy_(whole(models[1].get_parameter(name)))
-    same(models[0], plain)
-    train_alike(models[0], plain, OPTIMIZERS["AdamW"])
-
-
-@ranks(4)
-def test_what_stays_on_meta_is_made_by_to_empty_and_loaded() -> None:
-    """The sharded parameters stay sharded; a whole plain checkpoint fills both kinds, tied ones too."""
-    plain = net(tied=True)
-    with torch.device("meta"):
-        model = Net(tied=True)
-    shard_module(model, ShardingPlan({"head.weight": SPECS["uneven grid"], "fc1.weight": COLUMNS}))
-    assert model.to_empty(device="cpu") is model
-    assert isinstance(model.fc1.weight, ShardedTensor)
-    assert model.fc1.weight.sharding_spec() == COLUMNS
-    assert model.head.weight is model.embed.weight
-    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
-    model.load_state_dict(plain.state_dict())
-    same(model, plain)
-    train_alike(model, plain, OPTIMIZERS["SGD"])
-
-
-@ranks(2)
-def test_a_source_without_data_is_an_error_where_others_have_some() -> None:
-    """On every rank, and nothing has changed."""
-    model = on_meta() if dist.get_rank() == 0 else net()
-    with pytest.raises(
-        ValueError, match=r"'fc1\.weight' has no data on the source rank 0, where it is on meta, but has"
-    ):
-        shard_module(model, ShardingPlan({"fc1.weight": chunks(0, 0, 1)}))
-    assert type(model.fc1.weight) is nn.Parameter
-    shard_module(model, ShardingPlan({"fc1.weight": chunks(0, 0, 1)}), src_rank=1)
-    assert torch.equal(whole(model.fc1.weight), net().fc1.weight.detach())
 
 
 # Planners, and the life of a module after it ------------------------------------------------------------------------
