@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.cases import chunks
 from torch import nn
 
 from shardwise import ShardedTensor
+
+ROWS, COLUMNS = chunks(0, 0, 1, 2, 3), chunks(1, 0, 1, 2, 3)
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
 
 
 class Net(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.api.models import Net, net, same, train_alike, whole
+from tests.api.models import COLUMNS, OPTIMIZERS, ROWS, Net, net, same, train_alike, whole
 from tests.cases import ALL, SPECS, chunks, places
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,12 +20,6 @@ from shardwise import (
     shard_module,
 )
 from shardwise.testing import ranks
-
-ROWS, COLUMNS = chunks(0, 0, 1, 2, 3), chunks(1, 0, 1, 2, 3)
-OPTIMIZERS: dict[str, Any] = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-}
 
 
 class Allocations(TorchDispatchMode):

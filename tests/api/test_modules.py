@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.api.models import batches, net, same, train_alike, twins, whole
+from tests.api.models import COLUMNS, OPTIMIZERS, ROWS, batches, net, same, train_alike, twins, whole
 from tests.cases import ALL, SPECS, chunks, places
 from torch import nn
 
@@ -25,12 +25,6 @@ from shardwise import (
 )
 from shardwise.errors import PlanKindError, RankMismatchError
 from shardwise.testing import ranks
-
-ROWS, COLUMNS = chunks(0, 0, 1, 2, 3), chunks(1, 0, 1, 2, 3)
-OPTIMIZERS: dict[str, Any] = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-}
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
