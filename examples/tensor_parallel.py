@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import ChunkShardingSpec, ReplicatedTensor, ShardingPlan, shard_module
+from shardwise import ChunkShardingSpec, ShardingPlan, shard_module
 from shardwise.testing import run_on_ranks
 
 RANKS = 4
@@ -45,10 +45,9 @@ def train() -> list[list[float]]:
     report = []
     for x in torch.randn(5, 32, 16):
         losses = []
-        # A plain input of a sharded layer is this rank's own batch, unless it is said to be the same on every rank.
-        for one, given, optimizer in zip((model, plain), (ReplicatedTensor(x), x), optimizers, strict=True):
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
             optimizer.zero_grad()
-            loss = (one(given) - x.roll(1, dims=1)).pow(2).mean()
+            loss = (one(x) - x.roll(1, dims=1)).pow(2).mean()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())

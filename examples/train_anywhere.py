@@ -126,10 +126,9 @@ def train(checkpoint: str, until: int, twin: list[float], terminal: bool) -> tup
 
     begin, losses = state["step"], []
     for step in range(begin, until):
-        words, topics = batch(step)
-        mine = words.tensor_split(world_size)[rank]  # each rank looks up its part of the batch
+        words, topics = batch(step)  # plain tensors: the same on every rank
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(mine), topics)
+        loss = functional.cross_entropy(model(words), topics)
         loss.backward()  # type: ignore[no-untyped-call] # torch's
         optimizer.step()
         losses.append(loss.item())

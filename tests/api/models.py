@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.cases import chunks
 from torch import nn
 
-from shardwise import ShardedTensor
+from shardwise import ShardedTensor, from_local
 
 ROWS, COLUMNS = chunks(0, 0, 1, 2, 3), chunks(1, 0, 1, 2, 3)
 OPTIMIZERS: dict[str, Any] = {
@@ -62,10 +62,10 @@ def same(module: nn.Module, plain: nn.Module, **tolerance: float) -> None:
 
 
 def batches(seed: int = 0, group: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's own ids, and those of all ranks; the batches differ in size."""
+    """Each rank's own ids, joined, and the same ids in a plain tensor; the ranks have different numbers of them."""
     sizes = [3 + rank % 2 for rank in range(dist.get_world_size(group))]
     everyone = torch.randint(7, (sum(sizes),), generator=torch.Generator().manual_seed(seed))
-    return everyone.split(sizes)[dist.get_rank(group)], everyone
+    return from_local(everyone.split(sizes)[dist.get_rank(group)], process_group=group), everyone
 
 
 def train_alike(module: nn.Module, plain: nn.Module, optimizer: Any, group: Any = None) -> None:

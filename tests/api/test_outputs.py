@@ -16,6 +16,7 @@ from shardwise import (
     ShardedTensor,
     ShardingPlan,
     collect_local_shard,
+    from_local,
     reshard_output,
     shard_module,
     shard_parameter,
@@ -77,7 +78,7 @@ def test_each_rank_gets_its_own_rows_back() -> None:
         shard_parameter(layer, "weight", spec, src_rank=0)
         everyone = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
         mine = everyone.chunk(4)[dist.get_rank()].clone().requires_grad_()
-        found = collect_local_shard(reshard_output(layer, ROWS))(mine)
+        found = collect_local_shard(reshard_output(layer, ROWS))(from_local(mine))
         assert type(found) is torch.Tensor
         expected = plain(everyone.requires_grad_())
         torch.testing.assert_close(found, expected.chunk(4)[dist.get_rank()])
@@ -127,7 +128,7 @@ def test_a_plan_changes_outputs_of_submodules_and_of_the_module_itself() -> None
     )
     seen: list[Any] = []
     model[1].register_forward_hook(lambda module, args, output: seen.append(output))
-    found = shard_module(model, plan)(torch.ones(2, 6))
+    found = shard_module(model, plan)(from_local(torch.ones(2, 6)))
     assert isinstance(seen[0], ShardedTensor)
     assert seen[0].sharding_spec() == ROWS
     assert type(found) is torch.Tensor

@@ -13,7 +13,7 @@ from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardwise import ReplicatedTensor, ShardedTensor, from_dtensor, shard_parameter
+from shardwise import ShardedTensor, from_dtensor, from_local, shard_parameter
 from shardwise.errors import UnsupportedOpError
 from shardwise.testing import ranks
 
@@ -45,7 +45,7 @@ def test_training_beside_fsdp(batch: str) -> None:
     steps = [torch.optim.AdamW(one.parameters(), lr=0.05) for one in (plain, layers)]
     for seed in range(3):
         rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
-        mine: Any = ReplicatedTensor(rows) if batch == "the same on every rank" else rows.chunk(2)[dist.get_rank()]
+        mine: Any = rows if batch == "the same on every rank" else from_local(rows.chunk(2)[dist.get_rank()])
         losses = [plain(rows).pow(2).mean(), layers(mine).pow(2).mean()]
         torch.testing.assert_close(losses[1].full_tensor(), losses[0])
         for loss, step in zip(losses, steps, strict=True):

@@ -106,26 +106,6 @@ def test_the_life_of_a_module() -> None:
     assert [name for name, _ in twin.named_parameters()] == list(state)
 
 
-@ranks(2)
-def test_own_batches_go_through_a_linear_layer() -> None:
-    """A plain input is this rank's own batch, of its own size; the result is over all batches, in order of rank."""
-    rank = torch.distributed.get_rank()
-    weight, bias = torch.arange(12.0).reshape(4, 3), torch.arange(4.0)
-    batches = [torch.arange(6.0).reshape(2, 3), torch.ones(3, 3)]
-    for spec in (chunks(0, 0, 1), chunks(1, 0, 1)):
-        parameter = shard_tensor(weight, spec).requires_grad_()
-        mine = batches[rank].clone().requires_grad_()
-        found = nn.functional.linear(mine, parameter, bias)
-        plain_weight, joined = weight.clone().requires_grad_(), torch.cat(batches).requires_grad_()
-        expected = nn.functional.linear(joined, plain_weight, bias)
-        assert torch.equal(found.full_tensor(), expected)
-        found.pow(2).sum().backward()
-        expected.pow(2).sum().backward()
-        torch.testing.assert_close(parameter.grad.full_tensor(), plain_weight.grad)
-        grads = joined.grad.split([2, 3])
-        torch.testing.assert_close(mine.grad, grads[rank])
-
-
 @ranks(4)
 def test_every_init_function() -> None:
     """Each fills the whole tensor as it would a plain one."""

@@ -24,6 +24,7 @@ from shardwise.ops import (
     pointwise,
     reduction,
     shape,
+    validation,
 )
 
 __all__ = [
@@ -50,4 +51,5 @@ __all__ = [
     "pointwise",
     "reduction",
     "shape",
+    "validation",
 ]
