@@ -81,7 +81,7 @@ def test_a_rank_holds_its_rows_of_the_table_and_no_more(
     alone("sharded_table.py", monkeypatch, tmp_path)
     numbers = [int(found.replace(",", "")) for found in re.findall(r"([\d,]+) bytes", capsys.readouterr().out)]
     whole, held, asked = numbers[0], numbers[1::2], numbers[2::2]
-    assert held == [6_400_000, 3_840_000, 1_920_000, 640_000]
+    assert held == [12_800_000, 7_680_000, 3_840_000, 1_280_000]
     assert sum(held) == whole
     assert all(0 < few < whole // 100 for few in asked)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.cases import SIZE
+from tests.cases import SIZE, assert_close
 from tests.ops.matrix import FAMILIES
 
 import shardwise
@@ -31,16 +31,15 @@ def test_the_matrix_on_a_gpu(layout: str, family: str) -> None:
     with torch.device("cuda:0"):
         for name, function in FAMILIES[family].items():
             generator = torch.Generator("cuda:0").manual_seed(0)
-            values = [torch.randn(SIZE, generator=generator) for _ in range(2)]
+            values = [torch.randn(SIZE, dtype=torch.float64, generator=generator) for _ in range(2)]
             tensors = [shard_tensor(value, SPECS[layout]).requires_grad_() for value in values]
             plains = [value.requires_grad_() for value in values]
             expected, found = function(*plains), function(*tensors)
-            torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-3, atol=1e-4, msg=lambda t, n=name: n + t)
+            assert_close(found.full_tensor(), expected, name)
             if expected.requires_grad:
                 expected.sum().backward()
                 found.sum().backward()
                 for plain, tensor in zip(plains, tensors, strict=True):
                     if plain.grad is not None:
-                        whole = tensor.grad.full_tensor()
-                        torch.testing.assert_close(whole, plain.grad, rtol=1e-3, atol=1e-3, msg=lambda t, n=name: n + t)
+                        assert_close(tensor.grad.full_tensor(), plain.grad, f"gradient of {name}")
     assert shardwise.zeros(SPECS[layout], *SIZE).is_cuda
