@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.cases import assert_close
 from tests.models.plans import Cut, plan_of
 from torch import nn
 
@@ -41,7 +42,7 @@ def assert_trains_alike(twin: nn.Module, plain: nn.Module, inputs: Any, expected
     plain.zero_grad()
     twin.zero_grad()
     losses = [plain(**expected).loss, twin(**inputs).loss]
-    torch.testing.assert_close(whole(losses[1]).detach(), losses[0].detach())
+    assert_close(whole(losses[1]).detach(), losses[0].detach())
     for loss in losses:
         loss.backward()
     assert_same_gradients(twin, plain)
@@ -57,4 +58,4 @@ def assert_same_gradients(twin: nn.Module, plain: nn.Module) -> None:
             assert found is None or not found.any(), name
             continue
         assert found is not None, name
-        torch.testing.assert_close(found, grad, msg=lambda said, name=name: f"{name}: {said}")
+        assert_close(found, grad, name)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import ALL, SIZE, boxes, chunks, places
+from tests.cases import ALL, SIZE, assert_close, boxes, chunks, places
 from tests.ops.test_own_batches import BAGS, BATCHES, OPTIONS, sent, shards_close, table
 from torch import nn
 from torch.nn import functional
@@ -31,7 +31,7 @@ def assert_same(found: Any, expected: torch.Tensor, weight: ShardedTensor, plain
     assert isinstance(found, ShardedTensor)
     assert found.shape == expected.shape
     assert found.requires_grad
-    torch.testing.assert_close(found.detach().full_tensor(), expected.detach())
+    assert_close(found.detach().full_tensor(), expected.detach())
     for result in (found, expected):
         (result * factors(expected.shape)).sum().backward()
     assert plain.grad is not None
@@ -154,9 +154,9 @@ def test_bags_of_flat_ids(kind: str, spec: str) -> None:
             )
             assert_same(found, expected, twin, plain)
             if weighted and kind.startswith("own"):
-                torch.testing.assert_close(own.grad, weights.grad.split(sizes)[here])
+                assert_close(own.grad, weights.grad.split(sizes)[here])
             elif weighted:
-                torch.testing.assert_close(given.grad, weights.grad)
+                assert_close(given.grad, weights.grad)
 
 
 @pytest.mark.parametrize("spec", ["chunk dim 0", "chunk dim -1", "uneven, several per rank"])
@@ -186,12 +186,12 @@ def test_include_last_offset_and_short_integers() -> None:
     expected = functional.embedding_bag(IDS, table(), ends, include_last_offset=True)
     for kind in (torch.int64, torch.int32):
         found = functional.embedding_bag(IDS.to(kind), weight, ends.to(kind), include_last_offset=True)
-        torch.testing.assert_close(found.full_tensor(), expected)
+        assert_close(found.full_tensor(), expected)
     own = from_local(BATCHES[dist.get_rank()], sizes=[len(batch) for batch in BATCHES])
     offsets = torch.tensor([0, 3, 5, 14, 16])
     found = functional.embedding_bag(own, weight, offsets, include_last_offset=True)
     expected = functional.embedding_bag(IDS, table(), offsets, include_last_offset=True)
-    torch.testing.assert_close(found.full_tensor(), expected)
+    assert_close(found.full_tensor(), expected)
     assert found._layout.elements_by_rank() == {0: 12, 1: 0, 2: 6, 3: 6}
 
 
@@ -214,7 +214,7 @@ def test_below_functional_bags_are_gathered() -> None:
     weight, offsets = shard_tensor(table(), chunks(0, 0, 1)), torch.tensor([0, 3, 9])
     found = torch.embedding_bag(weight, IDS, offsets, mode=2)
     for one, other in zip(found, torch.embedding_bag(table(), IDS, offsets, mode=2), strict=True):
-        torch.testing.assert_close(one.full_tensor(), other)
+        assert_close(one.full_tensor(), other)
 
 
 @ranks(2)
@@ -234,4 +234,4 @@ def test_ranks_that_do_not_have_the_same_ids_are_told() -> None:
         functional.embedding_bag(cut, weight, torch.tensor([0, 3]))
     with pytest.raises(ValueError, match="offsets has to be"):
         functional.embedding_bag(IDS, weight)
-    torch.testing.assert_close(functional.embedding(torch.tensor([6]), weight).full_tensor(), table()[[6]])
+    assert_close(functional.embedding(torch.tensor([6]), weight).full_tensor(), table()[[6]])

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import chunks, whole
+from tests.cases import assert_close, chunks, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -61,7 +61,7 @@ def test_gradients_come_back_to_each_rank() -> None:
         (from_local(mine) @ shard_tensor(weight, chunks(1, 0, 1, 2, 3))).square().sum().backward()
         expected = 2 * (mine @ weight) @ weight.T * (1 if mine is leaf else 2)
         assert leaf.grad is not None
-        torch.testing.assert_close(leaf.grad, expected.detach())
+        assert_close(leaf.grad, expected.detach())
     assert from_local(leaf).is_leaf
     assert not from_local(leaf * 2).is_leaf
     assert from_local(leaf.detach().long()).dtype == torch.int64
@@ -87,7 +87,7 @@ def test_a_mesh_says_along_which_axis_ranks_differ() -> None:
     assert from_local(rows, (0, None), mesh=mesh, sizes=[2, 3])._layout == made._layout
     leaf = rows.clone().requires_grad_()
     (from_local(leaf, (0, None), mesh=mesh) * shard_tensor(values, chunks(1, 0, 1, 2, 3))).sum().backward()
-    torch.testing.assert_close(leaf.grad, rows)  # whole, on every replica
+    assert_close(leaf.grad, rows)  # whole, on every replica
 
 
 @ranks(4)
@@ -166,7 +166,7 @@ def test_a_model_on_a_joined_batch_and_on_the_whole_batch() -> None:
             made.square().mean().backward()
             for one, other in zip(twin.parameters(), plain.parameters(), strict=True):
                 grad = one.grad.full_tensor() if isinstance(one, ShardedTensor) else one.grad
-                torch.testing.assert_close(grad, other.grad)
+                assert_close(grad, other.grad)
 
 
 @ranks(2)
@@ -179,8 +179,8 @@ def test_layers_fed_by_parameters_and_buffers_of_the_module() -> None:
     for dim in (0, 1):
         leaf, sharded = query.clone().requires_grad_(), shard_tensor(weight, chunks(dim, 0, 1)).requires_grad_()
         functional.linear(leaf, sharded).square().sum().backward()
-        torch.testing.assert_close(leaf.grad, plain_query.grad)
-        torch.testing.assert_close(sharded.grad.full_tensor(), plain_weight.grad)
+        assert_close(leaf.grad, plain_query.grad)
+        assert_close(sharded.grad.full_tensor(), plain_weight.grad)
     for make in (nn.RNN, nn.GRU, nn.LSTM, lambda *a, **k: nn.LSTM(*a, proj_size=2, **k)):
         plain = make(6, 4, batch_first=True, dtype=torch.float64)
         twin = make(6, 4, batch_first=True, dtype=torch.float64)
@@ -197,4 +197,4 @@ def test_layers_fed_by_parameters_and_buffers_of_the_module() -> None:
             assert made.shape == plain(x)[0].shape
             made.square().sum().backward()
             for one, other in zip(twin.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+                assert_close(one.grad.full_tensor(), other.grad)
