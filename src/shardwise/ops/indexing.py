@@ -9,7 +9,7 @@ import torch
 from shardwise.ops.below import HANDLERS, RULES
 from shardwise.ops.call import Call
 from shardwise.ops.compute import compute, expect
-from shardwise.ops.gathered import compute_gathered
+from shardwise.ops.gathered import compute_gathered, needs_whole
 from shardwise.ops.rule import Along, Labels, Rule, broadcast_shapes
 
 aten = torch.ops.aten
@@ -158,7 +158,7 @@ def _embedding(call: Call) -> Rule | None:
 def _embedding_bag(call: Call) -> Any:
     """torch chooses the form without gradient, for the wrapper wants none; its shards may."""
     op = aten._embedding_bag.default if call["weight"].requires_grad else call.op
-    return compute_gathered(op, (), call.arguments, f"no rule keeps the shards apart in {call.op}")
+    return compute_gathered(op, (), call.arguments, needs_whole(call))
 
 
 RULES.update(
