@@ -24,6 +24,7 @@ from shardwise.ops import (
     normalisation,
     parts,
     pointwise,
+    recurrent,
     reduction,
     shape,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "normalisation",
     "parts",
     "pointwise",
+    "recurrent",
     "reduction",
     "shape",
 ]

@@ -116,7 +116,7 @@ def _require_budget(
             args,
             kwargs,
             f"{why}, which would gather {whole:,} bytes on every rank, more than the gather budget of {budget:,}",
-            f"Allow it with shardwise.gather_budget({whole}), or register a rule with @shardwise.custom_sharded_op_impl",
+            f"Allow it with shardwise.gather_budget({whole}) or register a rule with @shardwise.custom_sharded_op_impl",
         )
         error.reason = why
         raise error
