@@ -26,6 +26,7 @@ from shardwise.ops import (
     pointwise,
     recurrent,
     reduction,
+    selection,
     shape,
 )
 
@@ -55,5 +56,6 @@ __all__ = [
     "pointwise",
     "recurrent",
     "reduction",
+    "selection",
     "shape",
 ]

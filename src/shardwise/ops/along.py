@@ -12,6 +12,7 @@ import torch
 
 from shardwise.ops.below import HANDLERS, RULES, RuleMaker
 from shardwise.ops.call import Call
+from shardwise.ops.chunking import one_behind_another, own_chunk
 from shardwise.ops.compute import compute, expect
 from shardwise.ops.rule import Along, Dims, Labels, Rule, broadcast_shapes
 
@@ -168,6 +169,21 @@ def _triangle(call: Call) -> Rule | None:
     return labels.rule([dims], [dims])
 
 
+def _cumsum(call: Call) -> Any:
+    """On whole dims; where the only dim is cut, each chunk's own, plus the sum of all chunks before it."""
+    rule = same(named())(call)
+    found = NotImplemented if rule is None else compute(call, rule)
+    x = call.sharded()[0]
+    if found is not NotImplemented or x.ndim != 1 or x._frame.process_group is None:
+        return found
+    part, anchors = own_chunk(x, 0, x)
+    own = part.cumsum(0, dtype=call["dtype"])
+    totals: Any = one_behind_another(own[-1:] if len(own) else own.new_zeros(1), anchors, x, call.name)
+    earlier = torch.ones(len(totals), len(totals), dtype=own.dtype, device=own.device).tril(-1)
+    before, more = own_chunk((earlier * totals).sum(1, dtype=own.dtype), 0, x)
+    return one_behind_another(own + before, [*anchors, *more], x, call.name)
+
+
 def _renorm(call: Call) -> Rule | None:
     x = call.operands[0]
     labels = Labels()
@@ -184,7 +200,7 @@ def _im2col(call: Call) -> Rule | None:
 
 
 ALONG_DIM = [
-    *("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
+    *("_softmax", "_log_softmax", "_safe_softmax", "cumprod", "cummax", "cummin", "logcumsumexp"),
     *("_fft_r2c", "_fft_c2c", "_fft_c2r", "topk", "glu", "_weight_norm_interface"),
 ]
 MATRIX = [  # square or not, one operand
@@ -253,3 +269,4 @@ def _flash(call: Call) -> Any:
 
 
 HANDLERS[aten._scaled_dot_product_flash_attention_for_cpu] = _flash
+HANDLERS[aten.cumsum] = _cumsum

@@ -188,14 +188,19 @@ def _without_rule(call: Call) -> Any:
         return _in_place(call, written)
     try:
         return compute_gathered(op, (), call.arguments, needs_whole(call))
-    except UnsupportedOpError:
-        if op not in decomposition_table:
-            raise
-        with _decomposing(call) as is_new:
-            if not is_new:
-                raise
-            by_position, by_name = call.as_given()
+    except UnsupportedOpError as error:
+        refused = error
+    with _decomposing(call) as is_new:
+        if not is_new or op not in decomposition_table or op.overloadpacket in QUADRATIC:
+            raise refused
+        by_position, by_name = call.as_given()
+        try:
             return decomposition_table[op](*by_position, **by_name)
+        except UnsupportedOpError:
+            raise refused from None  # the op that was called, not one that torch made of it
+
+
+QUADRATIC = {torch.ops.aten.cumsum, torch.ops.aten.cumprod}  # in memory, as torch breaks them down
 
 
 @contextmanager

@@ -7,24 +7,22 @@ one sum of partial products.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.nn import functional
 
 from shardwise.errors import UnsupportedOpError
-from shardwise.geometry import Boxes
-from shardwise.layout import Layout
 from shardwise.ops.below import HANDLERS
 from shardwise.ops.call import Call
-from shardwise.ops.compute import compute, expect, places_of
+from shardwise.ops.chunking import in_chunks
+from shardwise.ops.compute import compute, expect
 from shardwise.ops.gathered import compute_gathered, needs_whole
 from shardwise.ops.rule import Labels, Rule
 from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharding_spec import even_cut, spec_of
 
 aten = torch.ops.aten
 States = list[Any]  # of one direction of one layer: the hidden state, and an LSTM's cell state
@@ -97,26 +95,13 @@ class Cell:
         return made
 
 
-def in_chunks(x: Any, dim: int) -> Any:
-    """A sharded tensor in even chunks of one dim on all ranks of its group; a plain one as it is."""
-    if not isinstance(x, ShardedTensorBase) or x.shape[dim] < 2:
-        return x
-    places = places_of(x._layout, x._frame.process_group)
-    offsets = np.zeros((len(places), x.ndim), dtype=np.int64)
-    sizes = np.tile(np.array(x.shape, dtype=np.int64), (len(places), 1))
-    offsets[:, dim], sizes[:, dim] = even_cut(x.shape[dim], len(places))
-    layout = Layout.of(x.shape, Boxes(offsets, sizes), places)
-    moved: Any = x
-    return x if layout == x._layout else moved.redistribute(spec_of(layout))
-
-
 # All steps -----------------------------------------------------------------------------------------------------------
 
 
 def _direction(cell: Cell, x: Any, batches: Sequence[int], states: States, *, backward: bool) -> tuple[Any, States]:
     """The outputs of all steps, one behind another, and the last states; a step has so many samples."""
     given = cell.given(x)
-    begins = np.cumsum([0, *batches]).tolist()
+    begins = [0, *itertools.accumulate(batches)]
     steps = range(len(batches))
     outputs: list[Any] = [None] * len(batches)
     initial = states
