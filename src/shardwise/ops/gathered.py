@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from shardwise import settings
 from shardwise.dispatch import op_name, unsupported
 from shardwise.errors import ProcessGroupError
-from shardwise.ops.call import plain_values
+from shardwise.ops.call import Call, plain_values
 from shardwise.ops.compute import assemble, frame_of, places_of, shared_plain
 from shardwise.ops.validation import digest
 from shardwise.process_group import Fields, in_step_sharing, is_member, without_data
@@ -95,6 +95,17 @@ def _write_back(target: ShardedTensorBase, whole: torch.Tensor, places: Any, gro
     )
 
 
+def needs_whole(call: Call, also: str = "") -> str:
+    """Why an op cannot be computed on shards: which operands it needs whole."""
+    named = []
+    for name, value in call.arguments.items():
+        each = value if isinstance(value, list | tuple) else [value]
+        sizes = [str(tuple(one.shape)) for one in each if isinstance(one, ShardedTensorBase) and not is_everywhere(one)]
+        if sizes:
+            named.append(f"{name} {', '.join(sizes)}")
+    return f"{call.op} needs {' and '.join(named) or 'its operands'} whole{also}"
+
+
 def require_budget(
     op: Function, args: Sequence[Any], kwargs: dict[str, Any], why: str, sharded: Sequence[ShardedTensorBase]
 ) -> None:
@@ -106,8 +117,8 @@ def require_budget(
             op,
             args,
             kwargs,
-            f"{why}, and computing it on whole operands would gather {whole:,} bytes on every rank, more than the "
-            f"gather budget of {budget:,}. Allow it with shardwise.gather_budget({whole}), or redistribute",
+            f"{why}, which would gather {whole:,} bytes on every rank, more than the gather budget of {budget:,}",
+            f"Allow it with shardwise.gather_budget({whole}) or register a rule with @shardwise.custom_sharded_op_impl",
         )
         error.reason = why
         raise error
