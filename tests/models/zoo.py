@@ -41,11 +41,11 @@ class Example:
 
 
 def loss_of(model: nn.Module, targets: Any = None, **inputs: Any) -> Any:
-    """The loss of a model's scores in its own dtype: given labels, transformers would round the scores to float32."""
+    """The loss of a model's scores in float64: given labels, transformers would round the scores to float32."""
     made = model(**inputs)
     if targets is None:
         return made.loss
-    loss = functional.cross_entropy(made.logits.flatten(0, -2), targets.flatten())
+    loss = functional.cross_entropy(made.logits.double().flatten(0, -2), targets.flatten())
     return loss + 0.1 * made.aux_loss if "aux_loss" in made else loss
 
 
