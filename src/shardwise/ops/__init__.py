@@ -28,6 +28,7 @@ from shardwise.ops import (
     reduction,
     selection,
     shape,
+    validation,
 )
 
 __all__ = [
@@ -58,4 +59,5 @@ __all__ = [
     "reduction",
     "selection",
     "shape",
+    "validation",
 ]

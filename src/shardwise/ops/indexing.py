@@ -54,7 +54,7 @@ def _index_any(call: Call) -> Any:
     x, indices = call["self"], list(call["indices"])
     first, group = indices[0], call.sharded()[0]._frame.process_group
     if len(indices) == 1 and first.dtype == torch.bool and first.ndim and group is not None and is_member(group):
-        return selected(x, first, call.sharded()[0], call.name)
+        return selected(x, first, call.sharded()[0])
     indices = _index_tensors(x, indices)
     at = [k for k, index in enumerate(indices) if index is not None]
     by_tensors = Call(aten.index.Tensor, (x, indices), {})
