@@ -160,12 +160,15 @@ def _along_index(call: Call) -> Rule | None:
     dim = call["dim"] % x.ndim
     labels = Labels()
     dims = labels.along(x.shape, whole=[dim])
+    spot = labels.new(call["index"].numel(), whole=True)
     operands: list[list[Along | None]] = []
     for operand in call.operands:
         if operand is x:
             operands.append(dims)
-        elif operand.ndim == x.ndim and operand is not call["index"]:
-            operands.append([labels.new(operand.shape[dim], whole=True) if k == dim else a for k, a in enumerate(dims)])
+        elif operand is call["index"]:
+            operands.append([spot] if operand.ndim else [])
+        elif operand.ndim == x.ndim:
+            operands.append([spot if k == dim else along for k, along in enumerate(dims)])
         else:
             operands.append(labels.along(operand.shape, whole=range(operand.ndim)))
     return labels.rule(operands, [dims])

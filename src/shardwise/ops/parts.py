@@ -14,6 +14,7 @@ from shardwise.layout import Layout
 from shardwise.ops.below import HANDLERS
 from shardwise.ops.call import Call
 from shardwise.ops.compute import assemble, expect, frame_of, tie
+from shardwise.process_group import group_ranks, is_member
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradients import recorded
 
@@ -61,8 +62,17 @@ def _view(
     if records and not found:
         anchors.append(tie(tensors))
     view = assemble(type(x), frame_of(layout, x.dtype, x._frame.process_group), found, anchors, records)
-    view._part = True
+    view._part = not _is_of_every_shard(layout, x)
     return view
+
+
+def _is_of_every_shard(layout: Layout, x: ShardedTensorBase) -> bool:
+    """Whether all ranks have shards, and the part has something of each: what is written into it, each can record."""
+    group, whole = x._frame.process_group, x._layout
+    if group is None or not is_member(group) or whole.has_replicas:
+        return False
+    filled = layout.boxes.filled
+    return len(filled) == len(whole.boxes.filled) and set(layout.ranks[filled].tolist()) == set(group_ranks(group))
 
 
 def _slice(call: Call) -> Any:

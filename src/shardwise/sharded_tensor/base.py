@@ -49,7 +49,7 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
     _shares = (
         False  # whether the gradients of its replicas are added up behind it, by a node that torch takes for a view
     )
-    _part = False  # whether it is a view of a part of another tensor
+    _part = False  # whether it is a view of a part of another tensor, of which a rank may hold nothing
     _init_rrefs = False
     _sharded_tensor_id: int | None = None
     _remote_shards: dict[int, list[rpc.RRef[Shard]]] | None = None
