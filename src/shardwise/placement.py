@@ -87,7 +87,8 @@ def _index(device: torch.device) -> int | None:
     if device.type in WITHOUT_INDEX:
         return None
     module = torch.get_device_module(device.type)
-    return module.current_device() if device.index is None and module.is_available() else device.index
+    without = device == torch.device(device.type)  # an index is declared to be there always
+    return int(module.current_device()) if without and module.is_available() else device.index
 
 
 def rank_device(rank: int, device_type: str) -> torch.device:

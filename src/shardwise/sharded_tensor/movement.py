@@ -328,7 +328,7 @@ def converted(
         kind = device.type
         if kind in WITHOUT_INDEX:
             target = torch.device(kind)
-        elif device.index is None:
+        elif device == torch.device(kind):  # without an index
             target = torch.device(kind, torch.get_device_module(kind).current_device())
 
         def work() -> tuple[None, Fields, list[Any]]:
