@@ -35,7 +35,7 @@ def test_a_module_goes_to_a_device_by_any_of_its_names(device: str) -> None:
 
 @ranks(2)
 def test_tensors_go_to_a_device_by_any_of_its_names() -> None:
-    """A tensor that is there is returned as it is; shards of tensors on cpu:0 fit placements on cpu, and the reverse."""
+    """A tensor that is there is returned as it is; shards on cpu:0 fit placements on cpu."""
     tensor = zeros(chunks(0, 0, 1), 4, 2)
     for device in ("cpu", "cpu:0", torch.device("cpu", 0), torch.zeros(1, device="cpu:0").device):
         assert tensor.to(device) is tensor
