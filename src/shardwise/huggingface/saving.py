@@ -92,7 +92,7 @@ class _Saving:
         self._in_step(lambda: self._write(self._lying(shares)))
         for one in shares.rounds:
             moved = self._moved(one)
-            self._in_step(lambda moved=moved, one=one: self._write(self._brought(one, moved)))  # type: ignore[misc]
+            self._in_step(lambda moved=moved, one=one: self._write(self._brought(one, moved)))
 
     def _lying(self, shares: Shares) -> Parts:
         parts: Parts = {}
