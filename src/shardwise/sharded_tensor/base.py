@@ -288,8 +288,9 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
             self._hooks.follow(self)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Record operations on every shard, from now on."""
-        self.requires_grad = requires_grad
+        """Record operations on every shard, from now on; a result that is recorded anyway stays as it is."""
+        if not (requires_grad and self.requires_grad and not self.is_leaf):
+            self.requires_grad = requires_grad
         return self
 
     @property
