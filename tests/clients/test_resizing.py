@@ -59,7 +59,7 @@ def test_boxes_for_one_size_are_refused() -> None:
     """One line on every rank, and the model is as it was."""
     model: Any = sharded(llama())
     shard_parameter(model, "model.embed_tokens.weight", boxes(([0, 0], [20, 16], 0), ([20, 0], [12, 16], 1)))
-    with pytest.raises(ValueError, match=r"nothing of size \(40, 16\): reshard the table by a rule first"):
+    with pytest.raises(ValueError, match=r"nothing of size \(40, 16\).*: reshard the table by a rule first"):
         model.resize_token_embeddings(40)
     assert isinstance(model.model.embed_tokens.weight, ShardedTensor)
     assert model.model.embed_tokens.weight.shape == (32, 16)

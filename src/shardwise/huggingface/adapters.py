@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from shardwise import settings
-from shardwise.errors import GatherBudgetError
+from shardwise.errors import CheckpointError
 from shardwise.interop.loading import Function, replace_when_loaded
 from shardwise.sharded_tensor import ShardedTensor
 
@@ -21,7 +21,7 @@ def _whole(theirs: Function) -> Function:
         state, budget = theirs(*args, **kwargs), settings.current().gather_budget
         for name, tensor in state.items():
             if isinstance(tensor, ShardedTensor) and tensor.nbytes > budget:
-                raise GatherBudgetError(
+                raise CheckpointError(
                     f"peft saves whole tensors, and '{name}' of {tensor.nbytes:,} bytes is beyond the gather budget of "
                     f"{budget:,}: save within shardwise.gather_budget({tensor.nbytes}), or with shardwise.save"
                 )

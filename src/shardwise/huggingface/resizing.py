@@ -87,8 +87,8 @@ def _resize(model: Any, table: ShardedTensor, count: int, around_mean: bool) -> 
             spec.layout(size)
         except ShardwiseError as error:
             raise PropertyError(
-                f"{type(spec).__name__} is a rule for {tuple(table.shape)} and says nothing of size {tuple(size)}: reshard "
-                f"the table by a rule first, such as a ChunkShardingSpec ({error})"
+                f"{type(spec).__name__} says nothing of size {tuple(size)}, of which the table is to be: "
+                f"reshard the table by a rule first, such as a ChunkShardingSpec ({error})"
             ) from error
         return None, {"verb": "resize", "size": size}, int(torch.randint(2**62, ()).item())
 
