@@ -131,7 +131,12 @@ def embedding() -> list[Row]:
         expected = out[rank], grad_of(plain).chunk(world, dim)[rank]
         contenders = {
             name: functools.partial(embedding_step, *make(table, dim), ids[rank], grads[rank])
-            for name, make in (("shardwise", our_table), ("DTensor", dtensor_table), ("_shard", old_table))
+            for name, make in (
+                ("shardwise", our_table),
+                ("own batches", our_table_of_own_batches),
+                ("DTensor", dtensor_table),
+                ("_shard", old_table),
+            )
         }
         what = f"{kind} embedding, {WORDS // 1000}k x {WIDTH}, {IDS:,} ids a rank, {world} ranks, fwd + bwd"
         rows.append(race(what, contenders, lambda expected=expected: expected, held=held))  # type: ignore[misc] # bound now
@@ -158,8 +163,19 @@ def grad_of(tensor: Tensor) -> Tensor:
 
 
 def our_table(table: Tensor, dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The ids of all ranks as one batch, of which each rank takes its own rows back."""
     weight = shardwise.shard_tensor(table, our_specs()[dim]).requires_grad_()
-    return weight, lambda ids: F.embedding(ids, weight)
+    return weight, lambda ids: F.embedding(shardwise.from_local(ids), weight).local_tensor()  # type: ignore[attr-defined] # sharded
+
+
+def our_table_of_own_batches(table: Tensor, dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    weight = shardwise.shard_tensor(table, our_specs()[dim]).requires_grad_()
+
+    def lookup(ids: Tensor) -> Tensor:
+        with shardwise.own_batches():
+            return F.embedding(ids, weight)
+
+    return weight, lookup
 
 
 def dtensor_table(table: Tensor, dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

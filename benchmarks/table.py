@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 COLUMNS = (
     "shardwise",
+    "own batches",
     "plain",
     "by hand",
     "DTensor",

@@ -81,7 +81,7 @@ def test_a_rank_holds_its_rows_of_the_table_and_no_more(
     alone("sharded_table.py", monkeypatch, tmp_path)
     numbers = [int(found.replace(",", "")) for found in re.findall(r"([\d,]+) bytes", capsys.readouterr().out)]
     whole, held, asked = numbers[0], numbers[1::2], numbers[2::2]
-    assert held == [6_400_000, 3_840_000, 1_920_000, 640_000]
+    assert held == [12_800_000, 7_680_000, 3_840_000, 1_280_000]
     assert sum(held) == whole
     assert all(0 < few < whole // 100 for few in asked)
 
@@ -109,7 +109,7 @@ def test_the_demo_trains_the_same_model_anywhere(
     legs = re.findall(r"^ +(\d) +\d+-\d+  (\S+) +(\S+) +\S+$", printed, flags=re.MULTILINE)
     assert [ranks for ranks, _, _ in legs] == ["4", "3", "2"]
     losses = [float(loss) for _, loss, _ in legs]
-    assert losses == pytest.approx([float(twin) for _, _, twin in legs], abs=1e-4)
+    assert losses == pytest.approx([float(twin) for _, _, twin in legs], abs=2e-9)  # the demo's own 1e-9, and print
     assert losses == sorted(losses, reverse=True)
     assert printed.endswith("Trained in pieces on 4, 3 and 2 ranks: the same model.\n")
 
@@ -125,5 +125,5 @@ def test_the_demo_goes_on_under_torchrun(capsys: pytest.CaptureFixture[str], tmp
     assert "2 ranks, from step 2 to 5" in second
     ((step, loss, twin),) = re.findall(r"step +(\d+)  loss (\S+)  one process (\S+)", second)
     assert step == "5"
-    assert float(loss) == pytest.approx(float(twin), abs=1e-4)
+    assert float(loss) == pytest.approx(float(twin), abs=2e-6)  # six digits are printed
     assert [file.name for file in tmp_path.iterdir()] == ["run"]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardwise import validation
 from shardwise.errors import RankMismatchError, RpcError, ShardCountError
 from shardwise.placement import parse
 from shardwise.process_group import (
@@ -16,7 +17,6 @@ from shardwise.process_group import (
     load_with_process_group,
     parse_and_validate_remote_device,
 )
-from shardwise.settings import validation
 from shardwise.testing import ranks
 
 

@@ -30,8 +30,10 @@ def folder(tmp_path: Path) -> Path:
 def test_every_block_says_its_file_and_every_file_is_run() -> None:
     """So that no code on the page goes untested."""
     assert len(BLOCKS) == TEXT.count("```python")
-    assert {name for name, _ in BLOCKS} == {"reader.py", "first.py", "again.py", "whole.py", "wrong.py"}
-    assert COMMANDS == [("4", "first.py"), ("3", "again.py"), ("2", "again.py")]
+    assert {name for name, _ in BLOCKS} == {
+        *("reader.py", "first.py", "again.py", "whole.py", "own_data.py", "wrong.py")
+    }
+    assert COMMANDS == [("4", "first.py"), ("3", "again.py"), ("2", "again.py"), ("4", "own_data.py")]
 
 
 def test_the_files_train_go_on_elsewhere_and_come_home(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,6 +42,7 @@ def test_the_files_train_go_on_elsewhere_and_come_home(folder: Path, capsys: pyt
         run_on_ranks(int(world_size), run_script, str(folder / name), str(folder), fresh=True, echo=True)
     printed = capsys.readouterr().out
     assert SHOWN[0] in printed
+    assert SHOWN[1].replace("\n", " ").strip() in printed
     losses = re.findall(r"step (\d+).*: loss (\S+), one process (\S+)", printed)
     assert [(int(step), loss) for step, loss, _ in losses] == [
         (step, twin) for step, (_, _, twin) in zip((30, 45, 60), losses, strict=True)
@@ -53,5 +56,5 @@ def test_the_mistake_is_told_as_shown(folder: Path) -> None:
     """On every rank alike: the pool tells identical failures once."""
     with pytest.raises(RankFailure) as caught:
         run_on_ranks(4, run_script, str(folder / "wrong.py"), str(folder), fresh=True)
-    assert SHOWN[1] in str(caught.value)
+    assert SHOWN[2] in str(caught.value)
     assert "rank 0 and rank 1 and rank 2 and rank 3 of 4 failed" in str(caught.value)

@@ -9,17 +9,19 @@ from shardwise.interop import from_dtensor, to_dtensor
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.named_parameters import named_params_with_sharded_tensor
+from shardwise.ops.validation import validation
 from shardwise.partial import PartialTensor, ReplicatedTensor
 from shardwise.placement import mesh_placements
 from shardwise.process_group import load_with_process_group
 from shardwise.random import layout_independent
-from shardwise.settings import gather_budget, validation
+from shardwise.settings import gather_budget, own_batches
 from shardwise.sharded_optim import Scoped, ShardedOptimizer
 from shardwise.sharded_tensor import (
     Shard,
     ShardedTensor,
     ShardedTensorBase,
     empty,
+    from_local,
     full,
     init_from_local_shards,
     ones,
@@ -80,6 +82,7 @@ __all__ = [
     "errors",
     "fill_buffers",
     "from_dtensor",
+    "from_local",
     "full",
     "gather_budget",
     "huggingface",
@@ -93,6 +96,7 @@ __all__ = [
     "named_params_with_sharded_tensor",
     "ones",
     "ops",
+    "own_batches",
     "pre_load_state_dict_hook",
     "rand",
     "randn",

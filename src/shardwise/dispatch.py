@@ -113,7 +113,7 @@ def register_default_op(op: Op, decorator: Callable[[Op], Callable[[Handler], Ha
 
     @decorator(op)
     def default_op(types: Any, args: Any = (), kwargs: Any = None, pg: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():  # modes, too: one that called this handler would come back to it
             return op(*args, **(kwargs or {}))
 
 
@@ -216,12 +216,16 @@ def collective_error(name: str, args: Sequence[Any]) -> CollectiveOpError:
     )
 
 
-def unsupported(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, why: str) -> UnsupportedOpError:
+def unsupported(
+    op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, why: str, way_out: str = ""
+) -> UnsupportedOpError:
     """The error for an op that cannot be computed: why, a way out, and the call without its data."""
+    way_out = way_out or (
+        "Register a rule with @shardwise.custom_sharded_op_impl, or compute on the plain tensors of local_shards()"
+    )
     getter = getattr(op, "__name__", "") == "__get__"
     error = (NoAttributeError if getter else UnsupportedOpError)(
-        f"{why}. Register a rule with @shardwise.custom_sharded_op_impl, or compute on the plain tensors of "
-        f"local_shards(): torch function '{op_name(op)}', with args: {summary(args)} and "
+        f"{why}. {way_out}: torch function '{op_name(op)}', with args: {summary(args)} and "
         f"kwargs: {summary(kwargs)} not supported for ShardedTensor!"
     )
     error.reason = why

@@ -15,6 +15,7 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     │   ├── IdRangeError(IndexError)        an id that is no row of the table
     │   └── MemoryFormatError(RuntimeError) a memory format that sharded tensors do not have
     ├── RankMismatchError(ValueError)       ranks that disagree about one tensor
+    │   └── PlainValueError                 a plain operand that is not the same on every rank
     ├── ShardCountError(RuntimeError)       more or fewer local shards than the metadata says
     │   └── LocalTensorError(NotImplementedError)
     │                                       the one local tensor of a rank that has none or several
@@ -94,6 +95,10 @@ class MemoryFormatError(PropertyError, RuntimeError):
 
 class RankMismatchError(ShardwiseError, ValueError):
     """The ranks of a group hold different ideas of one tensor."""
+
+
+class PlainValueError(RankMismatchError):
+    """A plain operand that is not the same on every rank."""
 
 
 class ShardCountError(ShardwiseError, RuntimeError):

@@ -125,6 +125,11 @@ class Layout:
         """Where this box lies."""
         return self.places[int(self.place_of[row])]
 
+    def cuts(self, dim: int) -> bool:
+        """Whether a box that holds anything has only a part of this dim."""
+        rows = self.boxes.filled
+        return bool((self.boxes.sizes[rows, dim] < self.size[dim]).any())
+
     def elements_by_rank(self) -> dict[int, int]:
         """How many elements each rank holds, for the ranks that hold a box."""
         volumes = self.boxes.volumes

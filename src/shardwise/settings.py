@@ -1,4 +1,5 @@
-"""What a context sets for the calls within it: the group to unpickle onto, checks between ranks, the gather budget."""
+"""What a context sets for the calls within it: the group to unpickle onto, checks between ranks, the gather budget, the
+rule for plain batches."""
 
 from __future__ import annotations
 
@@ -18,35 +19,32 @@ class Settings:
     process_group: Any = None
     validate: bool = True
     gather_budget: int = MIB
+    own_batches: bool = False  # whether plain inputs of linear and embeddings are each rank's own
 
 
-_settings: ContextVar[Settings] = ContextVar("shardwise", default=Settings())  # noqa: B039 - frozen
+_settings: ContextVar[Settings | None] = ContextVar("shardwise", default=None)
+_outside = Settings()  # what holds outside of every context, in the whole process
 
 
 def current() -> Settings:
     """The settings that hold here."""
-    return _settings.get()
+    return _settings.get() or _outside
+
+
+def set_outside(**changes: Any) -> None:
+    """Change what holds outside of every context, in all threads: for the drop-in."""
+    global _outside
+    _outside = replace(_outside, **changes)
 
 
 @contextmanager
 def changed(**changes: Any) -> Iterator[None]:
     """Within this context, other settings."""
-    token = _settings.set(replace(_settings.get(), **changes))
+    token = _settings.set(replace(current(), **changes))
     try:
         yield
     finally:
         _settings.reset(token)
-
-
-@contextmanager
-def validation(enabled: bool) -> Iterator[None]:
-    """Within this context, switch the checks between ranks on or off. Must be the same on every rank.
-
-    Off saves a small collective in every factory and in ops that move data. Ranks that disagree are then no longer
-    found out.
-    """
-    with changed(validate=enabled):
-        yield
 
 
 @contextmanager
@@ -58,4 +56,18 @@ def gather_budget(max_bytes: int) -> Iterator[None]:
     larger than a rank's share of the result: every rank needs all of it. Must be the same on every rank.
     """
     with changed(gather_budget=int(max_bytes)):
+        yield
+
+
+@contextmanager
+def own_batches(enabled: bool = True) -> Iterator[None]:
+    """Within this context, a plain input of an op with a sharded weight is this rank's own batch, as in the old system.
+
+    It concerns `linear`, `embedding` and `embedding_bag`: `linear` gives a sharded tensor over the batches of all
+    ranks, the embeddings this rank's plain rows. A `ReplicatedTensor` is the same batch on every rank. Outside, and in
+    every other op, a plain tensor is the same on every rank, and `from_local` says what is each rank's own. While the
+    drop-in is installed this is the rule everywhere, and ``own_batches(False)`` goes back to the other one. Must be the
+    same on every rank.
+    """
+    with changed(own_batches=enabled):
         yield

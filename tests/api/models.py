@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import chunks
+from tests.cases import ROUNDING, assert_close, chunks
 from torch import nn
 
-from shardwise import ShardedTensor
+from shardwise import ShardedTensor, from_local
 
 ROWS, COLUMNS = chunks(0, 0, 1, 2, 3), chunks(1, 0, 1, 2, 3)
 OPTIMIZERS: dict[str, Any] = {
@@ -33,6 +33,7 @@ class Net(nn.Module):
         self.register_buffer("scale", torch.ones(6))
         if tied:
             self.head.weight = self.embed.weight
+        self.double()
 
     def forward(self, ids: torch.Tensor) -> Any:
         """From ids to scores of the next ids. Sharded, it takes each rank's own ids and gives the scores of all."""
@@ -50,26 +51,26 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor().detach() if isinstance(tensor, ShardedTensor) else tensor.detach()
 
 
-def same(module: nn.Module, plain: nn.Module, **tolerance: float) -> None:
-    """Assert that every parameter is that of the plain twin, and has its name."""
+def same(module: nn.Module, plain: nn.Module) -> None:
+    """Assert that every parameter is that of the plain twin, with its gradient if it has one, and has its name."""
     ours, theirs = dict(module.named_parameters()), dict(plain.named_parameters())
     assert list(ours) == list(theirs)
     for name, parameter in ours.items():
-        torch.testing.assert_close(
-            whole(parameter), theirs[name].detach(), **tolerance, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        assert_close(whole(parameter), theirs[name].detach(), name)
+        if theirs[name].grad is not None:
+            assert_close(whole(parameter.grad), theirs[name].grad, f"gradient of {name}")
         assert parameter.requires_grad == theirs[name].requires_grad
 
 
 def batches(seed: int = 0, group: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's own ids, and those of all ranks; the batches differ in size."""
+    """Each rank's own ids, joined, and the same ids in a plain tensor; the ranks have different numbers of them."""
     sizes = [3 + rank % 2 for rank in range(dist.get_world_size(group))]
     everyone = torch.randint(7, (sum(sizes),), generator=torch.Generator().manual_seed(seed))
-    return everyone.split(sizes)[dist.get_rank(group)], everyone
+    return from_local(everyone.split(sizes)[dist.get_rank(group)], process_group=group), everyone
 
 
 def train_alike(module: nn.Module, plain: nn.Module, optimizer: Any, group: Any = None) -> None:
-    """Assert that both give the same losses, step by step, and end with the same parameters."""
+    """Assert that both give the same losses, gradients and parameters, step by step."""
     optimizers = [optimizer(one.parameters()) for one in (module, plain)]
     for step in range(3):
         losses = []
@@ -79,8 +80,8 @@ def train_alike(module: nn.Module, plain: nn.Module, optimizer: Any, group: Any 
             loss.backward()
             by.step()
             losses.append(loss.item())
-        assert losses[0] == pytest.approx(losses[1], rel=1e-4), f"step {step}"
-    same(module, plain, rtol=1e-3, atol=1e-4)
+        assert losses[0] == pytest.approx(losses[1], rel=ROUNDING), f"step {step}"
+        same(module, plain)
 
 
 def twins(tied: bool = False) -> tuple[Net, Net]:

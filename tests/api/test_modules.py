@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.api.models import COLUMNS, OPTIMIZERS, ROWS, batches, net, same, train_alike, twins, whole
-from tests.cases import ALL, SPECS, chunks, places
+from tests.cases import ALL, SPECS, assert_close, chunks, places
 from torch import nn
 
 import shardwise
@@ -171,7 +171,7 @@ def test_a_sharder_swaps_its_submodule() -> None:
     assert sharder.called == 1
     assert isinstance(model.fc10.weight, ShardedTensor)
     mine, everyone = batches()
-    torch.testing.assert_close(whole(model(mine)), plain(everyone).detach())
+    assert_close(whole(model(mine)), plain(everyone).detach())
 
 
 @ranks(2)
@@ -255,10 +255,10 @@ def test_a_sharded_module_is_sharded_again_in_place() -> None:
     )
     assert model.fc1.weight is weight
     assert weight.sharding_spec() == SPECS["uneven grid"]
-    torch.testing.assert_close(whole(weight.grad), plain.fc1.weight.grad)
+    assert_close(whole(weight.grad), plain.fc1.weight.grad)
     optimizer.step()
     twin.step()
-    torch.testing.assert_close(whole(weight), plain.fc1.weight.detach())
+    assert_close(whole(weight), plain.fc1.weight.detach())
 
 
 @ranks(4)
@@ -272,11 +272,11 @@ def test_the_life_of_a_module_after_it() -> None:
     twin.load_state_dict(state)
     same(nn.ModuleList([twin.fc1]), nn.ModuleList([plain.fc1]))
     assert isinstance(twin.embed.weight, nn.Parameter)
-    copied = copy.deepcopy(model)
-    converted = copy.deepcopy(plain)
-    same(copied.half(), converted.half())
+    copied, converted = copy.deepcopy(model).half(), copy.deepcopy(plain).half()
     assert copied.fc1.weight.dtype == torch.float16
-    assert model.fc1.weight.dtype == torch.float32
+    assert model.fc1.weight.dtype == torch.float64
+    for (name, parameter), expected in zip(copied.named_parameters(), converted.parameters(), strict=True):
+        assert torch.equal(whole(parameter), expected), name
     same(copied.to(torch.float64), converted.to(torch.float64))
     model.requires_grad_(False)
     assert not model.fc1.weight.requires_grad
@@ -293,7 +293,7 @@ def test_the_life_of_a_module_after_it() -> None:
     assert loaded.head.weight is loaded.embed.weight
     found = loaded(mine)
     assert found.sharding_spec() == ROWS
-    torch.testing.assert_close(whole(found), plain(everyone).detach())
+    assert_close(whole(found), plain(everyone).detach())
 
 
 @ranks(2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.api.models import whole
-from tests.cases import SPECS, chunks, holds
+from tests.cases import SPECS, assert_close, chunks, holds
 from torch import nn
 
 from shardwise import (
@@ -16,6 +16,7 @@ from shardwise import (
     ShardedTensor,
     ShardingPlan,
     collect_local_shard,
+    from_local,
     reshard_output,
     shard_module,
     shard_parameter,
@@ -72,19 +73,19 @@ def test_each_rank_gets_its_own_rows_back() -> None:
     """Own batches through a sharded layer, and back: as if each rank had the whole layer, gradients included."""
     torch.manual_seed(0)
     for spec in (ROWS, COLUMNS, chunks(0, 3, 1), SPECS["uneven, several per rank"]):
-        layer, plain = nn.Linear(6, 7), nn.Linear(6, 7)
+        layer, plain = nn.Linear(6, 7).double(), nn.Linear(6, 7).double()
         plain.load_state_dict(layer.state_dict())
         shard_parameter(layer, "weight", spec, src_rank=0)
-        everyone = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+        everyone = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         mine = everyone.chunk(4)[dist.get_rank()].clone().requires_grad_()
-        found = collect_local_shard(reshard_output(layer, ROWS))(mine)
+        found = collect_local_shard(reshard_output(layer, ROWS))(from_local(mine))
         assert type(found) is torch.Tensor
         expected = plain(everyone.requires_grad_())
-        torch.testing.assert_close(found, expected.chunk(4)[dist.get_rank()])
+        assert_close(found, expected.chunk(4)[dist.get_rank()])
         found.pow(2).sum().backward()
         expected.pow(2).sum().backward()
-        torch.testing.assert_close(mine.grad, everyone.grad.chunk(4)[dist.get_rank()])
-        torch.testing.assert_close(whole(layer.weight.grad), plain.weight.grad)
+        assert_close(mine.grad, everyone.grad.chunk(4)[dist.get_rank()])
+        assert_close(whole(layer.weight.grad), plain.weight.grad)
 
 
 @ranks(4)
@@ -127,7 +128,7 @@ def test_a_plan_changes_outputs_of_submodules_and_of_the_module_itself() -> None
     )
     seen: list[Any] = []
     model[1].register_forward_hook(lambda module, args, output: seen.append(output))
-    found = shard_module(model, plan)(torch.ones(2, 6))
+    found = shard_module(model, plan)(from_local(torch.ones(2, 6)))
     assert isinstance(seen[0], ShardedTensor)
     assert seen[0].sharding_spec() == ROWS
     assert type(found) is torch.Tensor

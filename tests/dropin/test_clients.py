@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import ALL, PLAIN, SIZE, chunks, holds, places
+from tests.cases import ALL, PLAIN, SIZE, assert_close, chunks, holds, places
 from torch import nn
 
 import shardwise
@@ -35,12 +35,12 @@ def test_fsdp_trains_on_from_a_sharded_state_dict(use_orig_params: bool, tmp_pat
 
     def made(seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
         torch.manual_seed(seed)
-        layers = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+        layers = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)).double()
         model = FSDP(layers, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
         return train(model, torch.optim.Adam(model.parameters(), lr=0.1))
 
     def train(model: FSDP, optimizer: torch.optim.Optimizer) -> tuple[FSDP, torch.optim.Optimizer]:
-        for batch in torch.arange(40.0).reshape(2, 4, 5) / 40:
+        for batch in torch.arange(40.0, dtype=torch.float64).reshape(2, 4, 5) / 40:
             optimizer.zero_grad()
             model(batch).pow(2).sum().backward()
             optimizer.step()
@@ -79,7 +79,7 @@ def test_fsdp_trains_on_from_a_sharded_state_dict(use_orig_params: bool, tmp_pat
     train(one, adam)
     for model, optimizer in ((two, other), (three, third)):
         train(model, optimizer)
-        torch.testing.assert_close(full(model), full(one), rtol=0, atol=0)
+        assert_close(full(model), full(one))
 
 
 @ranks(4, fresh=True)

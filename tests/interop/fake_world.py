@@ -73,6 +73,8 @@ def without_any() -> None:
         shardwise.shard_module(model, ShardingPlan({"*.weight": ROWS}))
         optimizer = torch.optim.AdamW(model.parameters())
         out = model(torch.randn(8, 65536))
+        assert out.shape == (8, 65536)
+        out = model(shardwise.from_local(torch.randn(8, 65536)))
         assert out.shape == (8 * WORLD, 65536)  # each rank's batch
         out.pow(2).mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

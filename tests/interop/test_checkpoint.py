@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases import PLAIN, SIZE, chunks, holds
+from tests.cases import PLAIN, SIZE, assert_close, chunks, holds
 from tests.interop.meshes import distributed, mesh_of
 from torch import nn
 from torch.distributed import init_device_mesh
@@ -67,25 +67,27 @@ def load_from_fsdp2(path: Path, wanted: dict[str, torch.Tensor]) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         shardwise.load({"model": model, "optimizer": optimizer}, path)
         train(model, optimizer)
-        torch.testing.assert_close(wholes(model), wanted)
+        assert_close(wholes(model), wanted)
 
 
 def wholes(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter, whole."""
-    return {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in model.state_dict().items()}
+    """Every parameter and its gradient, whole."""
+    found = dict(model.named_parameters())
+    found |= {f"gradient of {name}": value.grad for name, value in model.named_parameters()}
+    return {name: getattr(value.detach(), "full_tensor", value.detach)() for name, value in found.items()}
 
 
 def made(seed: int) -> nn.Sequential:
     """Two layers."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)).double()
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Two steps on the same batch everywhere."""
     for _ in range(2):
         optimizer.zero_grad()
-        model(torch.ones(4, 6)).pow(2).mean().backward()
+        model(torch.ones(4, 6, dtype=torch.float64)).pow(2).mean().backward()
         optimizer.step()
 
 

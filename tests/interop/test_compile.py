@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases import ALL, PLAIN, chunks, places
+from tests.cases import ALL, PLAIN, assert_close, chunks, places
 from torch import nn
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounter
@@ -31,6 +31,7 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.first, self.norm, self.second = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6)
         self.scale = nn.Parameter(torch.ones(6))
+        self.double()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Of a batch."""
@@ -48,16 +49,16 @@ def sharded() -> Model:
 
 
 def trained(model: Model, run: Any, wrap: Any) -> list[torch.Tensor]:
-    """The losses of some steps, then the parameters."""
+    """The losses and gradients of some steps, then the parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     found = []
     for seed, size in ((0, 5), (1, 5), (2, 3)):
-        rows = torch.randn(size, 6, generator=torch.Generator().manual_seed(seed))
+        rows = torch.randn(size, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         loss = run(wrap(rows)).pow(2).mean()
         loss.backward()
+        found += [loss, *(parameter.grad for parameter in model.parameters())]
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss)
     found += model.parameters()
     return [one.full_tensor() if isinstance(one, ShardedTensor) else one for one in found]
 
@@ -71,9 +72,9 @@ def test_a_compiled_model_trains_as_it_does_otherwise(backend: str) -> None:
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # inductor's own imports
         found = trained(model := sharded(), torch.compile(model, backend=backend), ReplicatedTensor)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+        assert_close(one, other)
     for one, other in zip(trained(plain := Model(), plain, lambda rows: rows), expected, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+        assert_close(other, one)
 
 
 @ranks(4)
@@ -86,10 +87,10 @@ def test_a_compiled_function_of_sharded_tensors() -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(function, backend="eager")
-    other = torch.linspace(0, 1, 42).reshape(7, 6)
+    values, other = PLAIN.double(), torch.linspace(0, 1, 42, dtype=torch.float64).reshape(7, 6)
     for spec in ALL.values():
-        found = compiled(shard_tensor(PLAIN, spec), other)
-        torch.testing.assert_close(found.full_tensor(), function(PLAIN, other))
+        found = compiled(shard_tensor(values, spec), other)
+        assert_close(found.full_tensor(), function(values, other))
 
 
 def by_a_call(tensor: torch.Tensor, plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,10 +118,10 @@ def test_what_is_around_a_sharded_op_is_compiled() -> None:
     for function, graphs, ops in ((by_a_call, 2, 3), (by_an_operator, 1, 2)):
         torch._dynamo.reset()
         counter = CompileCounter()
-        made, plain = torch.compile(function, backend=counter)(tensor, PLAIN)
+        made, plain = torch.compile(function, backend=counter)(tensor, PLAIN.double())
         assert (counter.frame_count, counter.op_count) == (graphs, ops)
         assert torch.equal(made.full_tensor(), 2 * PLAIN)
-        torch.testing.assert_close(plain, PLAIN.sin().cos().exp())
+        assert_close(plain, PLAIN.double().sin().cos().exp())
 
 
 @ranks(2)

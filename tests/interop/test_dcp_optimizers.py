@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import boxes, chunks, places
+from tests.cases import assert_close, boxes, chunks, places
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -54,7 +54,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 def plain(seed: int) -> nn.Sequential:
     """Two layers."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6))
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6)).double()
 
 
 def model(seed: int, specs: Sequence[ShardingSpec]) -> nn.Sequential:
@@ -88,7 +88,7 @@ def theirs(made: nn.Module, kind: str) -> torch.optim.Optimizer:
 def train(made: nn.Module, optimizer: Any, steps: range, *, sharded: bool = True) -> None:
     """Steps of these numbers, each on a batch of its own."""
     for step in steps:
-        batch = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         made(ReplicatedTensor(batch) if sharded else batch).pow(2).mean().backward()
         optimizer.step()
@@ -103,7 +103,7 @@ def twin_after(kind: str, steps: int) -> dict[str, torch.Tensor]:
 
 def assert_twin(made: nn.Module, kind: str, steps: int) -> None:
     """The model has the parameters of the plain twin."""
-    torch.testing.assert_close(dict(full_state_dict(made.state_dict())), dict(twin_after(kind, steps)))
+    assert_close(dict(full_state_dict(made.state_dict())), dict(twin_after(kind, steps)))
 
 
 # Without torch's helpers ----------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_dtensors_beside_sharded_parameters(tmp_path: Path) -> None:
 def evaluated(made: nn.Module) -> torch.Tensor:
     """The loss, and the gradients of it."""
     made.zero_grad()
-    loss: torch.Tensor = made(ReplicatedTensor(torch.ones(3, 6))).pow(2).mean()
+    loss: torch.Tensor = made(ReplicatedTensor(torch.ones(3, 6, dtype=torch.float64))).pow(2).mean()
     loss.backward()
     return loss
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.cases import chunks
+from tests.cases import assert_close, chunks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -16,7 +16,7 @@ from shardwise.testing import ranks
 def model() -> nn.Sequential:
     """Two layers, the same on every rank."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5)).double()
 
 
 @ranks(2)
@@ -39,11 +39,11 @@ def test_training_beside_fsdp1() -> None:
     wrapped = FullyShardedDataParallel(layers, device_id=torch.device("cpu"), ignored_states=ignored)
     steps = [torch.optim.SGD(one.parameters(), lr=0.05) for one in (plain, wrapped)]
     for seed in range(3):
-        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        rows = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         losses = [plain(rows).pow(2).mean(), wrapped(ReplicatedTensor(rows)).pow(2).mean()]
-        torch.testing.assert_close(losses[1].full_tensor(), losses[0])
+        assert_close(losses[1].full_tensor(), losses[0])
         for loss, step in zip(losses, steps, strict=True):
             loss.backward()
             step.step()
             step.zero_grad()
-    torch.testing.assert_close(layers[0].weight.full_tensor(), plain[0].weight)
+    assert_close(layers[0].weight.full_tensor(), plain[0].weight)

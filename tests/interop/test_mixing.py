@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import PLAIN, chunks
+from tests.cases import PLAIN, assert_close, chunks
 from torch import nn
 from torch.distributed import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -77,9 +77,10 @@ def test_both_kinds_of_parameters_in_one_optimizer() -> None:
     """A plain torch optimizer steps each on its own; norms and foreach, which join them, are refused."""
     line = init_device_mesh("cpu", (2,))
     for kind in (torch.optim.SGD, torch.optim.AdamW):
-        sharded = nn.Parameter(shard_tensor(PLAIN, chunks(0, 0, 1)))
-        dtensor = nn.Parameter(distribute_tensor(PLAIN, line, [Shard(0)]))
-        plain = nn.Parameter(PLAIN.clone())
+        values = PLAIN.double()
+        sharded = nn.Parameter(shard_tensor(values, chunks(0, 0, 1)))
+        dtensor = nn.Parameter(distribute_tensor(values, line, [Shard(0)]))
+        plain = nn.Parameter(values.clone())
         optimizer, twin = kind([sharded, dtensor], lr=0.1), kind([plain], lr=0.1)
         for _ in range(2):
             for one in (sharded, dtensor, plain):
@@ -88,8 +89,8 @@ def test_both_kinds_of_parameters_in_one_optimizer() -> None:
                 nn.utils.clip_grad_norm_([sharded, dtensor], 1.0)
             optimizer.step(), twin.step()
             optimizer.zero_grad(), twin.zero_grad()
-        torch.testing.assert_close(sharded.full_tensor(), plain)
-        torch.testing.assert_close(dtensor.full_tensor(), plain)
+        assert_close(sharded.full_tensor(), plain)
+        assert_close(dtensor.full_tensor(), plain)
 
 
 TAKING: dict[str, Callable[[Any], Any]] = {

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812 - as everybody writes it
 
-Function = Callable[[Any, Any], Any]  # of two tensors of size (7, 6)
+numbers = functools.partial(torch.arange, dtype=torch.float64)
+ones = functools.partial(torch.ones, dtype=torch.float64)
+
+Function = Callable[[Any, Any], Any]  # of two tensors of size (7, 6), in float64
 
 FAMILIES: dict[str, dict[str, Function]] = {
     "pointwise": {
         "add": lambda x, y: x + y,
         "scalar on the left": lambda x, y: 2 - x,
-        "mixed dtypes": lambda x, y: x.double() * y,
+        "mixed dtypes": lambda x, y: x.float() * y,
         "in place": lambda x, y: (x * 1).add_(y).mul_(3),
         "out": lambda x, y: torch.add(x.detach(), y.detach(), out=torch.empty_like(x)),
         "where": lambda x, y: torch.where(x > y, x, y * 2),
         "clamp": lambda x, y: x.clamp(-0.5, 0.5) + x.clamp(min=y),
         "lerp": lambda x, y: torch.lerp(x, y, 0.3),
         "masked_fill": lambda x, y: x.masked_fill(y > 0, 7.0),
-        "a row of a plain tensor": lambda x, y: x * torch.arange(6.0),
-        "a column of a plain tensor": lambda x, y: torch.arange(7.0)[:, None] - x,
+        "a row of a plain tensor": lambda x, y: x * numbers(6),
+        "a column of a plain tensor": lambda x, y: numbers(7)[:, None] - x,
         "a row of a sharded tensor": lambda x, y: x + y[3],
         "a column of a sharded tensor": lambda x, y: x / (y[:, :1] + 9),
         "functions": lambda x, y: F.gelu(x) + F.silu(y) + torch.erf(x).sigmoid() + F.leaky_relu(y),
@@ -80,7 +84,7 @@ FAMILIES: dict[str, dict[str, Function]] = {
         "unbind": lambda x, y: x.unbind(0)[4],
         "cat": lambda x, y: torch.cat([x, y], 1),
         "cat of rows": lambda x, y: torch.cat([x, y * 2]),
-        "cat with a plain one": lambda x, y: torch.cat([x, torch.ones(2, 6)]),
+        "cat with a plain one": lambda x, y: torch.cat([x, ones(2, 6)]),
         "stack": lambda x, y: torch.stack([x, y], 1),
         "flip": lambda x, y: x.flip(0, 1),
         "roll": lambda x, y: x.roll(2, 0),
@@ -95,20 +99,20 @@ FAMILIES: dict[str, dict[str, Function]] = {
     "products": {
         "mm": lambda x, y: x @ y.t(),
         "mm over rows": lambda x, y: x.t() @ y,
-        "a plain matrix": lambda x, y: x @ torch.arange(12.0).reshape(6, 2),
-        "a plain matrix on the left": lambda x, y: torch.arange(14.0).reshape(2, 7) @ x,
-        "mv": lambda x, y: x @ torch.arange(6.0),
+        "a plain matrix": lambda x, y: x @ numbers(12).reshape(6, 2),
+        "a plain matrix on the left": lambda x, y: numbers(14).reshape(2, 7) @ x,
+        "mv": lambda x, y: x @ numbers(6),
         "dot": lambda x, y: x[0].dot(y[1]),
         "bmm": lambda x, y: torch.bmm(x.reshape(7, 2, 3), y.reshape(7, 3, 2)),
-        "matmul in batches": lambda x, y: x.reshape(7, 2, 3) @ torch.arange(6.0).reshape(3, 2),
-        "addmm": lambda x, y: torch.addmm(torch.ones(7), x, y.t(), alpha=2, beta=3),
+        "matmul in batches": lambda x, y: x.reshape(7, 2, 3) @ numbers(6).reshape(3, 2),
+        "addmm": lambda x, y: torch.addmm(ones(7), x, y.t(), alpha=2, beta=3),
         "einsum": lambda x, y: torch.einsum("ij,kj->ki", x, y) + torch.einsum("ij,ij->", x, y),
         "outer": lambda x, y: torch.outer(x[:, 0], y[0]),
-        "layer_norm": lambda x, y: F.layer_norm(x, (6,), torch.arange(6.0), torch.ones(6)),
+        "layer_norm": lambda x, y: F.layer_norm(x, (6,), numbers(6), ones(6)),
         "layer_norm over a cut dim": lambda x, y: F.layer_norm(x.t(), (7,)),
         "cross_entropy": lambda x, y: F.cross_entropy(x, torch.arange(7) % 6),
         "cross_entropy, sum, weights, ignored": lambda x, y: F.cross_entropy(
-            x, torch.tensor([0, 1, -100, 3, 4, 5, 0]), torch.arange(1.0, 7), reduction="sum"
+            x, torch.tensor([0, 1, -100, 3, 4, 5, 0]), 1 + numbers(6), reduction="sum"
         ),
         "mse_loss": lambda x, y: F.mse_loss(x, y),
         "smooth_l1_loss": lambda x, y: F.smooth_l1_loss(x, y, reduction="sum"),
@@ -118,7 +122,7 @@ FAMILIES: dict[str, dict[str, Function]] = {
         "attention, batch": lambda x, y: F.scaled_dot_product_attention(
             x.reshape(7, 1, 2, 3), y.reshape(7, 1, 2, 3), (x + y).reshape(7, 1, 2, 3)
         ),
-        "conv": lambda x, y: F.conv1d(x.reshape(7, 2, 3), torch.arange(12.0).reshape(3, 2, 2)),
+        "conv": lambda x, y: F.conv1d(x.reshape(7, 2, 3), numbers(12).reshape(3, 2, 2)),
         "pooling": lambda x, y: F.max_pool1d(x.reshape(7, 2, 3), 2) + F.avg_pool1d(y.reshape(7, 2, 3), 2),
     },
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases import chunks
+from tests.cases import assert_close, chunks
 from torch import nn
 from torch.nn import functional
 
@@ -36,12 +36,13 @@ FUNCTIONS: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {
 def test_the_plain_operand_gets_the_whole_gradient(name: str) -> None:
     """Wherever the sharded operand is cut; the same on every rank."""
     function, *sizes = FUNCTIONS[name]
-    values = [torch.randn(size, generator=torch.Generator().manual_seed(k)) for k, size in enumerate(sizes)]
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(size, dtype=torch.float64, generator=generator) for size in sizes]
     leaves = [value.clone().requires_grad_() for value in values]
     function(*leaves).pow(2).sum().backward()
     for dim in range(values[0].ndim):
         sharded = shard_tensor(values[0], chunks(dim, 0, 1)).requires_grad_()
         plain = nn.Parameter(values[1].clone())
         function(sharded, plain).pow(2).sum().backward()
-        torch.testing.assert_close(plain.grad, leaves[1].grad, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(sharded.grad.full_tensor(), leaves[0].grad, rtol=1e-4, atol=1e-4)
+        assert_close(plain.grad, leaves[1].grad)
+        assert_close(sharded.grad.full_tensor(), leaves[0].grad)

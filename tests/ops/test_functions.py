@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases import ALL, KINDS, PLAIN, SPECS, chunks, places
+from tests.cases import ALL, KINDS, PLAIN, SPECS, assert_close, chunks, places
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -20,7 +20,7 @@ from shardwise import PartialTensor, ReplicatedShardingSpec, ShardedTensor, shar
 from shardwise.errors import UnsupportedOpError, ViewWriteError
 from shardwise.testing import ranks
 
-X = (PLAIN - 20) / 10
+X = (PLAIN.double() - 20) / 10
 
 
 class _Square(Function):
@@ -84,9 +84,9 @@ def twin(layout: str, act: Callable[..., torch.Tensor], *more: torch.Tensor) -> 
         act(*[leaf * 1.5 for leaf in leaves]).backward()
     for one, plain in zip(found, expected, strict=True):
         assert one.grad._layout == one._layout
-        torch.testing.assert_close(one.grad.full_tensor(), plain.grad, rtol=1e-4, atol=1e-5)
+        assert_close(one.grad.full_tensor(), plain.grad)
         if ALL[layout] is ALL["replicated"] and one.local_shards():  # every replica has it, not only the first
-            torch.testing.assert_close(one.grad.local_tensor(), plain.grad, rtol=1e-4, atol=1e-5)
+            assert_close(one.grad.local_tensor(), plain.grad)
 
 
 @pytest.mark.parametrize("layout", KINDS)
@@ -111,7 +111,7 @@ def test_a_result_is_changed_in_place_or_every_rank_says_no() -> None:
             y = y.clone()
         y.mul_(2)
         y.sum().backward()
-        torch.testing.assert_close(x.grad.full_tensor(), 4 * X)
+        assert_close(x.grad.full_tensor(), 4 * X)
 
 
 @ranks(4)
@@ -122,7 +122,7 @@ def test_gradients_are_asked_for_while_nothing_is_recorded() -> None:
         y = x * x
         with torch.no_grad():
             (grad,) = torch.autograd.grad(y, (x,), y.detach())
-        torch.testing.assert_close(grad.full_tensor(), 2 * X**3)
+        assert_close(grad.full_tensor(), 2 * X**3)
 
 
 @ranks(4)
@@ -150,21 +150,21 @@ def test_several_arguments_and_results(layout: str) -> None:
 def test_a_reentrant_checkpoint_has_the_gradients_of_a_plain_one(layout: str) -> None:
     """Of its argument, also where that is used elsewhere; and of a weight that it finds on its way."""
     twin(layout, lambda x: (checkpoint(lambda t: t * t.sum(), x, use_reentrant=True) + x).sum())
-    weight = torch.arange(24.0).reshape(4, 6) / 10
+    weight = torch.arange(24.0, dtype=torch.float64).reshape(4, 6) / 10
     found, expected = shard_tensor(weight, chunks(0, 1, 3)).requires_grad_(), weight.clone().requires_grad_()
     for x, linear in ((shard_tensor(X, ALL[layout]), found), (X.clone(), expected)):
         inner = x.requires_grad_() * 2
         out = checkpoint(lambda t, linear=linear: (t @ linear.T).relu(), inner, use_reentrant=True)
         torch.autograd.backward([out.pow(2).sum()])
-    torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
+    assert_close(found.grad.full_tensor(), expected.grad)
 
 
 @ranks(4)
 def test_a_reentrant_checkpoint_of_plain_tensors_around_a_sharded_weight() -> None:
     """Its result is sharded though no argument is; the plain argument gets a whole, plain gradient."""
     torch.manual_seed(0)
-    plain = nn.Linear(6, 5)
-    twin = shardwise.shard_module(nn.Linear(6, 5), shardwise.ShardingPlan({"weight": chunks(0, 0, 2, 3)}))
+    plain = nn.Linear(6, 5).double()
+    twin = shardwise.shard_module(nn.Linear(6, 5).double(), shardwise.ShardingPlan({"weight": chunks(0, 0, 2, 3)}))
     with torch.no_grad():
         twin.weight.copy_(shard_tensor(plain.weight.data, chunks(0, 0, 2, 3)))
         twin.bias.copy_(plain.bias)
@@ -174,8 +174,8 @@ def test_a_reentrant_checkpoint_of_plain_tensors_around_a_sharded_weight() -> No
     assert isinstance(out, ShardedTensor)
     out.pow(2).sum().backward()
     assert type(mine.grad) is torch.Tensor
-    torch.testing.assert_close(mine.grad, whole.grad)
-    torch.testing.assert_close(twin.weight.grad.full_tensor(), plain.weight.grad)
+    assert_close(mine.grad, whole.grad)
+    assert_close(twin.weight.grad.full_tensor(), plain.weight.grad)
 
 
 def _normalize(module: nn.Module, grads: Any) -> Any:
@@ -200,7 +200,7 @@ def test_backward_hooks_of_modules_see_whole_gradients(layout: str) -> None:
         (layer(x.requires_grad_() * 2) * x).sum().backward()
         grads.append(x.grad)
     for found, expected in zip([*seen[True], grads[0]], [*seen[False], grads[1]], strict=True):
-        torch.testing.assert_close(found.full_tensor(), expected)
+        assert_close(found.full_tensor(), expected)
 
 
 class _Times(Function):
@@ -226,8 +226,8 @@ def test_a_plain_argument_gets_a_plain_gradient(layout: str) -> None:
         (_Times.apply(one.requires_grad_(), two.requires_grad_()) * 2 + two).sum().backward()
         (_Times.apply(two.detach(), one * 2)).sum().backward()
     assert type(y.grad) is torch.Tensor
-    torch.testing.assert_close(y.grad, other.grad)
-    torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+    assert_close(y.grad, other.grad)
+    assert_close(x.grad.full_tensor(), plain.grad)
 
 
 TWICE = {**SPECS, "replicated on all ranks": ReplicatedShardingSpec(places(0, 1, 2, 3))}
@@ -243,7 +243,7 @@ def test_a_function_is_differentiated_twice(layout: str) -> None:
         (first,) = torch.autograd.grad((_Square.apply(leaf * 2) * leaf).sum(), leaf, create_graph=True)
         (first * first).sum().backward()
         grads.append(leaf.grad)
-    torch.testing.assert_close(grads[0].full_tensor(), grads[1])
+    assert_close(grads[0].full_tensor(), grads[1])
 
 
 class _Gathered(_Times):
@@ -263,8 +263,8 @@ def test_a_function_gives_a_plain_tensor() -> None:
         for one, two in ((x, y), (plain, other)):
             _Gathered.apply(one.requires_grad_(), two.requires_grad_()).pow(2).sum().backward()
         assert type(y.grad) is torch.Tensor
-        torch.testing.assert_close(y.grad, other.grad)
-        torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+        assert_close(y.grad, other.grad)
+        assert_close(x.grad.full_tensor(), plain.grad)
 
 
 class _Exponential(Function):
@@ -299,7 +299,7 @@ def test_what_cannot_be_differentiated_twice_says_so() -> None:
     cases = [(_Exponential, "saved one of its own", X.exp()), (_Once, "once_differentiable", 2 * X)]
     for kind, why, expected in cases:
         (grad,) = torch.autograd.grad(kind.apply(x).sum(), x)
-        torch.testing.assert_close(grad.full_tensor(), expected)
+        assert_close(grad.full_tensor(), expected)
         with pytest.raises(UnsupportedOpError, match=why):
             torch.autograd.grad((kind.apply(x) * x).sum(), x, create_graph=True)
 
@@ -345,7 +345,7 @@ def test_contexts_are_as_those_of_plain_tensors() -> None:
     before = inner.full_tensor().detach()
     with pytest.raises(UnsupportedOpError, match="mark_dirty"):
         _InPlace.apply(inner)
-    torch.testing.assert_close(inner.full_tensor().detach(), before)
+    assert_close(inner.full_tensor().detach(), before)
     with torch.no_grad():
         assert not _Square.apply(x).requires_grad
     assert not _Square.apply(x.detach()).requires_grad
@@ -364,7 +364,7 @@ def test_an_argument_that_was_changed_after_it_was_saved_is_refused() -> None:
     out = _Square.apply(leaf)
     out.mul_(3)
     out.sum().backward()
-    torch.testing.assert_close(leaf.grad.full_tensor(), 6 * X)
+    assert_close(leaf.grad.full_tensor(), 6 * X)
 
 
 @ranks(2)
@@ -412,10 +412,10 @@ def test_partial_tensors_go_through_a_function() -> None:
 
     local = X.clone().requires_grad_()
     _Square.apply(PartialTensor(local)).sum().backward()
-    torch.testing.assert_close(local.grad, 4 * X)
+    assert_close(local.grad, 4 * X)
     x = shard_tensor(X, chunks(1, 0, 1)).requires_grad_()
     (Parts.apply(x) * shard_tensor(X, chunks(0, 0, 1))).sum().backward()
-    torch.testing.assert_close(x.grad.full_tensor(), 2 * X)
+    assert_close(x.grad.full_tensor(), 2 * X)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's tracer does
@@ -424,6 +424,6 @@ def test_functions_of_plain_tensors_are_compiled_whole() -> None:
     x = X.clone().requires_grad_()
     compiled = torch.compile(lambda x: _Square.apply(x).sin().sum(), fullgraph=True, backend="aot_eager")
     compiled(x).backward()
-    torch.testing.assert_close(x.grad, 2 * X * X.square().cos())
+    assert_close(x.grad, 2 * X * X.square().cos())
     doubled = torch.func.grad(lambda x: _Normalized.apply(x)[0].sum())(X)
     assert doubled.shape == X.shape

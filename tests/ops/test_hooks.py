@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases import ALL, KINDS, PLAIN, chunks
+from tests.cases import ALL, KINDS, PLAIN, assert_close, chunks
 from torch import nn
 from torch.autograd import graph
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +15,7 @@ from shardwise import ShardedTensor, shard_tensor
 from shardwise.errors import UnsupportedOpError
 from shardwise.testing import ranks
 
-X = (PLAIN - 20) / 10
+X = (PLAIN.double() - 20) / 10
 
 
 def both(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -26,7 +26,7 @@ def both(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
 def same(found: Any, expected: Any) -> None:
     """Whether a sharded tensor is as the plain one."""
     assert isinstance(found, ShardedTensor)
-    torch.testing.assert_close(found.full_tensor().detach(), expected.detach())
+    assert_close(found.full_tensor().detach(), expected.detach())
 
 
 @pytest.mark.parametrize("layout", KINDS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases import ALL, SIZE, boxes, chunks, places
+from tests.cases import ALL, SIZE, assert_close, boxes, chunks, places
 from tests.ops.matrix import FAMILIES
 
 import shardwise
@@ -29,7 +29,8 @@ TWO: dict[str, ShardingSpec] = {
 def values() -> tuple[torch.Tensor, torch.Tensor]:
     """Two plain tensors."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(SIZE, generator=generator), torch.randn(SIZE, generator=generator)
+    one, other = torch.randn(2, *SIZE, dtype=torch.float64, generator=generator)
+    return one, other
 
 
 Sharded = tuple[ShardedTensor, ShardedTensor]
@@ -46,13 +47,12 @@ def twins(sharded: Sharded) -> tuple[list[torch.Tensor], list[ShardedTensor]]:
     return plains, [tensor.clone().requires_grad_() for tensor in sharded]
 
 
-def assert_holds(found: ShardedTensor, expected: torch.Tensor, what: str, atol: float = 1e-5) -> None:
+def assert_holds(found: ShardedTensor, expected: torch.Tensor, what: str) -> None:
     """That every shard here is its part of the plain tensor, and that the shards of all ranks make it up."""
     layout = found._layout
     assert int(layout.boxes.volumes[layout.primary].sum()) == expected.numel(), what
     for shard in found.local_shards():
-        part = narrow_tensor(expected, shard.metadata)
-        torch.testing.assert_close(shard.tensor, part, rtol=1e-4, atol=atol, msg=lambda text: f"{what}: {text}")
+        assert_close(shard.tensor, narrow_tensor(expected, shard.metadata), what)
 
 
 def compare(name: str, function: Any, sharded: Sharded) -> None:
@@ -72,7 +72,7 @@ def compare(name: str, function: Any, sharded: Sharded) -> None:
     for plain, tensor in zip(plains, tensors, strict=True):
         assert (tensor.grad is None) == (plain.grad is None), name
         if plain.grad is not None:
-            assert_holds(tensor.grad, plain.grad, f"gradient of {name}", atol=1e-4)
+            assert_holds(tensor.grad, plain.grad, f"gradient of {name}")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -118,9 +118,7 @@ def test_with_a_plain_operand(which: int, family: str) -> None:
         gradient, wanted = mixed[which].grad, plains[which].grad
         assert (gradient is None) == (wanted is None), name
         if wanted is not None:
-            torch.testing.assert_close(
-                gradient, wanted, rtol=1e-4, atol=1e-4, msg=lambda text, op=name: f"gradient of {op}: {text}"
-            )
+            assert_close(gradient, wanted, f"gradient of {name}")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.cases import SIZE, boxes, chunks
+from tests.cases import SIZE, assert_close, boxes, chunks
 from torch.overrides import TorchFunctionMode
 
 import shardwise
@@ -18,7 +18,7 @@ from shardwise.testing import ranks
 
 def sharded(seed: int, *, grad: bool = False) -> tuple[torch.Tensor, ShardedTensor]:
     """A plain tensor and the same by rows."""
-    plain = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
+    plain = torch.randn(SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     tensor = shard_tensor(plain, chunks(0, 0, 1))
     return plain.requires_grad_(grad), tensor.requires_grad_(grad)
 
@@ -56,12 +56,12 @@ def test_values_numbers_and_gradients_are_those_of_the_call() -> None:
             ):
                 found, expected = function(tensor), function(plain)
                 assert found.requires_grad == grad
-                torch.testing.assert_close(found.full_tensor(), expected)
+                assert_close(found.full_tensor(), expected)
                 if grad:
                     plain.grad, tensor.grad = None, None
                     expected.square().sum().backward()
                     found.square().sum().backward()
-                    torch.testing.assert_close(tensor.grad.full_tensor(), plain.grad)
+                    assert_close(tensor.grad.full_tensor(), plain.grad)
 
 
 @ranks(2)
@@ -84,9 +84,9 @@ def test_an_index_is_looked_at_each_time() -> None:
     """A plain index of the same size with another value takes another column."""
     plain, tensor = sharded(0)
     for column in (1, 4, 2):
-        torch.testing.assert_close(tensor[:, torch.tensor(column)].full_tensor(), plain[:, column])
+        assert_close(tensor[:, torch.tensor(column)].full_tensor(), plain[:, column])
         chosen = torch.tensor([column, 0])
-        torch.testing.assert_close(tensor[:, chosen].full_tensor(), plain[:, chosen])
+        assert_close(tensor[:, chosen].full_tensor(), plain[:, chosen])
 
 
 @ranks(2)
@@ -140,9 +140,9 @@ def test_another_layout_is_another_kind() -> None:
     """After a reshard in place the same call is found out anew."""
     plain, tensor = sharded(0)
     for spec in (chunks(1, 0, 1), boxes(([0, 0], [3, 6], 1), ([3, 0], [4, 6], 0)), chunks(0, 1, 0)):
-        torch.testing.assert_close(tensor.softmax(1).full_tensor(), plain.softmax(1))
+        assert_close(tensor.softmax(1).full_tensor(), plain.softmax(1))
         tensor.reshard(spec)
-    torch.testing.assert_close(tensor.softmax(1).full_tensor(), plain.softmax(1))
+    assert_close(tensor.softmax(1).full_tensor(), plain.softmax(1))
 
 
 class Counting(TorchFunctionMode):
@@ -181,8 +181,7 @@ def test_modes_and_overrides_see_every_call() -> None:
 @ranks(2)
 def test_autocast_is_obeyed() -> None:
     """A product that was remembered in float32 is made in bfloat16 under autocast."""
-    _, tensor = sharded(0)
-    weight = torch.randn(SIZE[1], 3)
+    tensor, weight = sharded(0)[1].float(), torch.randn(SIZE[1], 3)
     products = [tensor @ weight, tensor @ weight]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         low = tensor @ weight
@@ -206,7 +205,7 @@ def test_a_tensor_given_twice_is_not_taken_for_two() -> None:
         lambda a, b: (a.unsqueeze(1) @ b.unsqueeze(2)).squeeze(),
     ):
         for x, y in (((plain, plain), (tensor, tensor)), ((plain, other_plain), (tensor, other))):
-            torch.testing.assert_close(function(*y).full_tensor(), function(*x))
+            assert_close(function(*y).full_tensor(), function(*x))
 
 
 @ranks(2)
@@ -235,7 +234,7 @@ def test_functions_that_are_not_torchs_are_called_each_time() -> None:
     _, tensor = sharded(0)
     first = scaled(tensor).full_tensor()
     SCALE[0] = 3.0
-    torch.testing.assert_close(scaled(tensor).full_tensor(), first * 1.5)
+    assert_close(scaled(tensor).full_tensor(), first * 1.5)
 
 
 @ranks(2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases import PLAIN, chunks, holds
+from tests.cases import PLAIN, assert_close, chunks, holds
 from torch import nn
 
 from shardwise import ReplicatedShardingSpec, shard_tensor
@@ -136,10 +136,10 @@ def test_numbers_in_short_floats_do_not_overflow_on_their_way() -> None:
 @ranks(2)
 def test_gradients_where_nothing_varies_or_all_is_masked() -> None:
     """std of equal values, logsumexp of a part that is all -inf: what the plain tensor says, and no NaN."""
-    masked = torch.arange(8.0).reshape(2, 4)
+    masked = torch.arange(8.0, dtype=torch.float64).reshape(2, 4)
     masked[0, :2] = -torch.inf
     for plain, function in (
-        (torch.ones(4, 2), lambda t: t.std(0)),
+        (torch.ones(4, 2, dtype=torch.float64), lambda t: t.std(0)),
         (masked, lambda t: t.logsumexp(1)),
     ):
         leaf, tensor = plain.clone().requires_grad_(), shard_tensor(plain, chunks(1, 0, 1)).requires_grad_()
@@ -147,19 +147,19 @@ def test_gradients_where_nothing_varies_or_all_is_masked() -> None:
         function(leaf).sum().backward()
         for one in (tensor, turned):
             function(one).sum().backward()
-            torch.testing.assert_close(one.grad.full_tensor(), leaf.grad)
+            assert_close(one.grad.full_tensor(), leaf.grad)
 
 
 @ranks(2)
 def test_batch_norm_keeps_its_running_statistics_alike() -> None:
     """On every rank those of the whole batch."""
-    batch = torch.arange(48.0).reshape(6, 8).sin()
-    plain, norm = nn.BatchNorm1d(8), nn.BatchNorm1d(8)
+    batch = torch.arange(48.0, dtype=torch.float64).reshape(6, 8).sin()
+    plain, norm = nn.BatchNorm1d(8).double(), nn.BatchNorm1d(8).double()
     expected = plain(batch)
     found = norm(shard_tensor(batch, chunks(0, 0, 1)))
-    torch.testing.assert_close(found.full_tensor(), expected)
-    torch.testing.assert_close(norm.running_mean, plain.running_mean)
-    torch.testing.assert_close(norm.running_var, plain.running_var)
+    assert_close(found.full_tensor(), expected)
+    assert_close(norm.running_mean, plain.running_mean)
+    assert_close(norm.running_var, plain.running_var)
     norm.eval()
     plain.eval()
-    torch.testing.assert_close(norm(shard_tensor(batch, chunks(0, 0, 1))).full_tensor(), plain(batch))
+    assert_close(norm(shard_tensor(batch, chunks(0, 0, 1))).full_tensor(), plain(batch))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.cases import places
+from tests.cases import assert_close, places
 from torch import nn
 
 from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedTensor, ShardingSpec, shard_tensor
@@ -63,7 +63,10 @@ def train(one: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor) 
     return losses
 
 
-def assert_same(twin: nn.Module, plain: nn.Module, **tolerances: float) -> None:
-    """Every parameter of the twin has the values of the plain one's."""
+def assert_same(twin: nn.Module, plain: nn.Module, *, gradients: bool = True) -> None:
+    """Every parameter of the twin has the values of the plain one's, and its gradient, if that has one."""
     for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(whole(twin.get_parameter(name)).detach(), parameter.detach(), **tolerances)
+        found = twin.get_parameter(name)
+        assert_close(whole(found).detach(), parameter.detach(), name)
+        if gradients and parameter.grad is not None:
+            assert_close(whole(found.grad), parameter.grad, f"gradient of {name}")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import ALL, chunks
+from tests.cases import ALL, ROUNDING, chunks
 from tests.sharded_optim.models import assert_same, batches, loss_of, model, named, sharded, train, whole
 from torch import nn
 from torch.optim import SGD
@@ -92,7 +92,7 @@ def test_a_declared_optimizer_trains_as_on_the_plain_twin(kind: Any, scope: Any)
     ours, theirs = ShardedOptimizer(named(twin), Scoped(kind, scope), lr=0.1), kind(plain.parameters(), lr=0.1)
     train(plain, theirs, batches(3))
     train(twin, ours, batches(3))
-    assert_same(twin, plain)
+    assert_same(twin, plain, gradients=not issubclass(kind, SGD))  # Clipped changes those that it is given
     other = ShardedOptimizer(named(twin), Scoped(kind, scope), lr=0.1)
     other.load_state_dict(ours.state_dict())
     for name, entry in ours.state_dict()["state"].items():
@@ -124,8 +124,8 @@ def test_lbfgs_goes_the_way_of_the_plain_twin(line_search: str | None) -> None:
     for turn in range(3):
         found = ours.step(closure_for(twin, ours, ReplicatedTensor(batch)))
         expected = theirs.step(closure_for(plain, theirs, batch))
-        assert found.item() == pytest.approx(expected.item(), rel=1e-9)
-        assert_same(twin, plain, rtol=1e-6, atol=1e-8)
+        assert found.item() == pytest.approx(expected.item(), rel=ROUNDING)
+        assert_same(twin, plain)
         if turn == 1:
             again = ShardedOptimizer(named(twin), torch.optim.LBFGS, **options)
             again.load_state_dict(copy.deepcopy(ours.state_dict()))

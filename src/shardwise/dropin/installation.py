@@ -6,6 +6,7 @@ import sys
 
 import torch.distributed
 
+from shardwise import settings
 from shardwise.dropin import children, corrections, finder, old_pickles
 from shardwise.dropin.importers import holders, loaded
 from shardwise.dropin.modules import ROOT, VirtualModule, full_name, make_modules
@@ -20,6 +21,9 @@ def install(*, for_children: bool = True) -> None:
     Call it before anything imports the old system; doing so again changes nothing. Children are reached through
     `PYTHONPATH`, in which each Python that starts finds a `sitecustomize`; it does nothing until the old system is
     imported there, and then runs the next `sitecustomize`, if there is one. ``for_children=False`` leaves them alone.
+
+    With the old names comes the old rule of `own_batches`, in this whole process: a plain input of `linear` and of the
+    embeddings is each rank's own. Code that means the same batch everywhere says `own_batches(False)`.
     """
     if not is_installed():
         if loaded(ROOT):
@@ -30,6 +34,7 @@ def install(*, for_children: bool = True) -> None:
         finder.start()
         corrections.start()
         old_pickles.start()
+        settings.set_outside(own_batches=True)
     if for_children:
         children.include()
 
@@ -40,6 +45,7 @@ def uninstall() -> None:
     Modules that were imported meanwhile keep what they have.
     """
     if is_installed():
+        settings.set_outside(own_batches=False)
         old_pickles.stop()
         corrections.stop()
         finder.stop()

@@ -21,7 +21,6 @@ from torch.distributed.tensor.placement_types import Placement as Placing
 
 from shardwise.dispatch import summary
 from shardwise.errors import ProcessGroupError, PropertyError, SpecError
-from shardwise.interop.mesh_group import mesh_group, mesh_ranks, require_inside
 from shardwise.interop.mesh_layout import cut_up, held_size, put_together
 from shardwise.interop.placements import (
     cuts_of,
@@ -35,6 +34,7 @@ from shardwise.interop.placements import (
     same_boxes,
 )
 from shardwise.layout import Layout
+from shardwise.mesh_group import mesh_group, mesh_ranks, require_inside
 from shardwise.partial import PartialTensor, ReplicatedTensor
 from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharing, is_member, locate_all, or_default
 from shardwise.sharded_tensor import ShardedTensor, ShardedTensorBase

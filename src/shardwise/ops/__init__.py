@@ -8,6 +8,7 @@ from shardwise.ops import (
     below,
     cat,
     comparison,
+    convolution,
     copies,
     creation,
     embedding,
@@ -20,10 +21,14 @@ from shardwise.ops import (
     loss,
     matmul,
     memory,
+    normalisation,
     parts,
     pointwise,
+    recurrent,
     reduction,
+    selection,
     shape,
+    validation,
 )
 
 __all__ = [
@@ -34,6 +39,7 @@ __all__ = [
     "below",
     "cat",
     "comparison",
+    "convolution",
     "copies",
     "creation",
     "embedding",
@@ -46,8 +52,12 @@ __all__ = [
     "loss",
     "matmul",
     "memory",
+    "normalisation",
     "parts",
     "pointwise",
+    "recurrent",
     "reduction",
+    "selection",
     "shape",
+    "validation",
 ]

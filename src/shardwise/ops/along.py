@@ -12,10 +12,9 @@ import torch
 
 from shardwise.ops.below import HANDLERS, RULES, RuleMaker
 from shardwise.ops.call import Call
+from shardwise.ops.chunking import one_behind_another, own_chunk
 from shardwise.ops.compute import compute, expect
-from shardwise.ops.reduction import SUM
 from shardwise.ops.rule import Along, Dims, Labels, Rule, broadcast_shapes
-from shardwise.sharded_tensor import ShardedTensorBase
 
 aten = torch.ops.aten
 
@@ -130,69 +129,6 @@ def _padding(call: Call) -> Sequence[int]:
     return [call.operands[0].ndim - 1 - k // 2 for k, amount in enumerate(call["pad"]) if amount]
 
 
-def _convolution(call: Call) -> Rule | None:
-    """Samples and output channels go apart; input channels are summed over, unless there are groups or a bias."""
-    x, weight = call["input"], call["weight"]
-    labels = Labels()
-    sample = labels.new(x.shape[0])
-    if call["groups"] != 1 or x.ndim != weight.ndim:
-        operands = [[sample, *labels.along(x.shape[1:], whole=range(x.ndim - 1))]]
-        operands += [labels.along(shape, whole=range(len(shape))) for shape in call.shapes[1:]]
-        (size, _), *_ = expect(call)
-        return labels.rule(operands, [[sample, *labels.along(size[1:], whole=range(len(size) - 1))]])
-    inner = labels.new(x.shape[1], whole=call["bias"] is not None)
-    outer = labels.new(weight.shape[1] if call["transposed"] else weight.shape[0])
-    space = range(x.ndim - 2)
-    channels = [inner, outer] if call["transposed"] else [outer, inner]
-    operands = [
-        [sample, inner, *labels.along(x.shape[2:], whole=space)],
-        [*channels, *labels.along(weight.shape[2:], whole=space)],
-    ]
-    if call["bias"] is not None:
-        operands.append([outer])
-    (size, _), *_ = expect(call)
-    return labels.rule(operands, [[sample, outer, *labels.along(size[2:], whole=space)]], reduction=SUM)
-
-
-def _layer_norm(call: Call) -> Rule | None:
-    """The normalised dims are whole; weight and bias have these only."""
-    x = call["input"]
-    head = x.ndim - len(call["normalized_shape"])
-    labels = Labels()
-    dims = labels.along(x.shape, whole=range(head, x.ndim))
-    operands = [dims] + [dims[head:] for _ in call.operands[1:]]
-    return labels.rule(operands, [dims] + [[*dims[:head], *[None] * (x.ndim - head)]] * 2)
-
-
-def _group_norm(call: Call) -> Rule | None:
-    """Samples go apart."""
-    labels = Labels()
-    x = call["input"]
-    dims = labels.along(x.shape, whole=range(1, x.ndim))
-    operands = [dims] + [[dims[1]] for _ in call.operands[1:]]
-    groups = labels.new(call["group"], whole=True)
-    return labels.rule(
-        operands, [dims, [dims[0], groups], [dims[0], groups]], adapt=lambda call, sizes: {"N": sizes[0][0]}
-    )
-
-
-def _batch_norm(call: Call) -> Rule | None:
-    """Channels go apart."""
-    x = call["input"]
-    labels = Labels()
-    dims = labels.along(x.shape, whole=[dim for dim in range(x.ndim) if dim != 1])
-    results = []
-    for size, _ in expect(call):
-        results.append(dims if len(size) == x.ndim else [dims[1]] if len(size) == 1 and size[0] == x.shape[1] else None)
-    if any(one is None for one in results):
-        nothing = [
-            labels.new(size[0], whole=True) if one is None else None
-            for one, (size, _) in zip(results, expect(call), strict=True)
-        ]
-        results = [[extra] if one is None else one for one, extra in zip(results, nothing, strict=True)]
-    return labels.rule([dims] + [[dims[1]] for _ in call.operands[1:]], results)  # type: ignore[arg-type] # none is None
-
-
 def _attention(call: Call) -> Rule | None:
     """Samples and heads go apart."""
     query = call["query"]
@@ -233,6 +169,21 @@ def _triangle(call: Call) -> Rule | None:
     return labels.rule([dims], [dims])
 
 
+def _cumsum(call: Call) -> Any:
+    """On whole dims; where the only dim is cut, each chunk's own, plus the sum of all chunks before it."""
+    rule = same(named())(call)
+    found = NotImplemented if rule is None else compute(call, rule)
+    x = call.sharded()[0]
+    if found is not NotImplemented or x.ndim != 1 or x._frame.process_group is None:
+        return found
+    part, anchors = own_chunk(x, 0, x)
+    own = part.cumsum(0, dtype=call["dtype"])
+    totals: Any = one_behind_another(own[-1:] if len(own) else own.new_zeros(1), anchors, x, call.name)
+    earlier = torch.ones(len(totals), len(totals), dtype=own.dtype, device=own.device).tril(-1)
+    before, more = own_chunk((earlier * totals).sum(1, dtype=own.dtype), 0, x)
+    return one_behind_another(own + before, [*anchors, *more], x, call.name)
+
+
 def _renorm(call: Call) -> Rule | None:
     x = call.operands[0]
     labels = Labels()
@@ -249,7 +200,7 @@ def _im2col(call: Call) -> Rule | None:
 
 
 ALONG_DIM = [
-    *("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
+    *("_softmax", "_log_softmax", "_safe_softmax", "cumprod", "cummax", "cummin", "logcumsumexp"),
     *("_fft_r2c", "_fft_c2c", "_fft_c2r", "topk", "glu", "_weight_norm_interface"),
 ]
 MATRIX = [  # square or not, one operand
@@ -292,10 +243,6 @@ RULES.update(
         aten.im2col: _im2col,
         aten.col2im: leading(1),
         aten.linalg_cross: _cross,
-        aten.convolution: _convolution,
-        aten.native_layer_norm: _layer_norm,
-        aten.native_group_norm: _group_norm,
-        aten._native_batch_norm_legit_no_training: _batch_norm,
         aten.linalg_solve_triangular: batched(2, 2),
         aten.triangular_solve: batched(2, 2),
         aten.cholesky_solve: batched(2, 2),
@@ -322,33 +269,4 @@ def _flash(call: Call) -> Any:
 
 
 HANDLERS[aten._scaled_dot_product_flash_attention_for_cpu] = _flash
-
-
-def _training_batch_norm(call: Call) -> Any:
-    """Batch norm that brings running statistics up to date: not in its cells, but from the statistics of all."""
-    names = ("running_mean", "running_var")
-    running = [call.arguments.get(name) for name in names]
-    training = call.arguments.get("training", True)
-    if not training:
-        return NotImplemented
-    bare = call
-    if any(one is not None for one in running):
-        order = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
-        given = {**call.arguments, "running_mean": None, "running_var": None, "training": True}
-        bare = Call(aten.native_batch_norm.default, [given[name] for name in order], {})
-    rule = _batch_norm(bare)
-    made = NotImplemented if rule is None else compute(bare, rule)
-    if made is NotImplemented or bare is call:
-        return made
-    x, momentum = call["input"], call["momentum"]
-    count = x.numel() // x.shape[1]
-    with torch.no_grad():
-        variance = (made[2].detach() ** -2 - call["eps"]) * (count / max(count - 1, 1))
-        for one, value in zip(running, (made[1].detach(), variance), strict=True):
-            if one is not None:
-                now = value if isinstance(one, ShardedTensorBase) else value.full_tensor()
-                one.mul_(1 - momentum).add_(now.to(one.dtype) * momentum)
-    return made
-
-
-HANDLERS.update(dict.fromkeys((aten.native_batch_norm, aten._native_batch_norm_legit), _training_batch_norm))
+HANDLERS[aten.cumsum] = _cumsum

@@ -8,7 +8,8 @@ are within the budget; by torch's own decomposition into other aten ops; else it
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from shardwise.errors import CollectiveOpError, PropertyError, UnsupportedOpErro
 from shardwise.ops.call import Aten, Call
 from shardwise.ops.carried import carry, holds_carried, put_down
 from shardwise.ops.compute import Prepared, UnknownResultError, compute, prepare
-from shardwise.ops.gathered import compute_gathered
+from shardwise.ops.gathered import compute_gathered, needs_whole
 from shardwise.ops.recorder import watching
 from shardwise.ops.replay import remembered
 from shardwise.ops.rule import Rule
@@ -52,6 +53,7 @@ class _Outside(threading.local):
     def __init__(self) -> None:
         self.state = _AT_IMPORT
         self.carries = False  # whether any of its operands is carried
+        self.decomposed: tuple[Any, ...] = ()  # the kinds of calls that torch is breaking down
 
 
 _AT_IMPORT = _dispatch_state()
@@ -184,14 +186,33 @@ def _without_rule(call: Call) -> Any:
     op, written = call.op, call.written()
     if written:
         return _in_place(call, written)
-    why = f"no rule keeps the shards apart in {op}"
     try:
-        return compute_gathered(op, (), call.arguments, why)
-    except UnsupportedOpError:
-        if op not in decomposition_table:
-            raise
-    by_position, by_name = call.as_given()
-    return decomposition_table[op](*by_position, **by_name)
+        return compute_gathered(op, (), call.arguments, needs_whole(call))
+    except UnsupportedOpError as error:
+        refused = error
+    with _decomposing(call) as is_new:
+        if not is_new or op not in decomposition_table or op.overloadpacket in QUADRATIC:
+            raise refused
+        by_position, by_name = call.as_given()
+        try:
+            return decomposition_table[op](*by_position, **by_name)
+        except UnsupportedOpError:
+            raise refused from None  # the op that was called, not one that torch made of it
+
+
+QUADRATIC = {torch.ops.aten.cumsum, torch.ops.aten.cumprod}  # in memory, as torch breaks them down
+
+
+@contextmanager
+def _decomposing(call: Call) -> Iterator[bool]:
+    """Whether no call of this kind is being broken down already, by which torch would come back to it for ever."""
+    kind = (call.op, tuple((tuple(one.shape), getattr(one, "_layout", None)) for one in call.operands))
+    is_new = kind not in _outside.decomposed
+    _outside.decomposed += (kind,)
+    try:
+        yield is_new
+    finally:
+        _outside.decomposed = _outside.decomposed[:-1]
 
 
 def _in_place(call: Call, written: list[int]) -> Any:
@@ -201,7 +222,7 @@ def _in_place(call: Call, written: list[int]) -> Any:
         if isinstance(out, ShardedTensorBase):
             out._require_writable(*call.operands)
     if functional is None or not all(isinstance(out, ShardedTensorBase) for out in outs):
-        return compute_gathered(call.op, (), call.arguments, f"no rule keeps the shards apart in {call.op}", written)
+        return compute_gathered(call.op, (), call.arguments, needs_whole(call), written)
     names = {argument.name for argument in functional._schema.arguments}
     with torch._C._EnableTorchFunction():
         result = aten(functional, (), {name: value for name, value in call.arguments.items() if name in names})

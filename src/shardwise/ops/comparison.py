@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardwise.dispatch import registry
 from shardwise.errors import PropertyError
 from shardwise.ops.below import HANDLERS
 from shardwise.ops.call import Call
@@ -43,6 +44,11 @@ def _item(call: Call) -> Any:
         return x.full_tensor().item()  # type: ignore[attr-defined] # it has a group
 
 
+def _tolist(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    """All numbers, which every rank asks for and gets."""
+    return args[0].detach().full_tensor().tolist()
+
+
 def _check_errors(call: Call) -> None:
     """What linear algebra found wrong, on any rank, is raised on every rank."""
     info = call["info"]
@@ -52,3 +58,4 @@ def _check_errors(call: Call) -> None:
 
 HANDLERS[aten._linalg_check_errors] = _check_errors
 HANDLERS.update({aten.equal: _equal, aten.allclose: _allclose, aten._local_scalar_dense: _item, aten.item: _item})
+registry.built_in[torch.Tensor.tolist] = _tolist

@@ -1,17 +1,18 @@
-"""Looking rows up in a sharded table: `embedding` and `embedding_bag`.
+"""Looking rows up in a sharded table: `embedding` and `embedding_bag`. What travels are ids and their rows.
 
-The ids are this rank's own batch, and so is the result, a plain tensor where the ids are. Every rank of the table's
-group calls the op, also with an empty batch, and runs the backward of its result: the table's gradient is that of all
-ranks' losses together. What travels are ids and their rows. What is made of the rows is computed here.
+Ids are one value. Sharded ones, as `from_local` makes them, are looked up where they lie; of plain ones, which are the
+same on every rank, each rank looks up a part. The result is sharded as the ids are. Where every rank has all rows of
+the columns that it holds, plain ids need nobody else, and the result is sharded as the columns are.
 
-Ids in a `ReplicatedTensor` are one batch, which every rank has, and so is the result: its gradient counts once.
+Where `own_batches` holds, plain ids are this rank's own batch, and so is the result, a plain tensor: the table's
+gradient is that of all ranks' losses together. Ids in a `ReplicatedTensor` are then one batch, which every rank has,
+and so is the result: its gradient counts once.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,95 +20,129 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from shardwise.dispatch import Distributed, Op, op_name, registry, unsupported
-from shardwise.errors import IdRangeError, ProcessGroupError, PropertyError
+from shardwise import settings
+from shardwise.dispatch import Distributed, Op, registry
 from shardwise.ops.below import descend
-from shardwise.ops.embedding_batch import Batch
-from shardwise.ops.embedding_rows import Lookup, Table, rows_of
+from shardwise.ops.embedding_bags import bags_of
+from shardwise.ops.embedding_lookup import Found, Options, Wanted, look_up, row_of
+from shardwise.ops.embedding_portion import flat, portion_of, wrapped
+from shardwise.ops.gathered import is_everywhere, require_budget
 from shardwise.partial import ReplicatedTensor
-from shardwise.process_group import Fields, Step, is_member
 from shardwise.sharded_tensor import ShardedTensor
-from shardwise.sharded_tensor.gradients import counted_once, wants_graph
-from shardwise.sharded_tensor.movement import require_movable
+from shardwise.sharded_tensor.gradients import counted_once
+
+Plain = Callable[..., Any]  # torch's own op on plain ids and a plain table
 
 
-@dataclass(frozen=True)
-class Options:
-    """What both ops take, and what the ranks must agree on.
-
-    Two options look at all ranks' batches together, as if they were one: a row that any rank looks up is shortened to
-    ``max_norm``, and ``scale_grad_by_freq`` divides by how often a row is looked up on all ranks.
-    """
-
-    padding_idx: int | None = None
-    max_norm: float | None = None
-    norm_type: float = 2.0
-    scale_grad_by_freq: bool = False
-    sparse: bool = False
-    mode: str | int | None = None
+# Ids that are one value ----------------------------------------------------------------------------------------------
 
 
-def look_up(
-    op: Op, ids: torch.Tensor, weight: ShardedTensor, options: Options, plain: Callable[..., Any], *, distinct: bool
-) -> tuple[Batch, torch.Tensor]:
-    """The batch of these ids and their rows, after all ranks agreed on a call that torch can do in a plain table."""
-    if not isinstance(weight, ShardedTensor) or isinstance(ids, Distributed):
-        raise unsupported(op, (ids, weight), {}, "the ids must be a plain tensor, this rank's own batch")
-    group = weight._process_group
-    if not is_member(group):
-        raise ProcessGroupError(f"{op_name(op)}: this rank is not in the process group of {weight!r}")
-    shared = weight._layout.has_replicas and weight.is_leaf
+def _embedding_of_all(op: Op, ids: Any, weight: ShardedTensor, options: Options) -> Any:
+    """A row for each id, where the id lies."""
+    ids = _plain_if_everywhere(ids)
+    if isinstance(ids, ReplicatedTensor):
+        ids = ids.as_subclass(torch.Tensor)
+    if not isinstance(ids, Distributed) and _can_stay(weight, options):
+        rest = (options.padding_idx, options.max_norm, options.norm_type, options.scale_grad_by_freq, options.sparse)
+        return descend(functional.embedding, (ids, weight, *rest), {})
+    portion = portion_of(ids, weight)
+    if weight.is_meta:
+        count = sum(one.numel() for one in portion.tensors)
+        return wrapped(portion.layout, torch.empty(count, weight.shape[1], dtype=weight.dtype, device="meta"), weight)
 
-    def work() -> tuple[int | None, Fields]:
-        if weight.dim() != 2 or weight.is_meta:
-            raise PropertyError(f"{op_name(op)}: expected a table with two dims and with data, found {weight!r}")
-        require_movable(weight)
-        with torch.no_grad():  # in tables of one number, where torch finds whatever else is wrong
-            zeros, table = torch.zeros_like(ids), torch.zeros(1, 1, dtype=weight.dtype, device=ids.device)
-            plain(zeros, table, scale_grad_by_freq=options.scale_grad_by_freq, sparse=options.sparse)
-            if options.max_norm is not None:
-                one = torch.zeros(1, dtype=torch.int64, device=ids.device)
-                torch.embedding_renorm_(table, one, options.max_norm, options.norm_type)
-        _require_rows(ids, weight.shape[0])
-        outline = {"verb": op_name(op), "weight": weight._layout.outline, "dtype": weight.dtype, "options": options}
-        grads = {"requires_grad": wants_graph(weight), "shared": shared}
-        return _row(options.padding_idx, weight.shape[0]), {**outline, **grads}
+    def want() -> Wanted:
+        mine = flat(portion.tensors)
+        about = {"ids": portion.said}
+        return Wanted(mine, _checked_by(functional.embedding, mine, options), about, portion.counted())
 
-    step = Step(group, work)
-    batch = Batch.of(ids, distinct=distinct or options.scale_grad_by_freq)
-    once = isinstance(ids, ReplicatedTensor) and dist.get_rank(group) > 0  # the first rank speaks for all
-    lookup = Lookup(
-        Table(weight, group),
-        batch.ids,
-        counts=batch.counts * (not once) if options.scale_grad_by_freq and batch.counts is not None else None,
-        max_norm=options.max_norm,
-        norm_type=options.norm_type,
-        padding=step.value,
-        sparse=options.sparse,
-        shared=shared,
-    )
-    step.finish()
-    rows = rows_of(weight, lookup)
-    return batch, counted_once(rows, not once) if once and rows.requires_grad else rows
+    batch, rows = look_up(op, weight, options, want, distinct=False)
+    return wrapped(portion.layout, batch.spread(rows), weight)
 
 
-def _require_rows(ids: torch.Tensor, rows: int) -> None:
-    """Raise unless the table has a row for every id."""
-    for found in torch.stack(ids.aminmax()).tolist() if ids.numel() else []:
-        if not 0 <= found < rows:
-            raise IdRangeError(f"index out of range: id {found} in a table of {rows} rows")
+def _bags_of_all(op: Op, given: dict[str, Any], options: Options) -> Any:
+    """A row for each bag, on the rank that has its ids."""
+    weight, ends = given["weight"], given.get("include_last_offset", False)
+    ids, offsets = (_plain_if_everywhere(given.get(name)) for name in ("input", "offsets"))
+    samples = given.get("per_sample_weights")
+
+    def gather(sharded: Sequence[ShardedTensor]) -> list[torch.Tensor]:
+        require_budget(op, (ids, weight), {"offsets": offsets}, "a bag that is cut needs its ids whole", sharded)
+        return [one.full_tensor() for one in sharded]
+
+    bags = bags_of(ids, offsets, samples, weight, ends=ends, gather=gather)
+    plain: Plain = partial(functional.embedding_bag, mode=given["mode"])
+    own = partial(plain, offsets=bags.offsets, per_sample_weights=bags.samples)
+
+    def check(table: torch.Tensor) -> None:
+        if not any(isinstance(one, Distributed) for one in (ids, offsets, samples)):  # all of it, before it is cut
+            whole = partial(plain, offsets=offsets, per_sample_weights=samples, include_last_offset=ends)
+            _checked_by(whole, ids, options)(table)
+        _checked_by(own, bags.ids, options)(table)
+
+    want = partial(Wanted, bags.ids, check, {"ids": bags.said}, bags.counted)
+    found = look_up(op, weight, options, want, distinct=True)
+    return wrapped(bags.layout, _bagged(found, own, weight, options), weight)
 
 
-def _row(padding_idx: int | None, rows: int) -> int | None:
-    """The padding's row, which may be counted from the end."""
-    if padding_idx is None:
-        return None
-    if not -rows <= padding_idx < rows:
-        raise PropertyError(f"padding_idx must be within the table of {rows} rows, found {padding_idx}")
-    return padding_idx % rows
+def _plain_if_everywhere(value: Any) -> Any:
+    """Ids or offsets that are replicated on every rank are as good as plain ones."""
+    here = isinstance(value, ShardedTensor) and is_everywhere(value)
+    return value._local_tensors()[0] if here else value
 
 
-# The ops, as torch declares them ------------------------------------------------------------------------------------
+def _can_stay(weight: ShardedTensor, options: Options) -> bool:
+    """Whether plain ids need nobody else: every rank has all rows of its columns, and no row is looked at whole."""
+    layout = weight._layout
+    whole = bool((layout.boxes.sizes[layout.boxes.filled, :1] == layout.size[0]).all()) and layout.ndim == 2
+    return whole and options.max_norm is None and not (options.sparse and layout.has_replicas)
+
+
+# Ids of each rank's own ----------------------------------------------------------------------------------------------
+
+
+def _look_up_own(op: Op, ids: torch.Tensor, weight: ShardedTensor, options: Options, plain: Plain, **how: Any) -> Found:
+    """The rows of this rank's own batch; of a batch that every rank has, the first rank speaks for all."""
+    silent = isinstance(ids, ReplicatedTensor) and dist.get_rank(weight._process_group) > 0
+
+    def want() -> Wanted:
+        return Wanted(ids, _checked_by(plain, ids, options), {}, torch.zeros_like(ids) if silent else None)
+
+    batch, rows = look_up(op, weight, options, want, **how)
+    return Found(batch, counted_once(rows, False) if silent and rows.requires_grad else rows)
+
+
+def _embedding_of_own(op: Op, ids: Any, weight: ShardedTensor, options: Options) -> torch.Tensor:
+    """A row for each id. That the padding gets no gradient is seen to where its row lies."""
+    batch, rows = _look_up_own(op, ids, weight, options, functional.embedding, distinct=False)
+    return batch.spread(rows)
+
+
+def _bags_of_own(op: Op, given: dict[str, Any], options: Options) -> Any:
+    names = ("offsets", "mode", "per_sample_weights", "include_last_offset")
+    plain = partial(functional.embedding_bag, **{name: given[name] for name in names if name in given})
+    found = _look_up_own(op, given["input"], given["weight"], options, plain, distinct=True)
+    return _bagged(found, plain, given["weight"], options)
+
+
+# Both ----------------------------------------------------------------------------------------------------------------
+
+
+def _checked_by(plain: Plain, ids: torch.Tensor, options: Options) -> Callable[[torch.Tensor], None]:
+    """torch's own op on ids of a table of one number, where it finds whatever is wrong with them."""
+
+    def check(table: torch.Tensor) -> None:
+        plain(torch.zeros_like(ids), table, scale_grad_by_freq=options.scale_grad_by_freq, sparse=options.sparse)
+
+    return check
+
+
+def _bagged(found: Found, plain: Plain, weight: ShardedTensor, options: Options) -> Any:
+    """What torch's own op makes of a small table of the rows that are needed."""
+    padding = found.batch.entry_of(row_of(options.padding_idx, weight.shape[0]))
+    return plain(found.batch.entries, found.rows, padding_idx=padding)
+
+
+# The ops, as torch declares them -------------------------------------------------------------------------------------
 
 
 def _embedding(
@@ -119,15 +154,8 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    return _spread(
-        functional.embedding, input, weight, Options(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    )
-
-
-def _spread(op: Op, ids: Any, weight: Any, options: Options) -> torch.Tensor:
-    """A row for each id. That the padding gets no gradient is seen to where its row lies."""
-    batch, rows = look_up(op, ids, weight, options, functional.embedding, distinct=False)
-    return batch.spread(rows)
+    options = Options(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    return _by_rule(_embedding_of_own, _embedding_of_all, input)(functional.embedding, input, weight, options)
 
 
 def _embedding_below(
@@ -135,7 +163,7 @@ def _embedding_below(
 ) -> Any:
     """`torch.embedding`, where a negative padding stands for none."""
     options = Options(None if padding_idx < 0 else padding_idx, None, 2.0, scale_grad_by_freq, sparse)
-    return _spread(torch.embedding, indices, weight, options)
+    return _by_rule(_embedding_of_own, _embedding_of_all, indices)(torch.embedding, indices, weight, options)
 
 
 def _embedding_bag(
@@ -151,21 +179,11 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    plain = partial(
-        functional.embedding_bag,
-        offsets=offsets,
-        mode=mode,
-        per_sample_weights=per_sample_weights,
-        include_last_offset=include_last_offset,
-    )
+    given = {"input": input, "weight": weight, "offsets": offsets, "per_sample_weights": per_sample_weights}
+    given |= {"mode": mode, "include_last_offset": include_last_offset}
     options = Options(padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, mode)
-    return _bags(functional.embedding_bag, input, weight, options, plain)[1]
-
-
-def _bags(op: Op, ids: Any, weight: Any, options: Options, plain: Callable[..., Any]) -> tuple[Batch, Any]:
-    """What torch's own op makes of a small table of the rows that are needed."""
-    batch, rows = look_up(op, ids, weight, options, plain, distinct=True)
-    return batch, plain(batch.entries, rows, padding_idx=batch.entry_of(_row(options.padding_idx, weight.shape[0])))
+    tensors = (input, offsets, per_sample_weights)
+    return _by_rule(_bags_of_own, _bags_of_all, *tensors)(functional.embedding_bag, given, options)
 
 
 def _embedding_bag_below(
@@ -187,23 +205,40 @@ def _embedding_bag_below(
         rest = (per_sample_weights, include_last_offset, padding_idx)
         return torch.embedding_bag(table, ids, offsets, scale_grad_by_freq, mode, sparse, *rest)
 
+    if not _are_own(indices, offsets, per_sample_weights):
+        return descend(
+            torch.embedding_bag,
+            (weight, indices, offsets, scale_grad_by_freq, mode, sparse),
+            {
+                "per_sample_weights": per_sample_weights,
+                "include_last_offset": include_last_offset,
+                "padding_idx": padding_idx,
+            },
+        )
     options = Options(padding_idx, None, 2.0, scale_grad_by_freq, sparse, mode)
-    batch, (result, bag_of, sizes, rows) = _bags(torch.embedding_bag, indices, weight, options, plain)
-    if rows.dim() == 2 and len(batch.ids):
-        rows = torch.where(sizes[:, None] > 0, batch.ids[rows], 0)
+    found = _look_up_own(torch.embedding_bag, indices, weight, options, plain, distinct=True)
+    result, bag_of, sizes, rows = _bagged(found, plain, weight, options)
+    if rows.dim() == 2 and len(found.batch.ids):
+        rows = torch.where(sizes[:, None] > 0, found.batch.ids[rows], 0)
     return result, bag_of, sizes, rows
+
+
+def _are_own(*values: Any) -> bool:
+    """Whether these arguments are this rank's own batch."""
+    return settings.current().own_batches and not any(isinstance(value, Distributed) for value in values)
+
+
+def _by_rule(of_own: Callable[..., Any], of_all: Callable[..., Any], *values: Any) -> Callable[..., Any]:
+    return of_own if _are_own(*values) else of_all
 
 
 def _register(op: Op, function: Callable[..., Any]) -> None:
     signature = inspect.signature(function)
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-        """Own batches in a sharded table; if anything else is sharded, it is an op on whole values as any other."""
-        given = signature.bind(*args, **kwargs).arguments
-        others = [value for name, value in given.items() if name != "weight"]
-        if not isinstance(given["weight"], ShardedTensor) or any(isinstance(value, Distributed) for value in others):
-            return descend(op, args, kwargs)
-        return function(*args, **kwargs)
+        """A sharded table; a plain one, in which sharded ids are looked up, is an operand as any other."""
+        weight = signature.bind(*args, **kwargs).arguments["weight"]
+        return function(*args, **kwargs) if isinstance(weight, ShardedTensor) else descend(op, args, kwargs)
 
     registry.built_in[op] = handler
 

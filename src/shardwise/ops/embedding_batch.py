@@ -16,7 +16,7 @@ class Batch:
 
     ids: torch.Tensor
     entries: torch.Tensor
-    counts: torch.Tensor | None = None  # how often each id occurs, where each is there once
+    distinct: bool = False  # whether each id is there once
     order: torch.Tensor | None = None  # for each id its entry, where each entry has an id of its own
 
     @staticmethod
@@ -27,8 +27,15 @@ class Batch:
         if not distinct and int((ordered[1:] == ordered[:-1]).sum()) * FEW <= len(ordered):
             entries.scatter_(0, order, torch.arange(len(order), device=order.device))
             return Batch(ordered, entries.view(ids.shape), order=order)
-        found, inverse, counts = torch.unique_consecutive(ordered, return_inverse=True, return_counts=True)
-        return Batch(found, entries.scatter_(0, order, inverse).view(ids.shape), counts=counts)
+        found, inverse = torch.unique_consecutive(ordered, return_inverse=True)
+        return Batch(found, entries.scatter_(0, order, inverse).view(ids.shape), distinct=True)
+
+    def frequencies(self, counted: torch.Tensor | None = None) -> torch.Tensor:
+        """How many entries have each id; of those that are counted, if not all are."""
+        assert self.distinct
+        entries = self.entries.reshape(-1)
+        ones = torch.ones_like(entries) if counted is None else counted.reshape(-1).to(entries)
+        return torch.zeros_like(self.ids).index_add_(0, entries, ones)
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
         """The row of each entry, given the row of each id."""

@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 from shardwise import settings
 from shardwise.dispatch import op_name, unsupported
 from shardwise.errors import ProcessGroupError
-from shardwise.ops.call import plain_values
+from shardwise.ops.call import Call, plain_values
 from shardwise.ops.compute import assemble, frame_of, places_of, shared_plain
+from shardwise.ops.validation import digest
 from shardwise.process_group import Fields, in_step_sharing, is_member, without_data
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradients import Way, moved_tensors
@@ -36,7 +37,7 @@ def compute_gathered(
     at = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     sharded = [leaves[k] for k in at if isinstance(leaves[k], ShardedTensorBase)]
     group = sharded[0]._frame.process_group
-    _require_budget(op, args, kwargs, why, sharded)
+    require_budget(op, args, kwargs, why, sharded)
     if group is None or not is_member(group) or any(one._frame.process_group is not group for one in sharded):
         raise ProcessGroupError(
             "All distributed tensors should use the same ProcessGroup if used together in an op, "
@@ -94,24 +95,36 @@ def _write_back(target: ShardedTensorBase, whole: torch.Tensor, places: Any, gro
     )
 
 
-def _require_budget(
-    op: Function, args: Sequence[Any], kwargs: dict[str, Any], why: str, sharded: list[ShardedTensorBase]
+def needs_whole(call: Call, also: str = "") -> str:
+    """Why an op cannot be computed on shards: which operands it needs whole."""
+    named = []
+    for name, value in call.arguments.items():
+        each = value if isinstance(value, list | tuple) else [value]
+        sizes = [str(tuple(one.shape)) for one in each if isinstance(one, ShardedTensorBase) and not is_everywhere(one)]
+        if sizes:
+            named.append(f"{name} {', '.join(sizes)}")
+    return f"{call.op} needs {' and '.join(named) or 'its operands'} whole{also}"
+
+
+def require_budget(
+    op: Function, args: Sequence[Any], kwargs: dict[str, Any], why: str, sharded: Sequence[ShardedTensorBase]
 ) -> None:
+    """Raise if gathering these operands of a call on every rank would take more than the gather budget."""
     budget = settings.current().gather_budget
-    whole = sum(one.shape.numel() * one.dtype.itemsize for one in sharded if not _is_here(one))
+    whole = sum(one.shape.numel() * one.dtype.itemsize for one in sharded if not is_everywhere(one))
     if whole > budget:
         error = unsupported(
             op,
             args,
             kwargs,
-            f"{why}, and computing it on whole operands would gather {whole:,} bytes on every rank, more than the "
-            f"gather budget of {budget:,}. Allow it with shardwise.gather_budget({whole}), or redistribute",
+            f"{why}, which would gather {whole:,} bytes on every rank, more than the gather budget of {budget:,}",
+            f"Allow it with shardwise.gather_budget({whole}) or register a rule with @shardwise.custom_sharded_op_impl",
         )
         error.reason = why
         raise error
 
 
-def _is_here(tensor: ShardedTensorBase) -> bool:
+def is_everywhere(tensor: ShardedTensorBase) -> bool:
     """Whether every rank holds all of the tensor already."""
     layout, group = tensor._layout, tensor._frame.process_group
     whole = layout.boxes.volumes == layout.size.numel()
@@ -133,9 +146,6 @@ def _drawing_alike(seed: int, device: torch.device, work: Callable[[], Any]) -> 
     return result
 
 
-MOST_COMPARED = 2**16  # bytes of a plain operand that are compared between ranks
-
-
 def _agreed_seed(op: Function, operands: list[torch.Tensor], arguments: str, group: ProcessGroup) -> int:
     """Compare with all ranks what is about to be computed, small plain operands too, and take the first rank's seed."""
 
@@ -147,7 +157,7 @@ def _agreed_seed(op: Function, operands: list[torch.Tensor], arguments: str, gro
                 require_movable(one)
                 about = one._layout.outline
             else:
-                about = f"{tuple(one.shape)} {_digest(one)}"
+                about = f"{tuple(one.shape)} {digest(one)}"
             records = torch.is_grad_enabled() and one.requires_grad
             fields[f"operand {k}"] = f"{about} {one.dtype} requires_grad={records}"
         draws = dist.get_rank(group) == 0 and not without_data()
@@ -155,11 +165,3 @@ def _agreed_seed(op: Function, operands: list[torch.Tensor], arguments: str, gro
         return None, fields, int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "little")
 
     return int(in_step_sharing(group, work)[1][0])
-
-
-def _digest(plain: torch.Tensor) -> str:
-    """Something that differs when the values do, for tensors that are quickly read."""
-    if plain.device.type != "cpu" or plain.layout != torch.strided or plain.nbytes > MOST_COMPARED or without_data():
-        return ""
-    data = plain.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy().tobytes(), digest_size=8).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ import torch
 from shardwise.ops.below import HANDLERS, RULES
 from shardwise.ops.call import Call
 from shardwise.ops.compute import compute, expect
-from shardwise.ops.gathered import compute_gathered
+from shardwise.ops.gathered import compute_gathered, needs_whole
 from shardwise.ops.rule import Along, Labels, Rule, broadcast_shapes
+from shardwise.ops.selection import selected
+from shardwise.process_group import is_member
 
 aten = torch.ops.aten
 
@@ -35,6 +38,67 @@ def _index(call: Call) -> Rule | None:
     together = given == list(range(given[0], given[-1] + 1))
     at = given[0] if together else 0
     return labels.rule(operands, [[*rest[:at], *spot, *rest[at:]]])
+
+
+def _index_tensors(x: torch.Tensor, indices: Sequence[Any]) -> list[Any]:
+    """One index for each dim, or None: a mask is the indices of what it selects."""
+    made: list[Any] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        made += index.nonzero().unbind(1) if is_mask else [index]
+    return made + [None] * (x.ndim - len(made))
+
+
+def _index_any(call: Call) -> Any:
+    """Under the rule; a mask by what it selects; where all that is long is indexed, one index after another."""
+    x, indices = call["self"], list(call["indices"])
+    first, group = indices[0], call.sharded()[0]._frame.process_group
+    if len(indices) == 1 and first.dtype == torch.bool and first.ndim and group is not None and is_member(group):
+        return selected(x, first, call.sharded()[0], call.name)
+    indices = _index_tensors(x, indices)
+    at = [k for k, index in enumerate(indices) if index is not None]
+    by_tensors = Call(aten.index.Tensor, (x, indices), {})
+    rule = _index(by_tensors)
+    found = NotImplemented if rule is None else compute(by_tensors, rule)
+    if found is not NotImplemented or len(at) < 2 or at != list(range(at[0], at[-1] + 1)):
+        return found
+    shape = broadcast_shapes(*(indices[k].shape for k in at))
+    spot = [indices[k].expand(shape) for k in at]
+    found = x[(slice(None),) * at[0] + (spot[0],)]
+    dim = at[0] + spot[0].ndim
+    for k, index in zip(at[1:], spot[1:], strict=True):
+        index = torch.where(index < 0, index + x.shape[k], index)
+        wide = index.reshape(*[1] * at[0], *index.shape, *[1] * (found.ndim - dim))
+        size = list(found.shape)
+        size[dim] = 1
+        found = found.gather(dim, wide.expand(size)).squeeze(dim)
+    return found
+
+
+def _index_put(call: Call) -> Any:
+    """Indexed dims are whole, and so are the indices and what is written for each; the other dims go apart."""
+    x, values, indices = call["self"], call["values"], list(call["indices"])
+    mask = indices[0]
+    if len(indices) == 1 and mask.dtype == torch.bool and values.numel() == 1 and not call["accumulate"]:
+        mask = mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
+        return torch.where(mask, values.reshape(()).to(x.dtype), x)
+    indices = _index_tensors(x, indices)
+    put = Call(call.op, (x, indices, values, call["accumulate"]), {})
+    at = [k for k, index in enumerate(indices) if index is not None]
+    labels = Labels()
+    dims = labels.along(x.shape, whole=at)
+    shape = broadcast_shapes(*(indices[k].shape for k in at))
+    spot = labels.along(shape, whole=range(len(shape)))
+    rest = [along for k, along in enumerate(dims) if k not in at]
+    head = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    written = [*rest[:head], *spot, *rest[head:]]
+
+    def against(shape: Sequence[int], wide: Sequence[Along | None]) -> list[Along | None]:
+        pairs = zip(shape, wide[len(wide) - len(shape) :], strict=True)
+        return [None if size == 1 and labels.sizes[along.label] != 1 else along for size, along in pairs]  # type: ignore[union-attr] # none is None
+
+    operands = [dims, *(against(indices[k].shape, spot) for k in at), against(values.shape, written)]
+    return compute(put, labels.rule(operands, [dims]))
 
 
 def _shared_dims(call: Call, dim: int) -> Rule | None:
@@ -122,6 +186,15 @@ def _searched(call: Call) -> Rule | None:
     return labels.rule([dims, labels.along(edges.shape, whole=[0])], [dims], hollow=True)
 
 
+def _searchsorted(call: Call) -> Rule | None:
+    """Sequences are whole; values go apart, and with them the sequences, unless there is one for all."""
+    sequence, values = call["sorted_sequence"], call["self"]
+    labels = Labels()
+    dims = labels.along(values.shape)
+    own = [*(dims[:-1] if sequence.ndim > 1 else []), labels.new(sequence.shape[-1], whole=True)]
+    return labels.rule([dims if one is values else own for one in call.operands], [dims])
+
+
 def _isin(call: Call) -> Rule | None:
     elements, tests = call["elements"], call["test_elements"]
     labels = Labels()
@@ -158,14 +231,13 @@ def _embedding(call: Call) -> Rule | None:
 def _embedding_bag(call: Call) -> Any:
     """torch chooses the form without gradient, for the wrapper wants none; its shards may."""
     op = aten._embedding_bag.default if call["weight"].requires_grad else call.op
-    return compute_gathered(op, (), call.arguments, f"no rule keeps the shards apart in {call.op}")
+    return compute_gathered(op, (), call.arguments, needs_whole(call))
 
 
 RULES.update(
     {
         aten.embedding: _embedding,
-        aten.index.Tensor: _index,
-        aten._unsafe_index.Tensor: _index,
+        aten.searchsorted.Tensor: _searchsorted,
         aten.gather: _gather,
         aten.index_select: _index_select,
         aten.index_add: _along_index,
@@ -179,6 +251,8 @@ RULES.update(
     }
 )
 HANDLERS[aten._embedding_bag_forward_only] = _embedding_bag
+HANDLERS.update(dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), _index_any))
+HANDLERS[aten.index_put] = _index_put
 HANDLERS.update(
     dict.fromkeys((aten.scatter, aten.scatter_add, aten.scatter_reduce), _take_along),
 )

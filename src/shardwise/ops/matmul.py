@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.ops.below import HANDLERS, RULES
 from shardwise.ops.call import Call
+from shardwise.ops.compute import compute
 from shardwise.ops.reduction import SUM
 from shardwise.ops.rule import Along, Labels, Rule
+from shardwise.sharded_tensor import ShardedTensorBase
 
 aten = torch.ops.aten
 
@@ -48,6 +50,56 @@ def _plus(product: Callable[[Call], Any]) -> Callable[[Call], Any]:
     return handler
 
 
+# One product for each group of rows ---------------------------------------------------------------------------------
+
+
+class _Grouped(Call):
+    """A grouped product that also runs where torch's kernel does not: on other dtypes, strides, and without data."""
+
+    def run(self, operands: Sequence[torch.Tensor], **changes: Any) -> Any:
+        """Rows up to the first offset times the first matrix, and so on."""
+        x, weight, offsets = operands
+        if x.is_meta:
+            return x.new_empty(x.shape[0], weight.shape[2])
+        step = 16 // x.dtype.itemsize
+        strides = [*x.stride(), *weight.stride()]
+        if x.is_cuda and x.dtype != torch.float64 and all(one == 1 or one % step == 0 for one in strides):
+            return super().run(operands, **changes)
+        return _by_group(x, weight, offsets.tolist())
+
+
+def _by_group(x: Any, weight: Any, ends: Sequence[int]) -> Any:
+    """One product after another; rows behind the last group are 0."""
+    begins = [0, *ends[:-1]]
+    made = [x[begin:end] @ weight[k] for k, (begin, end) in enumerate(zip(begins, ends, strict=True)) if end > begin]
+    rest = x.shape[0] - ends[-1]
+    if rest or not made:
+        made.append(torch.zeros(rest, weight.shape[2], dtype=x.dtype, device=x.device))
+    return torch.cat(made)
+
+
+def _grouped_mm(call: Call) -> Any:
+    """Of rows and one matrix for each group: matrices are cut inside; where they lie apart, a product lies with each.
+
+    Then every rank is told the offsets, one number for each group.
+    """
+    x, weight, offsets = call["self"], call["mat2"], call["offs"]
+    if x.ndim == weight.ndim == 3 and offsets is None:
+        return torch.bmm(x, weight)
+    if x.ndim != 2 or weight.ndim != 3 or call["bias"] is not None or call["out_dtype"] not in (None, x.dtype):
+        return NotImplemented
+    if not (isinstance(weight, ShardedTensorBase) and weight._layout.cuts(0)):
+        grouped = _Grouped(call.op, (x, weight, offsets), {})
+        labels = Labels()
+        rows, groups = labels.new(x.shape[0], whole=True), labels.new(weight.shape[0], whole=True)
+        inner, outer = labels.new(x.shape[1]), labels.new(weight.shape[2])
+        rule = labels.rule([[rows, inner], [groups, inner, outer], [groups]], [[rows, outer]], reduction=SUM)
+        found = compute(grouped, rule)
+        if found is not NotImplemented:
+            return found
+    return _by_group(x, weight, offsets.tolist())
+
+
 RULES.update(
     {
         aten.mm: contraction("ik,kj->ij"),
@@ -66,3 +118,5 @@ HANDLERS.update(
         aten.addr: _plus(lambda call: call["vec1"].unsqueeze(1) * call["vec2"]),
     }
 )
+if hasattr(aten, "_grouped_mm"):
+    HANDLERS[aten._grouped_mm] = _grouped_mm

@@ -42,6 +42,12 @@ def watching() -> AbstractContextManager[Any]:
     return nullcontext() if recorder in stack else recorder
 
 
+def not_repeatable() -> None:
+    """What is now computed depends on values, such as the size of a result: a call that is watched is not kept."""
+    if watch.current is not None:
+        watch.current.pure = False
+
+
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Within this context, the recorder watches the calls of this thread."""

@@ -59,7 +59,8 @@ def _key(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...
     if not is_pure(op):
         raise Unfit
     grad = _grad_enabled()
-    parts = [op, grad, settings.current().gather_budget, _default_dtype(), registry.version]
+    here = settings.current()
+    parts = [op, grad, here.gather_budget, here.own_batches, _default_dtype(), registry.version]
     tensors: list[torch.Tensor] = []
     for value in args:
         _tell(value, parts, tensors, grad)

@@ -202,7 +202,7 @@ def _is_repeated(rule: Rule, dims: Dims, layout: Layout, cells: Cells) -> bool:
     Then every rank that computes a part of the result needs all of it, and has room for it.
     """
     own = {along.label for along in dims if along is not None}
-    if own & rule.whole or own - rule.kept():
+    if own - rule.kept():
         return False
     share = cells.project(rule.results[0]).volumes[cells.filled]
     return bool(len(share)) and layout.size.numel() <= int(share.min())

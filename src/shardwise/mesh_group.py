@@ -41,8 +41,7 @@ def mesh_group(mesh: DeviceMesh, process_group: ProcessGroup | None) -> ProcessG
             return mesh.get_group(axis)
     raise ProcessGroupError(
         f"torch has a process group for each line of {mesh}, and none for all of its ranks: make one, which every rank "
-        f"of the default group does, and give it: group = dist.new_group({ranks}), from_dtensor(..., "
-        "process_group=group)"
+        f"of the default group does, and give it: group = dist.new_group({ranks}), then process_group=group"
     )
 
 

@@ -1,0 +1,126 @@
+"""Ids of an embedding that are one value: what of them this rank looks up, and the sharded tensor that comes of it.
+
+Sharded ids are looked up where they lie. Of plain ids, the same on every rank, each rank takes a part. The result is
+sharded as the ids are, with whole rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shardwise.dispatch import Distributed
+from shardwise.errors import ProcessGroupError, PropertyError
+from shardwise.geometry import Boxes
+from shardwise.layout import Layout
+from shardwise.ops.compute import assemble, frame_of, places_of
+from shardwise.ops.validation import digest
+from shardwise.sharded_tensor import ShardedTensor
+from shardwise.sharding_spec import even_cut, spec_of
+
+
+@dataclass(frozen=True, eq=False)
+class Portion:
+    """The boxes of the ids that this rank looks up, and how they lie on all ranks."""
+
+    layout: Layout
+    tensors: list[torch.Tensor]  # what fills this rank's boxes
+    said: str  # what all ranks must say alike of the ids
+
+    def counted(self) -> torch.Tensor | None:
+        """Which ids count in frequencies: of boxes that lie on several ranks, those of the first; None: all."""
+        if not self.layout.has_replicas:
+            return None
+        first = set(self.layout.primary.tolist())
+        rows = self.layout.rows_on(dist.get_rank())
+        return flat([torch.full_like(ids, row in first) for row, ids in zip(rows, self.tensors, strict=True)])
+
+
+def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The ids of all boxes, one behind another."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1)
+    return torch.cat([one.reshape(-1) for one in tensors]) if tensors else torch.empty(0, dtype=torch.int64)
+
+
+def portion_of(ids: Any, weight: ShardedTensor, *, cut: Sequence[int] | None = None) -> Portion:
+    """What this rank looks up of the ids, of which these dims may be cut, by default all of them.
+
+    Ids that are cut along another dim move first; every rank of the group calls it.
+    """
+    allowed = range(ids.ndim) if cut is None else cut
+    if isinstance(ids, ShardedTensor):
+        require_together(ids, weight)
+        if _cuts_others(ids._layout, allowed):
+            ids = ids.redistribute(spec_of(dealt(ids.shape, weight, allowed)))
+        return Portion(ids._layout, ids._local_tensors(), f"sharded {ids._layout.outline} {ids.dtype}")
+    if isinstance(ids, Distributed):
+        raise PropertyError(f"the ids must be a plain or a sharded tensor, found {ids!r}")
+    layout = dealt(ids.shape, weight, allowed)
+    return Portion(layout, boxes_of(ids, layout), f"plain {tuple(ids.shape)} {ids.dtype} {digest(ids)}")
+
+
+def require_together(tensor: ShardedTensor, weight: ShardedTensor) -> None:
+    """Raise unless an operand is on the table's group."""
+    if tensor._process_group is not weight._process_group:
+        raise ProcessGroupError(
+            "All distributed tensors should use the same ProcessGroup if used together in an op, here a table and its "
+            "ids: give from_local the process_group of the table"
+        )
+
+
+def boxes_of(plain: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """What this rank's boxes are of a plain tensor."""
+    found = []
+    for row in layout.rows_on(dist.get_rank()):
+        begins, ends = layout.boxes.offsets[row].tolist(), layout.boxes.ends[row].tolist()
+        found.append(plain[tuple(slice(*span) for span in zip(begins, ends, strict=True))] if plain.ndim else plain)
+    return found
+
+
+def dealt(size: Sequence[int], weight: ShardedTensor, allowed: Sequence[int]) -> Layout:
+    """One dim in chunks over the ranks: the first that is long enough for all, else the longest. A number is on all."""
+    places = places_of(weight._layout, weight._process_group)
+    count = len(places)
+    sizes = np.tile(np.array(size, dtype=np.int64), (count, 1)).reshape(count, len(size))
+    offsets = np.zeros_like(sizes)
+    longest = max(allowed, key=lambda dim: size[dim], default=None)
+    dim = next((dim for dim in allowed if size[dim] >= count), longest)
+    if dim is not None:
+        offsets[:, dim], sizes[:, dim] = even_cut(size[dim], count)
+    return Layout.of(torch.Size(size), Boxes(offsets, sizes), places)
+
+
+def _cuts_others(layout: Layout, allowed: Sequence[int]) -> bool:
+    """Whether a box has only a part of a dim that must be whole."""
+    size = np.array(layout.size, dtype=np.int64)
+    cut = (layout.boxes.sizes != size)[layout.boxes.filled]
+    return bool(np.delete(cut, list(allowed), axis=1).any())
+
+
+def with_rows(layout: Layout, width: int) -> Layout:
+    """The layout of the result: a row of this width for each id, or bag."""
+    extra = np.zeros((len(layout), 1), dtype=np.int64)
+    boxes = Boxes(
+        np.concatenate([layout.boxes.offsets, extra], 1), np.concatenate([layout.boxes.sizes, extra + width], 1)
+    )
+    places = [layout.place(row) for row in range(len(layout))]
+    return Layout.of(torch.Size([*layout.size, width]), boxes, places)
+
+
+def wrapped(layout: Layout, found: torch.Tensor, weight: ShardedTensor) -> Any:
+    """The sharded tensor of rows that were found for this rank's boxes, one box behind another.
+
+    A rank without boxes keeps what it found, which is nothing, in its graph: the backward is a collective.
+    """
+    frame = frame_of(with_rows(layout, weight.shape[1]), found.dtype, weight._process_group)
+    sizes = [layout.boxes.sizes[row].tolist() for row in frame.rows]
+    lengths = [int(layout.boxes.volumes[row]) for row in frame.rows]
+    parts = torch.split_with_sizes(found, lengths) if lengths else ()
+    tensors = [part.reshape(*size, weight.shape[1]) for part, size in zip(parts, sizes, strict=True)]
+    return assemble(ShardedTensor, frame, tensors, [found], found.requires_grad)

@@ -1,0 +1,127 @@
+"""`validation`: which checks between ranks are made. Those of plain operands' values are made here.
+
+A plain operand must be the same on every rank, which no rank can see alone. So with ``values=True`` every call of
+torch that takes sharded and plain tensors together is watched by a torch function mode, and a hash of each plain one is
+compared between the ranks before the call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, get_testing_overrides
+from torch.utils import _pytree as pytree
+
+from shardwise import settings
+from shardwise.dispatch import Distributed, op_name
+from shardwise.errors import PlainValueError
+from shardwise.process_group import Fields, group_ranks, in_step_sharing, talks, without_data
+from shardwise.sharded_tensor import ShardedTensorBase
+
+OF_OWN_BATCHES = {functional.linear, functional.embedding, functional.embedding_bag}
+OF_OWN_BATCHES |= {torch.embedding, torch.embedding_bag}
+MOST_HASHED = 2**16  # bytes of a plain operand that are compared where ranks agree anyway
+
+
+@contextmanager
+def validation(enabled: bool = True, *, values: bool = False) -> Iterator[None]:
+    """Within this context, which checks between ranks are made. Must be the same on every rank.
+
+    By default ranks compare, by digest, what they are about to do wherever a tensor is made or moved; off saves a small
+    collective each time, and ranks that disagree are no longer found out.
+
+    With ``values``, for debugging, they also compare a hash of every plain tensor that is used together with sharded
+    ones: it must be the same on every rank, as it is not after an unseeded `torch.rand`, or where a rank passes its
+    own batch without `from_local`. The error names the op, the argument and the ranks. Every such call waits for
+    all ranks, and reads all of the plain tensor.
+    """
+    with settings.changed(validate=enabled or values), _ValuesCompared() if values else nullcontext():
+        yield
+
+
+class _ValuesCompared(TorchFunctionMode):
+    """Sees every call of torch in this thread, and compares the plain operands of those that have sharded ones."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") not in ("__get__", "__set__", "__delete__"):
+            _compare(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _compare(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    leaves = pytree.tree_leaves_with_path((tuple(args), kwargs))
+    sharded = next((leaf for _, leaf in leaves if isinstance(leaf, ShardedTensorBase)), None)
+    plain = [(path, leaf) for path, leaf in leaves if _is_plain(leaf)]
+    group = None if sharded is None else sharded._process_group
+    if not plain or group is None or not talks(group):
+        return
+    if settings.current().own_batches and op in OF_OWN_BATCHES:
+        return
+
+    def work() -> tuple[None, Fields, list[str]]:
+        about = [f"{tuple(leaf.shape)} {leaf.dtype}" for _, leaf in plain]
+        return (
+            None,
+            {"op": op_name(op), "operands": len(plain)},
+            [f"{said} {digest(leaf, None)}" for said, (_, leaf) in zip(about, plain, strict=True)],
+        )
+
+    _, told = in_step_sharing(group, work, subject="a call with plain operands")
+    for number, (path, _) in enumerate(plain):
+        found = [hashes[number] for hashes in told]
+        others = [rank for rank, one in zip(group_ranks(group), found, strict=True) if one != found[0]]
+        if others:
+            here, there = (str(one).rsplit(" ", 1)[0] for one in (found[0], next(o for o in found if o != found[0])))
+            raise PlainValueError(
+                f"{op_name(op)}: {_argument(op, path)} is a plain tensor, which must be the same on every rank, but on "
+                f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))} it differs from that on rank "
+                f"{group_ranks(group)[0]}"
+                + (f" ({there} there, {here} here)" if here != there else "")
+                + ". Seed before you draw it; or, if each rank has its own part, say so with shardwise.from_local(x)"
+            )
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, Distributed) and not value.is_meta
+
+
+def _argument(op: Callable[..., Any], path: Sequence[Any]) -> str:
+    """The name of an argument, as torch declares it, from its place in ``(args, kwargs)``."""
+    (_, first), rest = (path[0], path[1]), path[2:]
+    inner = pytree.keystr(tuple(rest))
+    if isinstance(first, pytree.MappingKey):
+        return f"argument '{first.key}'{inner}"
+    names = _names(op)
+    place: int = first.idx
+    return f"argument '{names[place]}'{inner}" if place < len(names) else f"argument {place}{inner}"
+
+
+@lru_cache(maxsize=256)
+def _names(op: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of an op's arguments: functions of C have none, but torch keeps a stand-in of each for its tests."""
+    try:
+        found = inspect.signature(get_testing_overrides().get(op, op))
+    except (TypeError, ValueError):
+        return ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(name for name, parameter in found.parameters.items() if parameter.kind in kinds)
+
+
+def digest(plain: torch.Tensor, most: int | None = MOST_HASHED) -> str:
+    """What differs when the values do; nothing for tensors of more bytes than that, or that a GPU may not have made."""
+    if plain.is_meta or plain.layout != torch.strided or without_data():
+        return ""
+    if most is not None and (plain.device.type != "cpu" or plain.nbytes > most):
+        return ""
+    data = plain.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()

@@ -1,0 +1,180 @@
+"""`from_local`: what each rank has of its own, joined along a dim into one sharded tensor. Nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardwise.dispatch import require_plain
+from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError, SpecError
+from shardwise.geometry import Boxes, IntArray
+from shardwise.layout import Layout
+from shardwise.mesh_group import mesh_group, mesh_ranks
+from shardwise.placement import Placement, rank_device
+from shardwise.process_group import Fields, group_ranks, in_step_sharing, is_member, or_default
+from shardwise.sharded_tensor.frame import Frame, Parts
+from shardwise.sharded_tensor.gradients import shared_replicas
+from shardwise.sharded_tensor.tensor import ShardedTensor
+from shardwise.sharding_spec import spec_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def from_local(
+    local: torch.Tensor,
+    dim: int | Sequence[int | None] = 0,
+    *,
+    process_group: ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    sizes: Sequence[int] | None = None,
+) -> ShardedTensor:
+    """The tensors of all ranks, one behind another along a dim, as one sharded tensor whose shards they are.
+
+    Every rank of the group calls it. No data moves: this rank's shard is ``local`` itself, with its autograd graph, and
+    `local_tensor()` gives it back. The sizes along the dim may differ between ranks; they travel in one small
+    collective. With ``sizes``, the size on each rank in the order of the group, nothing travels and nothing is
+    compared::
+
+        batch = shardwise.from_local(my_rows)  # each rank's own rows; model(batch) is over all of them
+
+    On a mesh, ``dim`` may have an entry for each axis: the dim that is joined along it, or None where the ranks along
+    that axis have the same tensor. ``from_local(rows, (0, None), mesh=mesh)``: rows along the first axis, each part
+    on all ranks along the second. One dim is joined along all axes, in the order of the mesh.
+    """
+    team = _team(dim, process_group, mesh)
+
+    def work() -> tuple[tuple[int | None, ...], Fields, tuple[list[int], str]]:
+        dims = _require_joinable(local, team)
+        records = torch.is_grad_enabled() and local.requires_grad
+        fields = {"verb": "from_local", "dim": dims, "ndim": local.ndim, "dtype": local.dtype, "requires_grad": records}
+        return dims, fields, (list(local.shape), str(local.device))
+
+    if sizes is None:
+        dims, told = in_step_sharing(team.group, work)
+        by_rank = dict(zip(group_ranks(team.group), told, strict=True))
+        shapes = tuple(tuple(by_rank[rank][0]) for rank in team.ranks)
+        devices = tuple(by_rank[rank][1] for rank in team.ranks)
+    else:
+        dims = work()[0]
+        shapes, devices = _shapes_by(sizes, local, dims, team), _devices(local, team)
+    frame = _frame(shapes, devices, dims, team, local.dtype, dist.get_rank())
+    made = ShardedTensor._wrap(Parts(frame, [local]))
+    if frame.layout.has_replicas and torch.is_grad_enabled() and local.requires_grad:
+        made = made._derived(frame, *shared_replicas(made, team.group))
+        made._shares = True
+    return made
+
+
+class _Team(NamedTuple):
+    """The ranks that take part, in the order in which their tensors are joined, as a grid with a dim for each axis."""
+
+    group: ProcessGroup
+    ranks: tuple[int, ...]
+    grid: tuple[int, ...]
+    dims: tuple[int | None, ...]  # as given, one for each axis of the grid
+
+
+def _team(dim: int | Sequence[int | None], process_group: ProcessGroup | None, mesh: DeviceMesh | None) -> _Team:
+    group = or_default(process_group) if mesh is None else mesh_group(mesh, process_group)
+    if not is_member(group):
+        raise ProcessGroupError("from_local joins the tensors of a group's ranks, and this rank is not in the group")
+    ranks = tuple(group_ranks(group))
+    grid: tuple[int, ...] = (len(ranks),)
+    if mesh is not None:
+        in_order = tuple(mesh_ranks(mesh).flatten().tolist())
+        if set(in_order) != set(ranks):
+            raise ProcessGroupError(
+                f"the group has ranks {list(ranks)}, the mesh {list(in_order)}: give a group of just the mesh's ranks"
+            )
+        ranks, grid = in_order, tuple(mesh.shape)
+    dims = (dim,) * len(grid) if isinstance(dim, int) else tuple(dim)
+    if len(dims) != len(grid):
+        raise SpecError(f"from_local was given {len(dims)} dims, {list(dims)}, for the {len(grid)} axes of {mesh}")
+    return _Team(group, ranks, grid, dims)
+
+
+def _require_joinable(local: torch.Tensor, team: _Team) -> tuple[int | None, ...]:
+    """The dims, counted from the front, if this rank's tensor can be a part of one along them."""
+    if not isinstance(local, torch.Tensor):
+        raise PropertyError(f"from_local joins tensors, found {type(local).__name__}")
+    require_plain(local, "what from_local joins")
+    if local.layout != torch.strided:
+        raise PropertyError(f"Only torch.strided layout is currently supported, but found {local.layout}")
+    for dim in team.dims:
+        if dim is not None and not -local.ndim <= dim < local.ndim:
+            raise SpecError(
+                f"from_local cannot join tensors of {local.ndim} dims along dim {dim}"
+                + (": give each a dim first, as in x.unsqueeze(0)" if not local.ndim else "")
+            )
+    return tuple(None if dim is None else dim % local.ndim for dim in team.dims)
+
+
+def _shapes_by(
+    sizes: Sequence[int], local: torch.Tensor, dims: tuple[int | None, ...], team: _Team
+) -> tuple[tuple[int, ...], ...]:
+    """Every rank's shape, when the sizes along the one dim that is joined are given."""
+    joined = sorted({dim for dim in dims if dim is not None})
+    if len(joined) != 1:
+        raise SpecError(f"sizes= gives the sizes along one dim, here {len(joined)} are joined: leave it out")
+    numbers = _numbers(team.grid, dims, joined[0])
+    here = int(numbers[team.ranks.index(dist.get_rank())])
+    if len(sizes) != int(numbers.max()) + 1 or sizes[here] != local.shape[joined[0]]:
+        raise PropertyError(
+            f"sizes={list(sizes)} does not fit: {int(numbers.max()) + 1} parts are joined along dim {joined[0]}, and "
+            f"part {here}, on rank {dist.get_rank()}, has size {local.shape[joined[0]]}"
+        )
+    shape = tuple(local.shape)
+    return tuple((*shape[: joined[0]], int(sizes[k]), *shape[joined[0] + 1 :]) for k in numbers.tolist())
+
+
+def _devices(local: torch.Tensor, team: _Team) -> tuple[str, ...]:
+    """Where the others have theirs, by convention."""
+    here = dist.get_rank()
+    return tuple(str(local.device if rank == here else rank_device(rank, local.device.type)) for rank in team.ranks)
+
+
+def _numbers(grid: tuple[int, ...], dims: tuple[int | None, ...], dim: int) -> IntArray:
+    """For each rank, which part along this dim it has."""
+    axes = [axis for axis, joined in enumerate(dims) if joined == dim]
+    where = np.indices(grid).reshape(len(grid), -1)
+    number = np.zeros(where.shape[1], dtype=np.int64)
+    for axis in axes:
+        number = number * grid[axis] + where[axis]
+    return number
+
+
+@lru_cache(maxsize=256)
+def _frame(
+    shapes: tuple[tuple[int, ...], ...],
+    devices: tuple[str, ...],
+    dims: tuple[int | None, ...],
+    team: _Team,
+    dtype: torch.dtype,
+    here: int,
+) -> Frame:
+    """The frame of the joined tensor. What does not fit together is found by every rank alike."""
+    sizes = np.array(shapes, dtype=np.int64).reshape(len(shapes), -1)
+    offsets, size = np.zeros_like(sizes), []
+    for dim in range(sizes.shape[1]):
+        number = _numbers(team.grid, dims, dim)
+        _, first = np.unique(number, return_index=True)
+        extents = sizes[first, dim]
+        other = np.flatnonzero(sizes[:, dim] != extents[number])
+        if len(other):
+            one, two = team.ranks[int(first[number[other[0]]])], team.ranks[int(other[0])]
+            raise RankMismatchError(
+                f"from_local: the tensors must have the same size along dim {dim}, which they are not joined along: "
+                f"{list(shapes[team.ranks.index(one)])} on rank {one}, {list(shapes[int(other[0])])} on rank {two}"
+            )
+        offsets[:, dim] = (np.cumsum(extents) - extents)[number]
+        size.append(int(extents.sum()))
+    places = [Placement(torch.device(device), rank) for device, rank in zip(devices, team.ranks, strict=True)]
+    layout = Layout.of(torch.Size(size), Boxes(offsets, sizes), places)
+    return Frame.of(layout, spec_of(layout), layout.rows_on(here), dtype, team.group)

@@ -1,0 +1,42 @@
+"""Whole models of transformers: sharded in every way, each trains as its plain twin."""
+
+from __future__ import annotations
+
+import pytest
+from tests.models.plans import columns, rows, tensor_parallel, uneven
+from tests.models.twins import assert_trains_alike, joined, sharded
+from tests.models.zoo import ZOO, made
+
+import shardwise
+from shardwise.testing import ranks
+
+CUTS = {"rows": rows, "columns": columns, "uneven": uneven}
+
+
+@pytest.mark.parametrize("name", ZOO)
+@ranks(2, timeout=100)
+def test_a_model_trains_as_its_twin(name: str) -> None:
+    """Loss and every gradient, from plain inputs and from a batch of each rank's own, however it is cut."""
+    plain, inputs = made(name), ZOO[name].inputs()
+    for kind, cut in {**CUTS, "tensor parallel": tensor_parallel(name)}.items():
+        given = inputs if kind in ("rows", "uneven") else joined(inputs)
+        assert_trains_alike(sharded(plain, cut), plain, given, inputs)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "T5", "Llama", "CLIP"])
+@ranks(4, timeout=100)
+def test_on_four_ranks(name: str) -> None:
+    """Heads are cut, and some ranks hold nothing of a parameter."""
+    plain, inputs = made(name), ZOO[name].inputs()
+    for cut, given in ((tensor_parallel(name), inputs), (uneven, joined(inputs)), (rows, joined(inputs))):
+        assert_trains_alike(sharded(plain, cut), plain, given, inputs)
+
+
+@pytest.mark.parametrize("name", ZOO)
+@ranks(2, timeout=100)
+def test_nothing_is_gathered_for_a_model(name: str) -> None:
+    """At a gather budget of zero, as it must be for models of real size."""
+    plain, inputs = made(name), ZOO[name].inputs()
+    with shardwise.gather_budget(0):
+        for cut in (rows, tensor_parallel(name)):
+            assert_trains_alike(sharded(plain, cut), plain, inputs, inputs)
