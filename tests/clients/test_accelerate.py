@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator  # type: ignore[import-untyped] # it has no types
 from tests.clients.environment import launched
 from tests.clients.models import same_gradients, same_parameters, token_ids, twins
 from torch import nn
@@ -28,7 +28,7 @@ def test_prepared_training_is_that_of_the_twin(shuffle: bool) -> None:
         accelerator = Accelerator(cpu=True)
         model, plain = twins()
         ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
-        loader = DataLoader(ROWS, batch_size=2, shuffle=shuffle)
+        loader: Any = DataLoader(ROWS, batch_size=2, shuffle=shuffle)
         prepared, ours, loader = accelerator.prepare(model, ours, loader)
         assert prepared is model
         seen = []

@@ -24,6 +24,7 @@ from shardwise.checkpoint.storage import LocalStorage
 from shardwise.checkpoint.tensor_file import Header, read_header
 from shardwise.errors import CheckpointError, StateMismatchError
 from shardwise.huggingface.files import INDEX, ONE
+from shardwise.huggingface.names import as_stored, require_views
 from shardwise.process_group import Fields
 from shardwise.sharded_tensor import ShardedTensorBase
 
@@ -94,13 +95,11 @@ class _Found:
 
     def require(self, model: nn.Module, *, strict: bool) -> None:
         """Raise one error with all that does not fit."""
-        wanted = model.state_dict(keep_vars=True)
+        wanted = as_stored(model)
         known = {id(wanted[name]) for name in self.stored if name in wanted}  # a tied tensor has one of its names here
-        lines = []
-        if strict:
-            missing = [name for name, tensor in wanted.items() if name not in self.stored and id(tensor) not in known]
-            lines += _line("missing in the folder", missing)
-            lines += _line("not in the model", [name for name in self.stored if name not in wanted])
+        missing = [name for name, tensor in wanted.items() if name not in self.stored and id(tensor) not in known]
+        unexpected = [name for name in self.stored if name not in wanted]
+        lines = _line("missing in the folder", missing) + _line("not in the model", unexpected) if strict else []
         different = [
             f"'{name}' is of size {tuple(wanted[name].shape)} in the model and {tuple(stored.size)} in the folder"
             for name, stored in self.stored.items()
@@ -117,7 +116,9 @@ class _Found:
         """Read what is here of every tensor into its place."""
         by_file: dict[str, list[tuple[int, Slab]]] = {}
         tensors: list[torch.Tensor] = []
-        for name, tensor in model.state_dict().items():
+        wanted = as_stored(model)
+        require_views(wanted, model)
+        for name, tensor in wanted.items():
             if name not in self.stored:
                 continue
             local = Local.of(name, tensor, ranks)

@@ -113,7 +113,8 @@ def _around_mean(table: ShardedTensor, added: int, drawn: torch.Generator) -> to
     centered = values - mean
     spread = parts @ centered if table.ndim > 1 else (parts * centered).sum(1)
     rows: Any = mean + spread * (SPREAD / table.shape[0]) ** 0.5
-    return rows.full_tensor().to(table.dtype).contiguous()
+    whole: torch.Tensor = rows.full_tensor()
+    return whole.to(table.dtype).contiguous()
 
 
 def _as_initialised(model: Any, table: ShardedTensor, added: int, seed: int) -> torch.Tensor:

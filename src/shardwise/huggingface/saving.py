@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from shardwise.checkpoint.snapshot import agreed
 from shardwise.errors import CheckpointError
 from shardwise.huggingface.files import Files, Round, Shares
 from shardwise.huggingface.folder import Folder
+from shardwise.huggingface.names import as_stored
 from shardwise.process_group import Fields
 from shardwise.transfer import make_plan, move
 
@@ -70,7 +70,7 @@ class _Saving:
     def agree(self, given: Mapping[str, torch.Tensor] | None, max_shard_size: int | str) -> None:
         """Find out that all ranks have the same state, and make the files."""
         model = self._model
-        state, _ = self._ranks.in_step(lambda: (_state_of(model) if given is None else dict(given), {}, None))
+        state, _ = self._ranks.in_step(lambda: (as_stored(model) if given is None else dict(given), {}, None))
         snapshot, first, _ = agreed(state, self._ranks, lambda: None)
 
         def begin() -> tuple[Files, Fields, None]:
@@ -152,18 +152,6 @@ def _put_together(local: Local, one: Round, row: int) -> torch.Tensor:
         box = local.layout.boxes.offsets[number].tolist(), local.layout.boxes.sizes[number].tolist()
         view_of(whole, *box).copy_(tensor)
     return view_of(whole, one.layout.boxes.offsets[row].tolist(), one.layout.boxes.sizes[row].tolist())
-
-
-def _state_of(model: Any) -> dict[str, Any]:
-    """The tensors that transformers would write, under the names that it would give them."""
-    state = dict(model.state_dict())
-    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
-        state.pop(name, None)
-    known = getattr(model, "all_tied_weights_keys", None)
-    copies = set(known) if isinstance(known, dict) else set()
-    state = dict(sorted(state.items(), key=lambda entry: entry[0] in copies))  # so that tied ones have their own name
-    revert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
-    return dict(revert(model, state)) if revert is not None and hasattr(model, "config") else state
 
 
 def _write_configuration(model: Any, folder: Folder) -> None:
