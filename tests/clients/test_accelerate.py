@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator  # type: ignore[import-untyped] # it has no types
+from accelerate import Accelerator, DataLoaderConfiguration  # type: ignore[import-untyped] # it has no types
+from safetensors.torch import load_file
 from tests.clients.environment import launched
-from tests.clients.models import same_gradients, same_parameters, token_ids, twins
+from tests.clients.models import same_gradients, same_parameters, token_ids, twins, whole
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shardwise import ShardedTensor
+from shardwise import ShardedTensor, load, save
+from shardwise.errors import CheckpointError
 from shardwise.testing import ranks
 
 IDS = token_ids(rows=8)
@@ -91,3 +94,41 @@ def test_batches_that_cannot_be_joined_are_an_error_on_every_rank() -> None:
         with pytest.raises(ValueError, match=r"same size along dim 1.*\[1, 3\] on rank 0, \[1, 4\] on rank 1"):
             next(iter(loader))
     assert dist.get_world_size() == 2
+
+
+@ranks(2)
+def test_batches_that_one_rank_deals_out_are_joined_too() -> None:
+    """With `dispatch_batches`, the first rank reads for all."""
+    with launched():
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True), cpu=True)
+        _, loader = accelerator.prepare(twins()[0], DataLoader(ROWS, batch_size=2))
+        found = [accelerator.gather(batch["input_ids"]) for batch in loader]
+        assert torch.equal(torch.cat(found), IDS)
+
+
+@ranks(2)
+def test_prepared_models_and_optimizers_are_saved_on_every_rank(tmp_path: Path) -> None:
+    """The model as a folder; for both, accelerate's own way is refused on every rank with the lines that do it."""
+    with launched():
+        accelerator = Accelerator(cpu=True)
+        model, plain = twins()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        with pytest.raises(
+            CheckpointError, match=r'shardwise\.save\(\{"model": model, "optimizer": optimizer\.optimizer'
+        ):
+            accelerator.save_state(tmp_path / "state")
+        with pytest.raises(CheckpointError, match=r"shardwise\.load\(.* on every rank"):
+            accelerator.load_state(tmp_path / "state")
+        save({"model": model, "optimizer": optimizer.optimizer}, tmp_path / "state")
+        accelerator.save_model(model, tmp_path / "folder")
+        found = load_file(tmp_path / "folder/model.safetensors")
+        assert {name: value.shape for name, value in found.items()} == {
+            name: value.shape for name, value in plain.state_dict().items()
+        }
+        other = twins()[0]
+        state = {"model": other, "optimizer": torch.optim.AdamW(other.parameters())}
+        load(state, tmp_path / "state")
+        for name, value in other.state_dict().items():
+            assert torch.equal(whole(value).detach(), found[name]), name

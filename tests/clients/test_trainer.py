@@ -84,3 +84,13 @@ def test_the_trainer_saves_and_resumes_in_pieces(tmp_path: Path) -> None:
         whole = AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoint-4", dtype=torch.float64)
         same_parameters(model, whole)
         same_parameters(again, whole)
+
+
+@ranks(2, timeout=120)
+def test_the_trainer_predicts_for_every_row_once(tmp_path: Path) -> None:
+    """Seven rows in batches of two on two ranks: one is dealt out twice, and comes back once."""
+    model, plain = twins()
+    with launched():
+        found = Trainer(model, arguments(tmp_path, per_device_eval_batch_size=2)).predict(ROWS[:7])
+    torch.testing.assert_close(torch.from_numpy(found.predictions), plain(input_ids=IDS[:7]).logits.detach())
+    assert torch.equal(torch.from_numpy(found.label_ids), IDS[:7])

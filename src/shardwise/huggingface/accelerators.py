@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.dispatch import Distributed
+from shardwise.errors import CheckpointError
 from shardwise.huggingface.models import is_sharded
+from shardwise.huggingface.saving import save_pretrained
 from shardwise.interop.loading import Function, replace_when_loaded
 from shardwise.sharded_tensor import ShardedTensor, from_local
 
@@ -83,6 +85,38 @@ def _gathering(theirs: Function) -> Function:
     return gather
 
 
+def _saved_by_all(theirs: Function) -> Function:
+    """`Accelerator.save_model`, in which every rank writes what it has of a sharded model."""
+
+    @functools.wraps(theirs)
+    def save(
+        self: Any, model: Any, save_directory: Any, max_shard_size: int | str = "10GB", *args: Any, **kwargs: Any
+    ) -> Any:
+        if not is_sharded(model):
+            return theirs(self, model, save_directory, max_shard_size, *args, **kwargs)
+        return save_pretrained(self.unwrap_model(model), save_directory, max_shard_size=max_shard_size)
+
+    return save
+
+
+def _refusing(verb: str) -> Callable[[Function], Function]:
+    """`Accelerator.save_state` or `load_state`, which would keep one rank's shards for all."""
+
+    def make(theirs: Function) -> Function:
+        @functools.wraps(theirs)
+        def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(is_sharded(model) for model in self._models):
+                raise CheckpointError(
+                    f"accelerate's {verb}_state has one rank speak for all, and a sharded model is on many: call "
+                    f'shardwise.{verb}({{"model": model, "optimizer": optimizer.optimizer}}, folder) on every rank'
+                )
+            return theirs(self, *args, **kwargs)
+
+        return refuse
+
+    return make
+
+
 def _mapped(change: Any, value: Any) -> Any:
     """The same nest of lists, tuples and mappings, with its ends changed; mappings stay of their class."""
     if isinstance(value, list | tuple):
@@ -95,6 +129,9 @@ def _mapped(change: Any, value: Any) -> Any:
 
 replace_when_loaded("accelerate.accelerator", "Accelerator.prepare_model", _unwrapped)
 replace_when_loaded("accelerate.accelerator", "Accelerator.prepare_data_loader", _owned)
+replace_when_loaded("accelerate.accelerator", "Accelerator.save_model", _saved_by_all)
+replace_when_loaded("accelerate.accelerator", "Accelerator.save_state", _refusing("save"))
+replace_when_loaded("accelerate.accelerator", "Accelerator.load_state", _refusing("load"))
 replace_when_loaded("accelerate.data_loader", "DataLoaderShard.__iter__", _joining)
 replace_when_loaded("accelerate.data_loader", "DataLoaderDispatcher.__iter__", _joining)
 replace_when_loaded("accelerate.utils.operations", "_gpu_gather", _gathering)
