@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ class Positions(nn.Module):
         kinds = self.kinds(torch.zeros(1, x.shape[1], dtype=torch.int64))
         hidden = self.words(x) + self.positions(torch.arange(x.shape[1])) + kinds + self.shift
         scores = self.head(self.norm(hidden))
-        return SimpleNamespace(loss=functional.cross_entropy(scores.flatten(0, 1), y.flatten()))
+        return functional.cross_entropy(scores.flatten(0, 1), y.flatten())
 
 
 class Queries(nn.Module):
@@ -53,7 +52,7 @@ class Queries(nn.Module):
         words = self.words(x)
         query = self.prepare(self.query)[None].expand(x.shape[0], -1, -1)
         seen, _ = self.attention(query, words, words, need_weights=False)
-        return SimpleNamespace(loss=functional.cross_entropy(self.head(seen).mean(1), y[:, 0]))
+        return functional.cross_entropy(self.head(seen).mean(1), y[:, 0])
 
 
 class Experts(nn.Module):
@@ -72,7 +71,7 @@ class Experts(nn.Module):
         for number, expert in enumerate(self.experts):
             at, which = torch.where(chosen == number)
             made = made.index_add(0, at, expert(hidden[at]) * weights[at, which, None])
-        return SimpleNamespace(loss=(made - self.words(y).flatten(0, 1)).square().mean())
+        return (made - self.words(y).flatten(0, 1)).square().mean()
 
 
 class Recurrent(nn.Module):
@@ -91,7 +90,7 @@ class Recurrent(nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
         """A loss of next words."""
         made, _ = self.layer(self.words(x))
-        return SimpleNamespace(loss=functional.cross_entropy(self.head(made).flatten(0, 1), y.flatten()))
+        return functional.cross_entropy(self.head(made).flatten(0, 1), y.flatten())
 
 
 class Block(nn.Module):
@@ -131,7 +130,7 @@ class Decoder(nn.Module):
                 hidden = checkpoint(block, hidden, use_reentrant=self.again == "reentrant")
             else:
                 hidden = block(hidden)
-        return SimpleNamespace(loss=functional.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten()))
+        return functional.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
 
     def continued(self, ids: Any, steps: int) -> Any:
         """Words that the model finds likely behind these, one by one, with caches."""
@@ -165,6 +164,11 @@ def made(name: str) -> nn.Module:
     return model.double()
 
 
+def loss_of(model: nn.Module, **inputs: Any) -> Any:
+    """What these models give."""
+    return model(**inputs)
+
+
 def words() -> dict[str, Any]:
     """Words and those that follow them."""
     generator = torch.Generator().manual_seed(3)
@@ -178,7 +182,7 @@ def test_a_model_trains_as_its_twin(name: str, cut: str) -> None:
     """Loss and every gradient, from plain inputs and from each rank's own."""
     plain = made(name)
     for inputs in (words(), joined(words())):
-        assert_trains_alike(sharded(plain, CUTS[cut]), plain, inputs, words())
+        assert_trains_alike(sharded(plain, CUTS[cut]), plain, inputs, words(), loss_of)
 
 
 @pytest.mark.parametrize("name", ["position tables and tied weights", "experts by index", "attention", "LSTM"])
@@ -188,7 +192,7 @@ def test_on_four_ranks(name: str) -> None:
     plain = made(name)
     for cut in CUTS.values():
         for inputs in (words(), joined(words())):
-            assert_trains_alike(sharded(plain, cut), plain, inputs, words())
+            assert_trains_alike(sharded(plain, cut), plain, inputs, words(), loss_of)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -198,7 +202,7 @@ def test_nothing_is_gathered_for_a_model(name: str) -> None:
     plain = made(name)
     with shardwise.gather_budget(0):
         for cut in CUTS.values():
-            assert_trains_alike(sharded(plain, cut), plain, words(), words())
+            assert_trains_alike(sharded(plain, cut), plain, words(), words(), loss_of)
 
 
 @ranks(2)

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import transformers
+from tests.cases import ROUNDING
 from torch import nn
+from torch.nn import functional
 
 BATCH, LENGTH, WORDS = 4, 6, 48
 SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 24}
@@ -24,26 +26,39 @@ def numbers(*size: int, seed: int = 2) -> torch.Tensor:
     return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
+SINGLE = 1e-5  # where a model rounds to float32 within: 1.2e-7, some hundred operations deep
+
+
 @dataclass(frozen=True)
 class Example:
     """How a model is made, what it is given, and what of it is cut how under tensor parallelism."""
 
     make: Callable[[], nn.Module]
-    inputs: Callable[[], dict[str, Any]]
+    inputs: Callable[[], dict[str, Any]]  # the model's, and the targets of its scores
     rows: tuple[str, ...]  # last parts of modules' names whose weights are cut along their rows, with their biases
     columns: tuple[str, ...]  # and along their columns
+    tolerance: float = ROUNDING
+
+
+def loss_of(model: nn.Module, targets: Any = None, **inputs: Any) -> Any:
+    """The loss of a model's scores in float64: given labels, transformers would round the scores to float32."""
+    made = model(**inputs)
+    if targets is None:
+        return made.loss
+    loss = functional.cross_entropy(made.logits.double().flatten(0, -2), targets.flatten())
+    return loss + 0.1 * made.aux_loss if "aux_loss" in made else loss
 
 
 def words() -> dict[str, Any]:
     """A batch of a language model, of which the last words of one sample are padding."""
     mask = torch.ones(BATCH, LENGTH, dtype=torch.int64)
     mask[1, -2:] = 0
-    return {"input_ids": ids(), "attention_mask": mask, "labels": ids()}
+    return {"input_ids": ids(), "attention_mask": mask, "targets": ids(seed=2)}
 
 
 def plain_words() -> dict[str, Any]:
     """The same without padding."""
-    return {"input_ids": ids(), "labels": ids()}
+    return {"input_ids": ids(), "targets": ids(seed=2)}
 
 
 def _gpt2() -> nn.Module:
@@ -125,28 +140,30 @@ ATTENTION = ("q_proj", "k_proj", "v_proj")
 ZOO: dict[str, Example] = {
     "GPT-2": Example(_gpt2, words, (), ("c_proj",)),
     "BERT": Example(_bert, words, ("query", "key", "value", "intermediate.dense"), ("output.dense",)),
-    "T5": Example(_t5, words, ("q", "k", "v", "wi"), ("o", "wo")),
+    "T5": Example(
+        _t5, lambda: {**words(), "decoder_input_ids": ids(seed=3)}, ("q", "k", "v", "wi"), ("o", "wo"), SINGLE
+    ),
     "CLIP": Example(
         _clip,
         lambda: {"input_ids": ids(), "pixel_values": numbers(BATCH, 3, 8, 8), "return_loss": True},
         (*ATTENTION, "fc1"),
         ("out_proj", "fc2"),
     ),
-    "Llama": Example(_llama, words, (*ATTENTION, "gate_proj", "up_proj"), ("o_proj", "down_proj")),
-    "Mixtral": Example(_mixtral, words, ATTENTION, ("o_proj",)),
+    "Llama": Example(_llama, words, (*ATTENTION, "gate_proj", "up_proj"), ("o_proj", "down_proj"), SINGLE),
+    "Mixtral": Example(_mixtral, words, ATTENTION, ("o_proj",), SINGLE),
     "DeepSeek-V3": Example(
-        _deepseek, words, ("q_b_proj", "kv_b_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+        _deepseek, words, ("q_b_proj", "kv_b_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj"), SINGLE
     ),
-    "Mamba": Example(_mamba, plain_words, ("dt_proj",), ("out_proj", "x_proj")),
+    "Mamba": Example(_mamba, plain_words, ("dt_proj",), ("out_proj", "x_proj"), SINGLE),
     "Whisper": Example(
         _whisper,
-        lambda: {"input_features": numbers(BATCH, 8, 10), "labels": ids()},
+        lambda: {"input_features": numbers(BATCH, 8, 10), "decoder_input_ids": ids(), "targets": ids(seed=2)},
         (*ATTENTION, "fc1"),
         ("out_proj", "fc2"),
     ),
     "ViT": Example(
         _vit,
-        lambda: {"pixel_values": numbers(BATCH, 3, 8, 8), "labels": torch.arange(BATCH)},
+        lambda: {"pixel_values": numbers(BATCH, 3, 8, 8), "targets": torch.arange(BATCH)},
         ("query", "key", "value", "intermediate.dense", "q_proj", "k_proj", "v_proj", "fc1"),
         ("output.dense", "o_proj", "out_proj", "fc2"),
     ),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases import PLAIN, assert_close, chunks, holds
+from tests.cases import PLAIN, SIZE, SPECS, assert_close, chunks, holds, whole
 from torch import nn
 
 from shardwise import ReplicatedShardingSpec, shard_tensor
@@ -69,13 +69,52 @@ def test_reading_and_writing_the_same_memory() -> None:
     assert line.full_tensor().tolist() == [0, 0, 1, 2]
 
 
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "a row": lambda x, w: x.__setitem__(0, w[0]),
+    "columns": lambda x, w: x[:, 4:].copy_(w[:, :2]),
+    "a row of columns": lambda x, w: x[:, :3][1:2].copy_(w[1:2, :3]),
+    "a part of a turned one": lambda x, w: x.t()[2:3].copy_(w.t()[2:3]),
+    "in place": lambda x, w: x[2:5].mul_(w[2:5]),
+    "a number": lambda x, w: x[6].add_(w[6, 0]),
+    "all of a turned one": lambda x, w: x.t().copy_(w.t()),
+    "through a flat view": lambda x, w: x.view(-1)[:5].add_(w[0, :5]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@ranks(4)
+def test_values_with_a_graph_are_written_into_a_part(write: str) -> None:
+    """Into every layout, from every layout: the whole is as if it were plain, and so are all gradients."""
+    values = PLAIN.double() / 7
+    weights = torch.rand(SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    leaf, start = weights.clone().requires_grad_(), values.clone().requires_grad_()
+    plain = start * 2
+    WRITES[write](plain, leaf)
+    (plain * weights).sum().backward()
+    for spec in ["chunk dim 0"] if write == "through a flat view" else SPECS:  # of other layouts it is a copy
+        for given in (SPECS[spec], SPECS["chunk dim -1"], None):
+            first = shard_tensor(values, SPECS[spec]).requires_grad_()
+            value = weights.clone() if given is None else shard_tensor(weights, given)
+            value.requires_grad_()
+            made = first * 2
+            WRITES[write](made, value)
+            assert made.requires_grad
+            assert_close(whole(made), plain.detach())
+            (made * weights).sum().backward()
+            assert_close(whole(first.grad), start.grad)
+            assert_close(value.grad if given is None else whole(value.grad), leaf.grad)
+
+
 @ranks(2)
-def test_values_with_a_graph_are_not_written_into_a_part() -> None:
-    """Of which some ranks hold nothing: they would not know of the graph."""
-    tensor, weight = shard_tensor(PLAIN, chunks(0, 0, 1)), torch.ones(6, requires_grad=True)
-    with pytest.raises(ViewWriteError, match=r"torch\.where"):
-        tensor[0] = weight * 2
-    assert not tensor.requires_grad
+def test_a_view_of_a_leaf_is_not_written_into() -> None:
+    """On any rank, also on one that holds nothing of the part."""
+    leaf = shard_tensor(PLAIN, chunks(0, 0, 1)).requires_grad_()
+    for write in (lambda: leaf[0].zero_(), lambda: leaf.t()[:, :1].mul_(2), lambda: leaf[0].copy_(leaf[1].detach())):
+        with pytest.raises(RuntimeError, match="leaf"):
+            write()
+    with torch.no_grad():
+        leaf[0].zero_()
+    assert not leaf.full_tensor()[0].any()
 
 
 @ranks(2)

@@ -176,12 +176,10 @@ def _cumsum(call: Call) -> Any:
     x = call.sharded()[0]
     if found is not NotImplemented or x.ndim != 1 or x._frame.process_group is None:
         return found
-    part, anchors = own_chunk(x, 0, x)
-    own = part.cumsum(0, dtype=call["dtype"])
-    totals: Any = one_behind_another(own[-1:] if len(own) else own.new_zeros(1), anchors, x, call.name)
+    own = own_chunk(x, 0, x).cumsum(0, dtype=call["dtype"])
+    totals: Any = one_behind_another(own[-1:] if len(own) else own.sum(0, keepdim=True), x)
     earlier = torch.ones(len(totals), len(totals), dtype=own.dtype, device=own.device).tril(-1)
-    before, more = own_chunk((earlier * totals).sum(1, dtype=own.dtype), 0, x)
-    return one_behind_another(own + before, [*anchors, *more], x, call.name)
+    return one_behind_another(own + own_chunk((earlier * totals).sum(1, dtype=own.dtype), 0, x), x)
 
 
 def _renorm(call: Call) -> Rule | None:

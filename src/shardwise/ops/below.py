@@ -112,8 +112,11 @@ def aten(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not _is_known(op) and in_python is not None:
             return in_python(*args, **kwargs)
         found = _compute(op, args, kwargs)
-        must_alias = op.is_view and op.overloadpacket is not torch.ops.aten.reshape
+        must_alias = op.is_view and op.overloadpacket not in NO_ALIASES
         return _marked(found, args[0]) if must_alias and args else found
+
+
+NO_ALIASES = {torch.ops.aten.reshape, torch.ops.aten.detach}  # which may copy, and which shows no graph
 
 
 def _put_down_for(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -130,7 +133,8 @@ def _marked(views: Any, base: Any) -> Any:
     for view in pytree.tree_leaves(views):
         if isinstance(view, ShardedTensorBase) and view is not base:
             view._copy_of_view = view._moved or getattr(base, "_copy_of_view", False)
-            view._part = view._part or getattr(base, "_part", False)
+            if not view._copy_of_view and isinstance(base, ShardedTensorBase) and view._view_of is None:
+                view._view_of = base
     return views
 
 
@@ -220,7 +224,7 @@ def _in_place(call: Call, written: list[int]) -> Any:
     functional, outs = functional_of(call.op), [call.operands[number] for number in written]
     for out in outs:
         if isinstance(out, ShardedTensorBase):
-            out._require_writable(*call.operands)
+            out._require_writable()
     if functional is None or not all(isinstance(out, ShardedTensorBase) for out in outs):
         return compute_gathered(call.op, (), call.arguments, needs_whole(call), written)
     names = {argument.name for argument in functional._schema.arguments}

@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout
-from shardwise.ops.compute import assemble, frame_of, places_of, shared_plain
+from shardwise.ops.compute import places_of, shared_plain
 from shardwise.ops.recorder import not_repeatable
-from shardwise.process_group import Fields, in_step_sharing
-from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor import ShardedTensorBase, from_local
 from shardwise.sharded_tensor.gradients import recorded
 from shardwise.sharding_spec import even_cut, spec_of
 
@@ -37,40 +36,22 @@ def in_chunks(x: Any, dim: int) -> Any:
     return x if layout == x._layout else moved.redistribute(spec_of(layout))
 
 
-def own_chunk(x: torch.Tensor, dim: int, model: ShardedTensorBase) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """This rank's chunk of a tensor, plain or sharded, and anchors that a result of it must keep."""
+def own_chunk(x: torch.Tensor, dim: int, model: ShardedTensorBase) -> torch.Tensor:
+    """This rank's chunk of a tensor, plain or sharded. Every rank has one, which may be empty."""
     layout = chunked_layout(x.shape, dim, model)
     if isinstance(x, ShardedTensorBase):
         moved: Any = x
-        tensors, anchor = recorded(x if layout == x._layout else moved.redistribute(spec_of(layout)))
-        return tensors[0], [] if anchor is None else [anchor]
+        return recorded(x if layout == x._layout else moved.redistribute(spec_of(layout)))[0][0]
     begin, size = (
         int(each[layout.rows_on(dist.get_rank())[0], dim]) for each in (layout.boxes.offsets, layout.boxes.sizes)
     )
-    return shared_plain(x, model._frame.process_group).narrow(dim, begin, size), []
+    return shared_plain(x, model._frame.process_group).narrow(dim, begin, size)
 
 
-def one_behind_another(
-    part: torch.Tensor, anchors: list[torch.Tensor], model: ShardedTensorBase, name: str
-) -> ShardedTensorBase:
+def one_behind_another(part: torch.Tensor, model: ShardedTensorBase) -> ShardedTensorBase:
     """What each rank has made, as the rows of one tensor, in the order of ranks. Their numbers travel.
 
     Every rank of the group calls it, with parts that differ at most in their first dim.
     """
-    group = model._frame.process_group
-    assert group is not None
     not_repeatable()
-    records = torch.is_grad_enabled() and part.requires_grad
-
-    def work() -> tuple[None, Fields, int]:
-        fields = {"op": name, "row": tuple(part.shape[1:]), "dtype": part.dtype, "requires_grad": records}
-        return None, fields, part.shape[0]
-
-    counts = np.array(in_step_sharing(group, work)[1], dtype=np.int64)
-    sizes = np.tile(np.array(part.shape, dtype=np.int64), (len(counts), 1))
-    sizes[:, 0] = counts
-    offsets = np.zeros_like(sizes)
-    offsets[:, 0] = np.cumsum(counts) - counts
-    size = torch.Size([int(counts.sum()), *part.shape[1:]])
-    frame = frame_of(Layout.of(size, Boxes(offsets, sizes), places_of(model._layout, group)), part.dtype, group)
-    return assemble(type(model), frame, [part], anchors, records)
+    return from_local(part, process_group=model._frame.process_group)

@@ -24,7 +24,7 @@ from shardwise.placement import Placement, rank_device
 from shardwise.process_group import ROOM, Fields, Step, group_ranks, in_step_telling, is_member, talks
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.frame import Frame, Parts
-from shardwise.sharded_tensor.gradients import Way, moved_locals, new_anchor, recorded
+from shardwise.sharded_tensor.gradients import Way, moved_locals, new_anchor, note_write, recorded
 from shardwise.sharded_tensor.movement import require_movable
 from shardwise.sharding_spec import spec_of
 from shardwise.transfer import make_plan
@@ -179,7 +179,7 @@ class _Computation:
     def _written(self, target: ShardedTensorBase) -> ShardedTensorBase:
         """The operand that was written into; a rank without its shards keeps what its backward must reach."""
         if self.records and not target._local_tensors() and _differentiable(target.dtype):
-            target._wants_grad, target._anchor = True, tie(self.anchors) if self.anchors else new_anchor(target.device)
+            note_write(target, tie(self.anchors) if self.anchors else new_anchor(target.device))
         return target
 
     def _frame(self, layout: Layout, dtype: torch.dtype) -> Frame:

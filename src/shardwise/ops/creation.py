@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
+from shardwise import settings
 from shardwise.dispatch import Op, registry, unsupported
+from shardwise.geometry import Boxes
+from shardwise.layout import Layout
 from shardwise.ops.below import HANDLERS
 from shardwise.ops.call import Call
 from shardwise.ops.compute import assemble, frame_of, places_of
+from shardwise.ops.schedule import chunked
 from shardwise.random import Draw, current_generator
 from shardwise.sharded_tensor.movement import whole_on
 from shardwise.sharded_tensor.replicas import make_alike
@@ -61,12 +66,32 @@ for _op in LIKE:
     _register(_op)
 
 
+def _cut_alike(size: torch.Size, layout: Layout) -> Layout | None:
+    """The layout of a tensor that differs only in dims that are not cut."""
+    if len(size) != len(layout.size) or not layout.size.numel():
+        return None
+    other = [dim for dim, (one, two) in enumerate(zip(size, layout.size, strict=True)) if one != two]
+    if any(layout.cuts(dim) for dim in other) or layout.has_replicas or not size.numel():
+        return None
+    offsets, sizes = layout.boxes.offsets.copy(), layout.boxes.sizes.copy()
+    for dim in other:
+        sizes[:, dim] = np.where(sizes[:, dim] == layout.size[dim], size[dim], 0)
+        offsets[:, dim] = np.minimum(offsets[:, dim], size[dim])
+    return Layout.of(size, Boxes(offsets, sizes), [layout.place(row) for row in range(len(layout))])
+
+
 def _new(call: Call) -> Any:
-    """new_zeros and the like: of the same size, sharded as the tensor is; of another, whole on every rank."""
+    """new_zeros and the like, cut as the tensor is where what is cut has the same size.
+
+    Else whole on every rank if that is within the gather budget, or in chunks.
+    """
     x = call.sharded()[0]
-    size, group = torch.Size(call["size"]), x._frame.process_group
-    layout = x._layout if size == x.shape else whole_on(size, places_of(x._layout, group))
-    dtype = call["dtype"] or x.dtype
+    dtype, size, group = call["dtype"] or x.dtype, torch.Size(call["size"]), x._frame.process_group
+    layout = x._layout if size == x.shape else _cut_alike(size, x._layout)
+    if layout is None:
+        everyone = places_of(x._layout, group)
+        is_small = size.numel() * dtype.itemsize <= settings.current().gather_budget
+        layout = whole_on(size, everyone) if is_small or size.numel() < 2 else chunked(size, everyone)
     frame = frame_of(layout, dtype, group) if layout is not x._layout else x._frame.with_dtype(dtype)
     sizes = [layout.boxes.sizes[row].tolist() for row in frame.rows]
     stand_in = torch.empty(0, dtype=dtype, device=x.device)

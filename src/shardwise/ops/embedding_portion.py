@@ -18,10 +18,12 @@ from shardwise.dispatch import Distributed
 from shardwise.errors import ProcessGroupError, PropertyError
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout
+from shardwise.ops.chunking import chunked_layout
 from shardwise.ops.compute import assemble, frame_of, places_of
 from shardwise.ops.validation import digest
 from shardwise.sharded_tensor import ShardedTensor
-from shardwise.sharding_spec import even_cut, spec_of
+from shardwise.sharded_tensor.movement import whole_on
+from shardwise.sharding_spec import spec_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,14 +88,10 @@ def boxes_of(plain: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 def dealt(size: Sequence[int], weight: ShardedTensor, allowed: Sequence[int]) -> Layout:
     """One dim in chunks over the ranks: the first that is long enough for all, else the longest. A number is on all."""
     places = places_of(weight._layout, weight._process_group)
-    count = len(places)
-    sizes = np.tile(np.array(size, dtype=np.int64), (count, 1)).reshape(count, len(size))
-    offsets = np.zeros_like(sizes)
-    longest = max(allowed, key=lambda dim: size[dim], default=None)
-    dim = next((dim for dim in allowed if size[dim] >= count), longest)
-    if dim is not None:
-        offsets[:, dim], sizes[:, dim] = even_cut(size[dim], count)
-    return Layout.of(torch.Size(size), Boxes(offsets, sizes), places)
+    if not allowed:
+        return whole_on(torch.Size(size), places)
+    longest = max(allowed, key=lambda dim: size[dim])
+    return chunked_layout(size, next((dim for dim in allowed if size[dim] >= len(places)), longest), weight)
 
 
 def _cuts_others(layout: Layout, allowed: Sequence[int]) -> bool:

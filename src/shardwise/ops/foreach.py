@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.dispatch import Op, registry
-from shardwise.errors import PropertyError
+from shardwise.errors import PropertyError, ViewWriteError
 from shardwise.sharded_tensor import ShardedTensor, ShardedTensorBase
 from shardwise.sharded_tensor.gradients import recorded
 
@@ -38,6 +38,18 @@ def _value(arg: Any) -> Any:
     return arg.full_tensor() if isinstance(arg, ShardedTensor) else arg
 
 
+def _require_writable(target: ShardedTensorBase, values: list[Any]) -> None:
+    """Raise for a view of which some ranks hold nothing: they would not know of the graph of what is written."""
+    recorded = torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in values)
+    if target._view_of is not None and recorded:
+        raise ViewWriteError(
+            "torch._foreach functions do not write values that want a gradient into views of sharded tensors: write "
+            "into one tensor at a time"
+        )
+    if target._view_of is not None or target._copy_of_view:
+        target._require_writable()
+
+
 def _register(op: Op, *, in_place: bool) -> None:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         if not isinstance(args[0], list | tuple):
@@ -47,8 +59,8 @@ def _register(op: Op, *, in_place: bool) -> None:
         args = (first, *args[1:])
         counts = [len(_shards(one, one)) for one in first]
         for one in first if in_place else ():
-            if isinstance(one, ShardedTensorBase) and (one._part or one._copy_of_view):
-                one._require_writable(*[value for arg in args[1:] if isinstance(arg, list | tuple) for value in arg])
+            if isinstance(one, ShardedTensorBase):
+                _require_writable(one, [value for arg in args[1:] if isinstance(arg, list | tuple) for value in arg])
 
         def flat(arg: Any) -> Any:
             """A list for each tensor as a list for each shard."""

@@ -95,7 +95,7 @@ def _write_back(target: ShardedTensorBase, whole: torch.Tensor, places: Any, gro
     )
 
 
-def needs_whole(call: Call, also: str = "") -> str:
+def needs_whole(call: Call) -> str:
     """Why an op cannot be computed on shards: which operands it needs whole."""
     named = []
     for name, value in call.arguments.items():
@@ -103,7 +103,7 @@ def needs_whole(call: Call, also: str = "") -> str:
         sizes = [str(tuple(one.shape)) for one in each if isinstance(one, ShardedTensorBase) and not is_everywhere(one)]
         if sizes:
             named.append(f"{name} {', '.join(sizes)}")
-    return f"{call.op} needs {' and '.join(named) or 'its operands'} whole{also}"
+    return f"{call.op} needs {' and '.join(named) or 'its operands'} whole"
 
 
 def require_budget(

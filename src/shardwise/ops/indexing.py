@@ -54,7 +54,7 @@ def _index_any(call: Call) -> Any:
     x, indices = call["self"], list(call["indices"])
     first, group = indices[0], call.sharded()[0]._frame.process_group
     if len(indices) == 1 and first.dtype == torch.bool and first.ndim and group is not None and is_member(group):
-        return selected(x, first, call.sharded()[0], call.name)
+        return selected(x, first, call.sharded()[0])
     indices = _index_tensors(x, indices)
     at = [k for k, index in enumerate(indices) if index is not None]
     by_tensors = Call(aten.index.Tensor, (x, indices), {})
@@ -160,12 +160,15 @@ def _along_index(call: Call) -> Rule | None:
     dim = call["dim"] % x.ndim
     labels = Labels()
     dims = labels.along(x.shape, whole=[dim])
+    spot = labels.new(call["index"].numel(), whole=True)
     operands: list[list[Along | None]] = []
     for operand in call.operands:
         if operand is x:
             operands.append(dims)
-        elif operand.ndim == x.ndim and operand is not call["index"]:
-            operands.append([labels.new(operand.shape[dim], whole=True) if k == dim else a for k, a in enumerate(dims)])
+        elif operand is call["index"]:
+            operands.append([spot] if operand.ndim else [])
+        elif operand.ndim == x.ndim:
+            operands.append([spot if k == dim else along for k, along in enumerate(dims)])
         else:
             operands.append(labels.along(operand.shape, whole=range(operand.ndim)))
     return labels.rule(operands, [dims])

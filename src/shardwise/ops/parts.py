@@ -61,7 +61,7 @@ def _view(
     if records and not found:
         anchors.append(tie(tensors))
     view = assemble(type(x), frame_of(layout, x.dtype, x._frame.process_group), found, anchors, records)
-    view._part = True
+    view._view_of = x
     return view
 
 
@@ -76,7 +76,22 @@ def _select(call: Call) -> Any:
     x, dim, index = call.operands[0], call["dim"], call["index"]
     expect(call)  # raises as torch does
     dim, index = dim % x.ndim, index % x.shape[dim]
-    return part(x, dim, index, index + 1).squeeze(dim)  # type: ignore[arg-type] # sharded
+    return _without(part(x, dim, index, index + 1), dim)  # type: ignore[arg-type] # sharded
+
+
+def _without(x: ShardedTensorBase, dim: int) -> ShardedTensorBase:
+    """The same without a dim of one element, as views; boxes that hold nothing of it are left out."""
+    layout = x._layout
+    rows = np.flatnonzero(layout.boxes.sizes[:, dim] == 1)
+    if not len(rows):
+        return x.squeeze(dim)  # type: ignore[return-value] # sharded
+    boxes = Boxes(np.delete(layout.boxes.offsets, dim, 1), np.delete(layout.boxes.sizes, dim, 1)).take(rows)
+    size = torch.Size([extent for k, extent in enumerate(layout.size) if k != dim])
+    made = Layout.of(size, boxes, [layout.place(int(row)) for row in rows])
+    tensors, anchor = recorded(x)
+    kept = set(rows.tolist())
+    found = [local.squeeze(dim) for row, local in zip(x._frame.rows, tensors, strict=True) if row in kept]
+    return _view(x, made, found, tensors, anchor)
 
 
 def _split_at(x: Any, dim: int, sizes: Sequence[int]) -> list[Any]:
@@ -94,7 +109,7 @@ def _split(call: Call) -> Any:
 
 def _unbind(call: Call) -> Any:
     x, dim = call.operands[0], call["dim"]
-    return [one.squeeze(dim) for one in _split_at(x, dim, [1] * x.shape[dim])]
+    return [_without(one, dim % x.ndim) for one in _split_at(x, dim, [1] * x.shape[dim])]
 
 
 def _flip(call: Call) -> Any:

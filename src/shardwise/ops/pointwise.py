@@ -87,7 +87,7 @@ def pointwise(call: Call) -> Any:
     target = call.operands[written[0]]
     if written != [0] or call.arguments.get("out") is not None or not isinstance(target, ShardedTensorBase):
         return NotImplemented
-    target._require_writable(*call.operands[1:])
+    target._require_writable()
     return compute(call, rule, lead=0)
 
 
@@ -102,7 +102,8 @@ def _register(op: Op, *, in_place: bool) -> None:
         if not isinstance(first, ShardedTensorBase):
             return descend(op, args, kwargs)
         frame = first._frame
-        if frame.single and not kwargs and first._shards is None and not (in_place and (first._part or first._moved)):
+        through_view = in_place and (first._view_of is not None or first._moved)
+        if frame.single and not kwargs and first._shards is None and not through_view:
             # The most frequent calls, as short as can be: one shard here, alone or with a number or another like it.
             mine, other = first._tensors[0], args[1] if len(args) == 2 else None
             one = None
@@ -135,7 +136,7 @@ def _register(op: Op, *, in_place: bool) -> None:
         if not tensors or layout.has_replicas:
             return descend(op, args, kwargs)
         if in_place:
-            first._require_writable(*args[1:])
+            first._require_writable()
         if len(columns) == 1:
             made = [op(local, **kwargs) for local in tensors]
         elif len(tensors) == 1:

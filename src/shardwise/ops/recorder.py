@@ -20,8 +20,9 @@ from shardwise.sharded_tensor import ShardedTensorBase
 HARMLESS = {"size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "__len__"}
 TELLING = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta", "grad_fn", "itemsize"}
 ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}  # that are tensors
-ORDINARY = {"_frame", "_tensors", "_shards", "_pinned", "_wants_grad", "_anchor"}  # of a wrapper with shards here
-MARKS = ("_moved", "_copy_of_view", "_part")
+# Of a wrapper with shards here.
+ORDINARY = {"_frame", "_tensors", "_shards", "_pinned", "_wants_grad", "_anchor", "_view_of"}
+MARKS = ("_moved", "_copy_of_view")
 
 
 class _Watch(threading.local):
@@ -151,7 +152,18 @@ class Recorder(TorchFunctionMode):
             return None
         like = next((k for k, tensor in enumerate(self.given) if _lies_as(tensor, one)), None)
         marks = {name: True for name in MARKS if getattr(one, name)}
-        return Made(type(one), one._frame, like, [number for number in numbers if number is not None], marks)
+        slots = [number for number in numbers if number is not None]
+        return Made(type(one), one._frame, like, slots, marks, self._base_of(one))
+
+    def _base_of(self, one: ShardedTensorBase) -> int | None:
+        """The number of the given tensor that this is a view of."""
+        base = one._view_of
+        while base is not None:
+            found = next((k for k, tensor in enumerate(self.given) if tensor is base), None)
+            if found is not None:
+                return found
+            base = base._view_of
+        return None
 
 
 def _numbered(recorder: Recorder, steps: list[Step], made: list[Made], shape: Any) -> Tape:

@@ -197,15 +197,20 @@ def _gathers(source: Layout, target: Layout) -> bool:
 
 
 def _is_repeated(rule: Rule, dims: Dims, layout: Layout, cells: Cells) -> bool:
-    """Whether an operand is broadcast along what is cut, and is no larger than what each rank gets of the result.
+    """Whether an operand is broadcast along what is cut, and no larger than what each rank gets of what it goes with.
 
-    Then every rank that computes a part of the result needs all of it, and has room for it.
+    That is the result, or another operand that has all its labels and is cut: an index beside the rows that it is for.
+    Then every rank that computes with a part of these needs all of the operand, and has room for it.
     """
     own = {along.label for along in dims if along is not None}
-    if own - rule.kept():
-        return False
-    share = cells.project(rule.results[0]).volumes[cells.filled]
-    return bool(len(share)) and layout.size.numel() <= int(share.min())
+    for other in (*rule.results[:1], *rule.operands):
+        if other is dims or own - {along.label for along in other if along is not None}:
+            continue
+        share = cells.project(other).volumes[cells.filled]
+        is_cut = other in rule.results[:1] or (len(share) and int(share.max()) < math.prod(size_of(rule, other)))
+        if is_cut and len(share) and layout.size.numel() <= int(share.min()):
+            return True
+    return False
 
 
 def size_of(rule: Rule, dims: Dims) -> list[int]:
@@ -230,7 +235,7 @@ def make_stacking(schedule: Schedule, everyone: tuple[Placement, ...]) -> Stacki
     rows = cells.distinct()
     boxes = cells.project(rule.results[0], rows)
     size = size_of(rule, rule.results[0])
-    result = _chunked(size, everyone)
+    result = chunked(size, everyone)
     whole = torch.Size([len(rows), *size])
     first = np.arange(len(rows), dtype=np.int64).reshape(-1, 1)
     made = Boxes(np.concatenate([first, boxes.offsets], 1), np.concatenate([np.ones_like(first), boxes.sizes], 1))
@@ -243,7 +248,7 @@ def make_stacking(schedule: Schedule, everyone: tuple[Placement, ...]) -> Stacki
     return Stacking(source, tuple(int(row) for row in rows), target, result)
 
 
-def _chunked(size: Sequence[int], everyone: tuple[Placement, ...]) -> Layout:
+def chunked(size: Sequence[int], everyone: tuple[Placement, ...]) -> Layout:
     """The longest dim in chunks; a tensor of one element is on every place instead."""
     count = len(everyone)
     sizes = np.tile(np.array(size, dtype=np.int64), (count, 1)).reshape(count, len(size))

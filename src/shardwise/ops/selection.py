@@ -37,18 +37,17 @@ def _nonzero(call: Call) -> Any:
     if model is None or not x.ndim:
         return NotImplemented
     dim = first_cut(x.shape)
-    part, _ = own_chunk(x.detach(), dim, model)
+    part = own_chunk(x.detach(), dim, model)
     layout = chunked_layout(x.shape, dim, model)
     found = part.nonzero()
     found[:, dim] += int(layout.boxes.offsets[layout.rows_on(dist.get_rank())[0], dim])
-    return one_behind_another(found, [], model, call.name)
+    return one_behind_another(found, model)
 
 
-def selected(x: torch.Tensor, mask: torch.Tensor, model: ShardedTensorBase, name: str) -> ShardedTensorBase:
+def selected(x: torch.Tensor, mask: torch.Tensor, model: ShardedTensorBase) -> ShardedTensorBase:
     """``x[mask]``, where the mask has the first dims of x."""
     dim = first_cut(mask.shape)
-    (part, anchors), (own_mask, _) = own_chunk(x, dim, model), own_chunk(mask, dim, model)
-    return one_behind_another(part[own_mask], anchors, model, name)
+    return one_behind_another(own_chunk(x, dim, model)[own_chunk(mask, dim, model)], model)
 
 
 def _masked_select(call: Call) -> Any:
@@ -57,7 +56,7 @@ def _masked_select(call: Call) -> Any:
     x, mask = (call[name].expand(shape) for name in ("self", "mask"))
     if model is None or not x.ndim:
         return NotImplemented
-    return selected(x, mask, model, call.name)
+    return selected(x, mask, model)
 
 
 # Counting ------------------------------------------------------------------------------------------------------------
@@ -69,9 +68,9 @@ def _counted(call: Call, size: int, **changes: Any) -> Any:
     if model is None or not call.operands[0].ndim:
         return NotImplemented
     dim = first_cut(call.operands[0].shape)
-    parts = [own_chunk(operand.detach(), dim, model)[0] for operand in call.operands]
+    parts = [own_chunk(operand.detach(), dim, model) for operand in call.operands]
     found = call.run(parts, **changes) if parts[0].numel() else _no_counts(call, size)
-    return one_behind_another(found.unsqueeze(0), [], model, call.name).sum(0, dtype=found.dtype)
+    return one_behind_another(found.unsqueeze(0), model).sum(0, dtype=found.dtype)
 
 
 def _no_counts(call: Call, size: int) -> torch.Tensor:

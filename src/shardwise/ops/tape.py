@@ -58,6 +58,7 @@ class Made(NamedTuple):
     like: int | None  # the number of that tensor among those given
     slots: list[int]
     marks: dict[str, bool]
+    base: int | None  # the number of the tensor that it is a view of
 
 
 class Tape(NamedTuple):
@@ -90,13 +91,15 @@ class Tape(NamedTuple):
             else:
                 slots += tensors_in((found,), {})
         results = []
-        for kind, frame, like, numbers, marks in self.made:
+        for kind, frame, like, numbers, marks, base in self.made:
             if like is not None:
                 frame = given[like]._frame.with_dtype(frame.dtype)
             new = _make_wrapper(kind, frame.size, dtype=frame.dtype, device=frame.device)
             new._frame, new._tensors = frame, [slots[number] for number in numbers]
             if marks:
                 new.__dict__.update(marks)
+            if base is not None:
+                new._view_of = given[base]
             if self.shape is None:
                 return new
             results.append(new)

@@ -50,7 +50,7 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
     _shares = (
         False  # whether the gradients of its replicas are added up behind it, by a node that torch takes for a view
     )
-    _part = False  # whether it is a view of a part of another tensor
+    _view_of: ShardedTensorBase | None = None  # the tensor whose memory it shows, or a part of
     _init_rrefs = False
     _sharded_tensor_id: int | None = None
     _remote_shards: dict[int, list[rpc.RRef[Shard]]] | None = None
@@ -101,13 +101,14 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
             self._root = new_anchor(self._frame.device)
         return self._root
 
-    def _require_writable(self, *values: object) -> None:
-        """Raise where torch would write these values through a view, and this is a copy, or only some ranks record."""
-        recorded = any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
-        if self._part and recorded and torch.is_grad_enabled():
+    def _require_writable(self) -> None:
+        """Raise on every rank where torch would on some, or would write through a view that is none."""
+        base = self
+        while base._view_of is not None:
+            base = base._view_of
+        if base is not self and torch.is_grad_enabled() and base.requires_grad and base.is_leaf:
             raise ViewWriteError(
-                "values that want a gradient cannot be written into a part of a sharded tensor, of which some "
-                "ranks hold nothing: put the tensor together with torch.where or torch.cat"
+                "a view of a leaf that requires grad cannot be written into while that is recorded: use torch.no_grad()"
             )
         if self._shares and torch.is_grad_enabled():
             raise ViewWriteError(

@@ -162,6 +162,25 @@ def wants_graph(tensor: ShardedTensorBase) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
+def note_write(tensor: ShardedTensorBase, anchor: torch.Tensor) -> None:
+    """Tie values that were written into a tensor, and are recorded, to the graph of a rank that holds nothing of it.
+
+    There the anchor is all that leads to their backward. The tensor takes it on, and so does each tensor that it is a
+    view of, up to one that has shards here: the first of these is made to depend on the anchor.
+    """
+    one: ShardedTensorBase | None = tensor
+    while one is not None:
+        tensors = one._local_tensors()
+        if tensors:
+            if one is not tensor:
+                first = tensors[0][:0] if tensors[0].ndim else tensors[0].view(1)[:0]
+                first.copy_(anchor.to(first.dtype).expand(first.shape))
+            return
+        before = one._anchored()
+        one._wants_grad, one._anchor = True, anchor if before is None else before + anchor.to(before.device)
+        one = one._view_of
+
+
 def moved_tensors(tensor: ShardedTensorBase, plan: Plan, way: Way) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """The local tensors of the plan's destination, recorded by autograd if need be, and the anchor if recorded."""
     if tensor.is_meta:  # nothing to move; every rank knows that, for the layout says so

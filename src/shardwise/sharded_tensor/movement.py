@@ -31,7 +31,7 @@ from shardwise.process_group import (
 )
 from shardwise.sharded_tensor.assembly import fields_of, require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
-from shardwise.sharded_tensor.gradients import Way, moved_tensors, recorded, wants_graph
+from shardwise.sharded_tensor.gradients import Way, moved_tensors, note_write, recorded, wants_graph
 from shardwise.sharding_spec import ShardingSpec, placed
 from shardwise.transfer import Moving, empty_tensors, make_plan, move, relabel
 
@@ -265,14 +265,14 @@ def _overlap(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bo
 
 def copy_into(into: Any, source: Any, non_blocking: bool = False) -> None:
     """Write the values of one tensor into another of the same size and any layout."""
-    into._require_writable(source)
+    into._require_writable()
     if into._layout == source._layout or into._layout.order_of(source._layout) is not None:
         shared, anchor = recorded(source)
         given = source._like(shared) if shared else source
         for local, other in zip(into._local_tensors(), into._locals_of(given), strict=True):
             local.copy_(other.clone() if _overlap([local], [other]) else other, non_blocking)
-        if not shared and wants_graph(source):
-            into._anchor, into._wants_grad = anchor, True
+        if not shared and anchor is not None and wants_graph(source):
+            note_write(into, anchor)
         return
     joint = into._process_group
     if source._process_group is not joint:
@@ -307,7 +307,7 @@ def copy_into(into: Any, source: Any, non_blocking: bool = False) -> None:
     for local, other in zip(into._local_tensors(), arrived, strict=True):
         local.copy_(other)
     if not arrived and anchor is not None:
-        into._anchor, into._wants_grad = anchor, True
+        note_write(into, anchor)
 
 
 # To other devices and dtypes --------------------------------------------------------------------------------------
