@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DataLoaderConfiguration  # type: ignore[import-untyped] # it has no types
+from accelerate import Accelerator, DataLoaderConfiguration, ParallelismConfig  # type: ignore[import-untyped] # it has no types
 from safetensors.torch import load_file
 from tests.clients.environment import launched
 from tests.clients.models import same_gradients, same_parameters, token_ids, twins, whole
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shardwise import ShardedTensor, load, save
+from shardwise import ShardedOptimizer, ShardedTensor, load, save
 from shardwise.errors import CheckpointError
 from shardwise.testing import ranks
 
@@ -132,3 +133,38 @@ def test_prepared_models_and_optimizers_are_saved_on_every_rank(tmp_path: Path) 
         load(state, tmp_path / "state")
         for name, value in other.state_dict().items():
             assert torch.equal(whole(value).detach(), found[name]), name
+
+
+@ranks(2)
+def test_with_tensor_parallelism_declared_every_rank_gets_the_same_batches() -> None:
+    """Accelerate then deals out to groups of ranks: what a group gets is one batch, and stays plain."""
+    with launched():
+        with mock.patch.object(ParallelismConfig, "_validate_accelerator"):  # which wants GPUs
+            accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+        model, loader = accelerator.prepare(twins()[0], DataLoader(ROWS, batch_size=4))
+        for k, batch in enumerate(loader):
+            assert torch.equal(batch["input_ids"], IDS[4 * k : 4 * k + 4])
+            plain = twins()[1]
+            model.zero_grad()
+            accelerator.backward(model(**batch).loss)
+            plain(**batch).loss.backward()
+            same_gradients(model, plain)
+
+
+@ranks(2)
+def test_a_sharded_optimizer_is_prepared_too() -> None:
+    """AdamW over the shards, step by step with torch's over the twin."""
+    with launched():
+        accelerator = Accelerator(cpu=True)
+        model, plain = twins()
+        ours: Any = ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, lr=0.01)
+        theirs = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        model, ours, loader = accelerator.prepare(model, ours, DataLoader(ROWS, batch_size=2))
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+            ids = accelerator.gather(batch["input_ids"])
+            plain(input_ids=ids, labels=ids).loss.backward()
+            for one in (ours, theirs):
+                one.step()
+                one.zero_grad()
+        same_parameters(model, plain)

@@ -30,7 +30,7 @@ def _unwrapped(theirs: Function) -> Function:
 
     @functools.wraps(theirs)
     def prepare(self: Any, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-        return theirs(self, model, device_placement, evaluation_mode or is_sharded(model))
+        return theirs(self, model, device_placement, evaluation_mode or (_deals_out(self) and is_sharded(model)))
 
     return prepare
 
@@ -58,9 +58,19 @@ def _joining(theirs: Function) -> Function:
     return iterate
 
 
+def _deals_out(accelerator: Any) -> bool:
+    """Whether accelerate would wrap models by DDP: not alone, and not by FSDP or others, who answer for themselves."""
+    return str(accelerator.distributed_type.value).startswith("MULTI_")
+
+
 def _serves_sharded_model(loader: Any) -> bool:
+    """Whether the batches of a loader are each rank's own, and go to a sharded model."""
     accelerator = getattr(loader, OWNER, lambda: None)()
-    return accelerator is not None and any(is_sharded(model) for model in accelerator._models)
+    if accelerator is None or not _deals_out(accelerator):
+        return False
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    alike = parallelism is not None and parallelism.tp_enabled  # then accelerate gives ranks the same batches
+    return not alike and any(is_sharded(model) for model in accelerator._models)
 
 
 def joined(batch: Any) -> Any:
