@@ -23,8 +23,8 @@ Cut = Callable[[str, torch.Tensor], ShardingSpec | None]
 
 
 def everywhere() -> list[str]:
-    """A place on every rank."""
-    return places(*range(dist.get_world_size()))
+    """A place on every rank, on the device that tensors are made on."""
+    return places(*range(dist.get_world_size()), device=str(torch.get_default_device()))
 
 
 def rows(name: str, parameter: torch.Tensor) -> ShardingSpec | None:
@@ -51,7 +51,7 @@ def uneven(name: str, parameter: torch.Tensor) -> ShardingSpec | None:
         left = size[-1] // 4
         boxes.append((begin, [*rest[:-1], left], world - 1))
         boxes.append(([*begin[:-1], left], [*rest[:-1], size[-1] - left], 0))
-    return EnumerableShardingSpec([ShardMetadata(o, s, f"rank:{r}/cpu") for o, s, r in boxes])
+    return EnumerableShardingSpec([ShardMetadata(o, s, everywhere()[r]) for o, s, r in boxes])
 
 
 def tensor_parallel(model: str) -> Cut:

@@ -172,7 +172,8 @@ def loss_of(model: nn.Module, **inputs: Any) -> Any:
 def words() -> dict[str, Any]:
     """Words and those that follow them."""
     generator = torch.Generator().manual_seed(3)
-    return {name: torch.randint(WORDS, (4, LENGTH), generator=generator) for name in ("x", "y")}
+    drawn = [torch.randint(WORDS, (4, LENGTH), generator=generator, device="cpu") for _ in range(2)]
+    return {name: ids.to(torch.get_default_device()) for name, ids in zip(("x", "y"), drawn, strict=True)}
 
 
 @pytest.mark.parametrize("cut", CUTS)

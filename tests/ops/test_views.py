@@ -10,6 +10,7 @@ import torch
 from tests.cases import PLAIN, SIZE, SPECS, assert_close, chunks, holds, whole
 from torch import nn
 
+import shardwise
 from shardwise import ReplicatedShardingSpec, shard_tensor
 from shardwise.errors import ViewWriteError
 from shardwise.testing import ranks
@@ -202,3 +203,28 @@ def test_batch_norm_keeps_its_running_statistics_alike() -> None:
     norm.eval()
     plain.eval()
     assert_close(norm(shard_tensor(batch, chunks(0, 0, 1))).full_tensor(), plain(batch))
+
+
+@ranks(2)
+def test_values_with_a_graph_are_written_into_a_part_of_every_shard() -> None:
+    """All ranks hold some of it, and record it: each value gets its gradient, what was overwritten gets none."""
+    weight = torch.ones(7, 2, requires_grad=True)
+    other = shard_tensor(PLAIN, chunks(0, 0, 1)).requires_grad_()
+    tensor = other * 2
+    tensor[:, :2] = weight * 3
+    tensor[:, 2:4].copy_(shard_tensor(PLAIN, chunks(1, 1, 0))[:, 2:4])
+    tensor.sum().backward()
+    assert torch.equal(weight.grad, torch.full((7, 2), 3.0))
+    assert holds(other.grad, torch.tensor([0.0, 0, 0, 0, 2, 2]).expand(7, 6))
+
+
+@ranks(2)
+def test_new_tensors_are_cut_as_the_one_they_come_of() -> None:
+    """Where only dims differ that are not cut; else they are whole on every rank within the budget, or in chunks."""
+    tensor = shard_tensor(PLAIN, chunks(0, 0, 1))
+    assert tensor.new_zeros(7, 9).local_tensor().shape[1] == 9
+    assert tensor.new_zeros(7, 9).sharding_spec() == tensor.sharding_spec()
+    assert tensor.new_ones(8, 9).local_tensor().shape == (8, 9)
+    with shardwise.gather_budget(0):
+        assert tensor.new_ones(8, 9).local_tensor().numel() < 72
+        assert torch.equal(tensor.new_full((8, 9), 3.0).full_tensor(), torch.full((8, 9), 3.0))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import ALL, PLAIN, SIZE, SPECS, boxes, chunks, holds
+from tests.cases import ALL, PLAIN, SIZE, SPECS, assert_close, boxes, chunks, holds
 
 import shardwise
 from shardwise import ShardedTensor, ShardingSpec, shard_tensor
@@ -134,11 +135,45 @@ def test_what_is_written_below_autograd_is_noticed() -> None:
         leaf.copy_(shardwise.ones(chunks(1, 0, 1), 6, 6))
 
 
+LOSSES: list[Callable[[Any, Any, Any], Any]] = [
+    lambda x, whole, w: (whole**3).sum(),
+    lambda x, whole, w: (whole * 2).sum() + (x * w).sum(),
+    lambda x, whole, w: (whole * x).sum(),
+    lambda x, whole, w: (whole @ w.t()).square().sum(),
+    lambda x, whole, w: (whole.sum() * x).sum(),
+]
+
+
+@pytest.mark.parametrize("spec", ALL)
 @ranks(4)
-def test_full_tensor_is_differentiable() -> None:
-    """Each rank's loss counts: four equal losses give four times the gradient."""
-    tensor = shard_tensor(PLAIN, SPECS["uneven, several per rank"]).requires_grad_()
-    (tensor.full_tensor() * 3).sum().backward()
-    if tensor.local_shards():
-        assert tensor.grad is not None
-        assert holds(tensor.grad, torch.full(SIZE, 12.0))
+def test_full_tensor_is_one_value_in_the_backward_too(spec: str) -> None:
+    """A plain tensor is the same on every rank: a loss of it counts once, alone, with plain and with sharded ones."""
+    values, weights = PLAIN.double() / 7, torch.linspace(1, 2, 42, dtype=torch.float64).reshape(SIZE)
+    others = shard_tensor(weights, SPECS["chunk dim -1"])
+    ways: list[Callable[[Any], Any]] = [lambda x: x, lambda x: x.redistribute(SPECS["chunk on two ranks"])]
+    for loss in LOSSES:
+        plain = values.clone().requires_grad_()
+        loss(plain, plain, weights).backward()
+        assert plain.grad is not None
+        for way in ways:
+            leaf = shard_tensor(values, ALL[spec]).requires_grad_()
+            x = way(leaf)
+            loss(x, x.full_tensor(), others).backward()
+            for shard in leaf.local_shards():
+                at = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
+                assert_close(shard.tensor.grad, plain.grad[tuple(slice(begin, begin + size) for begin, size in at)])
+
+
+@ranks(4)
+def test_full_tensor_is_differentiable_twice() -> None:
+    """The gradient of a gradient's square, on several layouts."""
+    values = PLAIN.double() / 7
+    plain = values.clone().requires_grad_()
+    (grad,) = torch.autograd.grad((plain**3).sum(), [plain], create_graph=True)
+    (grad**2).sum().backward()
+    assert plain.grad is not None
+    for spec in ("chunk dim 0", "chunk on two ranks", "uneven, several per rank", "with empty boxes"):
+        leaf = shard_tensor(values, SPECS[spec]).requires_grad_()
+        (found,) = torch.autograd.grad((leaf.full_tensor() ** 3).sum(), [leaf], create_graph=True)
+        (found**2).sum().backward()
+        assert_close(leaf.grad.full_tensor(), plain.grad)

@@ -225,7 +225,7 @@ def _in_place(call: Call, written: list[int]) -> Any:
     for out in outs:
         if isinstance(out, ShardedTensorBase):
             out._require_writable()
-    if functional is None or not all(isinstance(out, ShardedTensorBase) for out in outs):
+    if functional is None:
         return compute_gathered(call.op, (), call.arguments, needs_whole(call), written)
     names = {argument.name for argument in functional._schema.arguments}
     with torch._C._EnableTorchFunction():
@@ -235,7 +235,10 @@ def _in_place(call: Call, written: list[int]) -> Any:
             raise PropertyError(f"result type {value.dtype} can't be cast to the desired output type {out.dtype}")
         if out.shape != value.shape:
             raise unsupported(call.op, (), call.arguments, "a sharded tensor cannot be given another size in place")
-        copy_into(out, value)
+        if isinstance(out, ShardedTensorBase):
+            copy_into(out, value)
+        else:  # which every rank has, and is given all of it
+            out.copy_(value.full_tensor() if isinstance(value, ShardedTensorBase) else value)  # type: ignore[attr-defined] # on a group
     return outs[0] if len(outs) == 1 else tuple(outs)
 
 

@@ -135,6 +135,8 @@ class _Computation:
     def _local(self, row: int, tensors: Tensors) -> Any:
         sizes = [boxes.boxes.sizes[row].tolist() for boxes in self.schedule.results]
         changes = self.rule.adapt(self.call, sizes) if self.rule.adapt is not None else {}
+        if self.rule.contiguous:
+            tensors = [tensor.contiguous() for tensor in tensors]
         return self.call.run(tensors, **changes)
 
     def _reduced(self, per_cell: list[Tensors]) -> Any:

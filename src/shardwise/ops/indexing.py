@@ -11,6 +11,7 @@ from shardwise.ops.below import HANDLERS, RULES
 from shardwise.ops.call import Call
 from shardwise.ops.compute import compute, expect
 from shardwise.ops.gathered import compute_gathered, needs_whole
+from shardwise.ops.reduction import SUM
 from shardwise.ops.rule import Along, Labels, Rule, broadcast_shapes
 from shardwise.ops.selection import selected
 from shardwise.process_group import is_member
@@ -179,6 +180,25 @@ def _take_along(call: Call) -> Any:
     return NotImplemented if rule is None else compute(call, rule)
 
 
+def _scatter_add(call: Call) -> Any:
+    """Along a whole dim; where the index is cut along it, each cell adds up its own, and the sums are added."""
+    found = _take_along(call)
+    x, index, source = (call[name] for name in ("self", "index", "src"))
+    if found is not NotImplemented or not x.ndim or index.ndim != x.ndim or index.shape != source.shape:
+        return found
+    dim = call["dim"] % x.ndim
+    labels = Labels()
+    spot = [labels.new(size, whole=k != dim and size != x.shape[k]) for k, size in enumerate(index.shape)]
+    kept = [
+        spot[k] if k != dim and size == index.shape[k] else labels.new(size, whole=True)
+        for k, size in enumerate(x.shape)
+    ]
+    nothing = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    alone = Call(aten.scatter_add.default, (nothing, dim, index, source), {})
+    made = compute(alone, labels.rule([kept, spot, spot], [kept], reduction=SUM))
+    return made if made is NotImplemented else x + made
+
+
 def _searched(call: Call) -> Rule | None:
     """bucketize: the boundaries are whole, the values go apart."""
     values, edges = call["self"], call["boundaries"]
@@ -256,6 +276,5 @@ RULES.update(
 HANDLERS[aten._embedding_bag_forward_only] = _embedding_bag
 HANDLERS.update(dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), _index_any))
 HANDLERS[aten.index_put] = _index_put
-HANDLERS.update(
-    dict.fromkeys((aten.scatter, aten.scatter_add, aten.scatter_reduce), _take_along),
-)
+HANDLERS.update(dict.fromkeys((aten.scatter, aten.scatter_reduce), _take_along))
+HANDLERS[aten.scatter_add] = _scatter_add

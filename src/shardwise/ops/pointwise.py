@@ -102,7 +102,7 @@ def _register(op: Op, *, in_place: bool) -> None:
         if not isinstance(first, ShardedTensorBase):
             return descend(op, args, kwargs)
         frame = first._frame
-        through_view = in_place and (first._view_of is not None or first._moved)
+        through_view = in_place and (first._view_of is not None or first._moved or first._copy_of_view)
         if frame.single and not kwargs and first._shards is None and not through_view:
             # The most frequent calls, as short as can be: one shard here, alone or with a number or another like it.
             mine, other = first._tensors[0], args[1] if len(args) == 2 else None

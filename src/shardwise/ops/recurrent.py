@@ -161,7 +161,7 @@ def _samples(call: Call) -> Rule | None:
         operands.append(dims(shape, x.ndim - 2 if number < hidden else -1))
     found = expect(call)
     results = [dims(size, x.ndim - 2 if number or x.ndim == 2 else at) for number, (size, _) in enumerate(found)]
-    return labels.rule(operands, results)
+    return labels.rule(operands, results, contiguous=True)  # as cuDNN wants them
 
 
 def _recurrence(kind: Kind) -> Callable[[Call], Any]:

@@ -47,6 +47,7 @@ class Rule:
     whole: frozenset[int] = frozenset()  # labels that must not be cut
     reduction: Reduction | None = None  # if None, labels that no result has must not be cut either
     hollow: bool = False  # whether the op can be called on empty cells, and gives empty results
+    contiguous: bool = False  # whether its kernels want parts of operands in memory of their own
     # Arguments of the local call that differ from cell to cell: from the call and the sizes of the cell's results.
     adapt: Callable[[Any, list[list[int]]], dict[str, Any]] | None = field(default=None, compare=False)
 

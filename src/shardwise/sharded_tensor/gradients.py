@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.transfer import Plan, Tell, empty_tensors, make_plan, move
@@ -66,6 +67,55 @@ class Differentiable(torch.autograd.Function):
 
 
 _apply: Callable[..., tuple[torch.Tensor, ...]] = Differentiable.apply  # which torch declares without types
+
+
+class Whole(torch.autograd.Function):
+    """The whole tensor on every rank: a plain one, the same everywhere, and so is its gradient.
+
+    So the backward moves nothing: every rank has the whole gradient, and takes the part of its own shards.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
+        """The plan goes to all of the tensor on each rank; the last tensor is an anchor."""
+        ctx.plan, ctx.dtype, ctx.way = plan, dtype, replace(way, ready=_at_once)
+        return move(plan, tensors[:-1], dtype=dtype, **way.options()).wait()[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """The gradient of each shard; of replicas, which are added up, that of the first."""
+        return None, None, None, *_own(ctx.plan, ctx.way, ctx.dtype, grads[0])
+
+
+whole_of: Callable[..., torch.Tensor] = Whole.apply
+
+
+class _Own(torch.autograd.Function):
+    """What this rank's shards are of a whole tensor that every rank has; its own backward puts the whole together."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, way: Way, dtype: torch.dtype, whole: torch.Tensor) -> Any:
+        """A tensor for each shard, zeros where another rank has the first replica; then a zero for the anchor."""
+        layout, rank = plan.src, dist.get_rank()
+        ctx.plan, ctx.dtype, ctx.way = plan, dtype, way
+        first = set(layout.primary.tolist())
+        ctx.counts = [row in first for row in layout.rows_on(rank)]
+        made = []
+        for row, counts in zip(layout.rows_on(rank), ctx.counts, strict=True):
+            begins, ends = layout.boxes.offsets[row].tolist(), layout.boxes.ends[row].tolist()
+            part = whole[tuple(slice(*span) for span in zip(begins, ends, strict=True))].clone()
+            made.append(part if counts else torch.zeros_like(part))
+        return *made, torch.zeros((), device=whole.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """From the first replicas of all shards."""
+        plan = make_plan(ctx.plan.src.once, ctx.plan.dst)
+        first = [grad.contiguous() for grad, counts in zip(grads[:-1], ctx.counts, strict=True) if counts]
+        return None, None, None, whole_of(plan, ctx.way, ctx.dtype, *first, grads[-1])
+
+
+_own: Callable[..., tuple[torch.Tensor, ...]] = _Own.apply
 
 
 class Shared(torch.autograd.Function):

@@ -31,7 +31,15 @@ from shardwise.process_group import (
 )
 from shardwise.sharded_tensor.assembly import fields_of, require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
-from shardwise.sharded_tensor.gradients import Way, moved_tensors, note_write, recorded, wants_graph
+from shardwise.sharded_tensor.gradients import (
+    Way,
+    moved_tensors,
+    new_anchor,
+    note_write,
+    recorded,
+    wants_graph,
+    whole_of,
+)
 from shardwise.sharding_spec import ShardingSpec, placed
 from shardwise.transfer import Moving, empty_tensors, make_plan, move, relabel
 
@@ -163,10 +171,11 @@ def full_tensor(tensor: ShardedTensor) -> torch.Tensor:
     places = [
         Placement(device if rank == here else rank_device(rank, device.type), rank) for rank in group_ranks(group)
     ]
-    (whole, *_), _ = moved_tensors(
-        tensor, make_plan(tensor._layout, whole_on(tensor.shape, places)), Way(group, ready=step.finish)
-    )
-    return whole
+    plan, way = make_plan(tensor._layout, whole_on(tensor.shape, places)), Way(group, ready=step.finish)
+    if not wants_graph(tensor) or tensor.is_meta:
+        return moved_tensors(tensor, plan, way)[0][0]
+    tensors, anchor = recorded(tensor)
+    return whole_of(plan, way, tensor.dtype, *tensors, new_anchor(device) if anchor is None else anchor)
 
 
 # From one layout to another ---------------------------------------------------------------------------------------

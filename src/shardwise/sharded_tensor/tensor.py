@@ -194,7 +194,10 @@ class ShardedTensor(ShardedTensorBase):
         return movement.gather(self, dst, out, enforce_dtype, dtype)
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, on every rank, as a plain tensor. Every rank of the group calls it. Differentiable."""
+        """The whole tensor, on every rank, as a plain tensor. Every rank of the group calls it.
+
+        Differentiable: what is computed from it is one value, the same on every rank, and so its gradient counts once.
+        """
         return movement.full_tensor(self)
 
     def redistribute(

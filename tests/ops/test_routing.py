@@ -1,0 +1,149 @@
+"""What routers of experts do, with nothing gathered: choosing, counting, masking, reading and writing at indices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.ops.twin import COLUMNS, ROWS, TWO, Layouts, along, assert_same, normal, plain
+from torch.nn import functional as F  # noqa: N812 - as everybody writes it
+
+import shardwise
+from shardwise import shard_tensor
+from shardwise.errors import UnsupportedOpError
+from shardwise.testing import ranks
+
+TOKENS, EXPERTS, HIDDEN = 8, 4, 6
+LOGITS, STATES = normal(TOKENS, EXPERTS), normal(TOKENS, HIDDEN, seed=1)
+ROUTES = LOGITS.topk(2).indices
+AT = torch.tensor([3, 2, 1, 0])  # tokens
+TWICE = torch.tensor([3, 3, 1, 0])
+
+OF_LOGITS: dict[str, Callable[[Any], Any]] = {
+    "topk": lambda x: x.softmax(-1).topk(2, -1),
+    "sort": lambda x: x.sort(-1, descending=True),
+    "argsort along tokens": lambda x: x.argsort(0),
+    "best groups of experts": lambda x: x.reshape(TOKENS, 2, 2).topk(1, -1)[0].sum(-1),
+    "scattered ones": lambda x: torch.zeros_like(x).scatter_(1, x.topk(2)[1], 1),
+    "scattered scores": lambda x: torch.zeros_like(x).scatter(1, x.topk(2)[1], x.topk(2)[0]),
+    "nonzero": lambda x: (x > 0).nonzero(),
+    "where": lambda x: torch.where(x > 0),
+    "tokens and their experts": lambda x: x[torch.tensor([1, 2, -1]), torch.tensor([0, -1, 3]), None],
+    "searchsorted": lambda x: torch.searchsorted(torch.tensor([-1.0, 0.0, 1.0]).double(), x),
+    "searched for in sorted rows": lambda x: torch.searchsorted(x.sort(-1).values.detach(), normal(TOKENS, 3)),
+    "counted in bins": lambda x: (torch.histc(x.detach(), 5), torch.histc(x.detach(), 4, -1, 2)),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "running sum": lambda x: (x.cumsum(0), x.cumsum(1), x[:, 0].cumsum(0)),
+}
+OF_IDS: dict[str, Callable[[Any], Any]] = {
+    "one_hot": lambda ids: F.one_hot(ids, EXPERTS).permute(2, 1, 0),
+    "experts that are hit": lambda ids: (F.one_hot(ids, EXPERTS + 1).sum((0, 1)) > 0).nonzero(),
+    "bincount": lambda ids: (torch.bincount(ids.flatten(), minlength=9), torch.bincount(ids.flatten())),
+    "running sum": lambda ids: ids.flatten().cumsum(0),
+}
+OF_STATES: dict[str, Callable[..., Any]] = {
+    "rows": lambda x, y: x[TWICE],
+    "rows, sharded index": lambda x, y: x[shard_tensor(TWICE, ROWS(TWICE.shape))],
+    "rows by a plain mask": lambda x, y: x[torch.arange(TOKENS) % 3 == 0],
+    "rows by a mask of their values": lambda x, y: x[x.sum(1) > 0],
+    "elements by a mask": lambda x, y: x[x > 0],
+    "index_add": lambda x, y: x.index_add(0, TWICE, y),
+    "index_add_ in place": lambda x, y: torch.zeros_like(x).index_add_(0, TWICE, y),
+    "index_add, sharded index": lambda x, y: x.index_add(0, shard_tensor(TWICE, ROWS(TWICE.shape)), y),
+    "index_put": lambda x, y: x.index_put((AT,), y),
+    "index_put, accumulated": lambda x, y: x.index_put((TWICE,), y, accumulate=True),
+    "index_put by a mask": lambda x, y: x.index_put((torch.arange(TOKENS) < 4,), y),
+    "a number by a mask": lambda x, y: x.index_put((x > 0,), torch.zeros((), dtype=x.dtype)),
+    "repeated": lambda x, y: x.repeat_interleave(2, 0),
+}
+
+
+@pytest.mark.parametrize("layout", TWO)
+@ranks(2)
+def test_choosing_experts(layout: str) -> None:
+    """Of scores by tokens, by experts, in uneven boxes: sizes that depend on values are those of the plain tensor."""
+    for name, function in OF_LOGITS.items():
+        assert_same(function, [(LOGITS, TWO[layout])], name)
+    for name, function in OF_IDS.items():
+        assert_same(function, [(ROUTES, TWO[layout])], name)
+
+
+@pytest.mark.parametrize("layout", TWO)
+@ranks(2)
+def test_reading_and_writing_tokens(layout: str) -> None:
+    """Hidden states by tokens, by features, in uneven boxes; what is written plain or sharded."""
+    for name, function in OF_STATES.items():
+        for values in (plain, TWO[layout]):
+            assert_same(function, [(STATES, TWO[layout]), (normal(4, HIDDEN, seed=2), values)], name)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@ranks(4)
+def test_routing_on_four_ranks(dim: int) -> None:
+    """The same on more ranks than some dims have elements."""
+    layouts = along(dim, 2, 0, 3, 1)
+    for name, function in (*OF_LOGITS.items(), *OF_STATES.items()):
+        operands = [(LOGITS if name in OF_LOGITS else STATES, layouts)]
+        operands += [] if name in OF_LOGITS else [(normal(4, HIDDEN, seed=2), COLUMNS)]
+        assert_same(function, operands, name)
+
+
+def by_group(x: Any, weight: Any) -> Any:
+    """A product for each group of tokens; one group has none. Torch's kernel takes no float64, so the twin loops."""
+    ends = torch.tensor([2, 3, 3, 8], dtype=torch.int32)
+    if any(isinstance(one, shardwise.ShardedTensor) for one in (x, weight)):
+        return torch._grouped_mm(x, weight, offs=ends)
+    groups = zip([0, *ends[:-1].tolist()], ends.tolist(), weight, strict=True)
+    return torch.cat([x[begin:end] @ one for begin, end, one in groups])
+
+
+@pytest.mark.parametrize("of_weight", ["plain", "experts", "dim 1", "dim 2", "uneven"])
+@ranks(2)
+def test_experts_in_one_tensor(of_weight: str) -> None:
+    """Three-dimensional weights of experts, cut in any dim: grouped, batched and chosen products."""
+    chosen: dict[str, Layouts] = {"plain": plain, "experts": ROWS, "dim 1": COLUMNS, "dim 2": along(2, 0, 1)}
+    weight = (normal(EXPERTS, HIDDEN, 10, seed=3), {**chosen, **TWO}[of_weight])
+    products: dict[str, Callable[..., Any]] = {
+        "grouped": by_group,
+        "batched": lambda x, w: torch.bmm(x.expand(EXPERTS, TOKENS, HIDDEN), w),
+        "of each token's expert": lambda x, w: torch.bmm(x[:, None], w[ROUTES[:, 0]]),
+        "one after another": lambda x, w: sum(x @ w[expert] for expert in range(EXPERTS)),
+    }
+    for of_x, layouts in {"plain": plain, **TWO}.items():
+        if layouts is plain and of_weight == "plain":
+            continue
+        for name, product in products.items():
+            assert_same(product, [(STATES, layouts), weight], f"{name}, tokens {of_x}")
+
+
+@ranks(2)
+def test_sizes_follow_the_values_of_each_call() -> None:
+    """The same call with other values gives another size: it is not played back."""
+    for count in (3, 5, 0):
+        values = (torch.arange(TOKENS) < count).double()
+        found = shard_tensor(values, ROWS(values.shape)).nonzero()
+        assert found.shape == (count, 1)
+        assert found.full_tensor().flatten().tolist() == list(range(count))
+
+
+@ranks(2)
+def test_what_needs_all_of_one_dim_is_refused_in_one_line() -> None:
+    """A sort of the only dim, which is cut: the error names the op, the operand, the bytes, and what to do."""
+    keys = shard_tensor(ROUTES.flatten(), ROWS(ROUTES.flatten().shape))
+    with shardwise.gather_budget(0), pytest.raises(UnsupportedOpError) as caught:
+        keys.sort()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("aten.sort.default needs self (16,) whole, which would gather 128 bytes on every rank")
+    assert "shardwise.gather_budget(128)" in message
+    assert message.endswith("not supported for ShardedTensor!")
+    with shardwise.gather_budget(128):
+        assert torch.equal(keys.sort().values.full_tensor(), ROUTES.flatten().sort().values)
+
+
+@ranks(2)
+def test_values_as_a_list() -> None:
+    """Every rank asks for all numbers, and gets them."""
+    assert shard_tensor(ROUTES, ROWS(ROUTES.shape)).tolist() == ROUTES.tolist()
