@@ -1,7 +1,7 @@
 """Tensors that live in pieces on many processes: any boxes, on any ranks."""
 
-from shardwise import checkpoint, errors, ops, random, viz
-from shardwise.api import collect_local_shard, reshard_output, shard_module, shard_parameter
+from shardwise import checkpoint, errors, huggingface, ops, random, viz
+from shardwise.api import collect_local_shard, fill_buffers, reshard_output, shard_module, shard_parameter
 from shardwise.checkpoint import load, save
 from shardwise.dispatch import custom_sharded_op_impl, custom_sharding_spec_op
 from shardwise.errors import ShardwiseError
@@ -80,10 +80,12 @@ __all__ = [
     "custom_sharding_spec_op",
     "empty",
     "errors",
+    "fill_buffers",
     "from_dtensor",
     "from_local",
     "full",
     "gather_budget",
+    "huggingface",
     "infer_sharding_spec",
     "init_from_local_shards",
     "layout_independent",

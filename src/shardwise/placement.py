@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 RemoteDevice = remote_device._remote_device
 PlacementLike = str | torch.device | RemoteDevice
+WITHOUT_INDEX = ("cpu", "meta")  # kinds of devices of which there is one: cpu:0 is cpu
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class Placement:
     device: torch.device
     rank: int | None = None
     worker: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.device.index is not None and self.device.type in WITHOUT_INDEX:
+            object.__setattr__(self, "device", torch.device(self.device.type))
 
     @staticmethod
     def of(placement: PlacementLike | Placement | None) -> Placement:
@@ -40,8 +45,7 @@ class Placement:
         remote = parse(placement)
         if (remote.rank() or 0) >= 2**31:
             raise PlacementError(f"no job has a rank {remote.rank()}")
-        device = torch.device("cpu") if remote.device().type == "cpu" else remote.device()  # cpu:0 is cpu
-        return Placement(device, remote.rank(), remote.worker_name())
+        return Placement(remote.device(), remote.rank(), remote.worker_name())
 
     def __str__(self) -> str:
         if self.worker is not None:
@@ -74,9 +78,22 @@ def parse_all(placements: Sequence[PlacementLike]) -> list[RemoteDevice]:
     return [parse(placement) for placement in placements]
 
 
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether two names stand for one device of this process: cpu:0 is cpu, and cuda is the current cuda device."""
+    return one == other or (one.type == other.type and _index(one) == _index(other))
+
+
+def _index(device: torch.device) -> int | None:
+    if device.type in WITHOUT_INDEX:
+        return None
+    module = torch.get_device_module(device.type)
+    without = device == torch.device(device.type)  # an index is declared to be there always
+    return int(module.current_device()) if without and module.is_available() else device.index
+
+
 def rank_device(rank: int, device_type: str) -> torch.device:
     """The device of this type that a rank uses by convention: GPUs are dealt out to ranks in turn."""
-    if device_type in ("cpu", "meta"):
+    if device_type in WITHOUT_INDEX:
         return torch.device(device_type)
     count = torch.get_device_module(device_type).device_count()
     return torch.device(device_type, rank % count if count else rank)

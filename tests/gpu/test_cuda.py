@@ -111,3 +111,20 @@ def test_one_nccl_rank() -> None:
     assert torch.equal(out.cpu(), PLAIN)
     assert torch.equal(tensor.full_tensor().cpu(), PLAIN)
     assert holds(tensor.reshard(grid), PLAIN)
+
+
+@ranks(4)
+def test_a_module_goes_to_the_device_by_any_of_its_names() -> None:
+    """From the CPU to cuda; there, cuda and the current cuda device are the same, and nothing is copied."""
+    layer = torch.nn.Linear(6, 8)
+    shardwise.shard_parameter(layer, "weight", ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(4)]))
+    plain = layer.weight.full_tensor().detach()
+    layer.to("cuda")
+    weight = layer.weight
+    assert weight.device == torch.device("cuda", torch.cuda.current_device())
+    memory = weight.local_tensor().data_ptr()
+    for device in ("cuda", f"cuda:{torch.cuda.current_device()}"):
+        assert layer.to(device).weight is weight
+        assert weight.to(device) is weight
+    assert weight.local_tensor().data_ptr() == memory
+    assert torch.equal(weight.full_tensor().detach().cpu(), plain)

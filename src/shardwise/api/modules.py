@@ -31,7 +31,7 @@ def shard_module(
 
     A module may be made on the ``meta`` device: then only the shards are ever allocated, uninitialised. What the plan
     does not name stays on ``meta``; `Module.to_empty` gives it memory, and new memory to the shards. Initialise after
-    that, or load a checkpoint::
+    that, or load a checkpoint; `fill_buffers` fills buffers that no checkpoint holds::
 
         with torch.device("meta"):
             model = Model()

@@ -10,7 +10,7 @@ from shardwise.checkpoint.index import Piece, StoredTensor
 from shardwise.checkpoint.local import Local, bytes_of, view_of
 from shardwise.checkpoint.sharing_out import Part, Source, share_out
 from shardwise.checkpoint.storage import SUFFIX
-from shardwise.checkpoint.tensor_file import METADATA, Entry, header_of
+from shardwise.checkpoint.tensor_file import ID, METADATA, Entry, header_of
 from shardwise.geometry import describe
 
 
@@ -28,7 +28,7 @@ class FileDraft:
     def header(self) -> bytes:
         """What it begins with."""
         entries = {key: Entry(self.sources[part.source].dtype, part.sizes) for key, part in self.parts.items()}
-        return header_of(entries, self.checkpoint)
+        return header_of(entries, {ID: self.checkpoint})
 
     @property
     def size(self) -> int:

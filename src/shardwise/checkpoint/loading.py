@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
+from shardwise.api.buffers import require_data
 from shardwise.checkpoint import nest
 from shardwise.checkpoint.index import Index, StoredTensor, read_index
 from shardwise.checkpoint.local import Local
@@ -127,11 +129,14 @@ class _Loading:
         match = Match()
         match.compare(target, stored)
         match.require(storage, strict=strict)
+        for module in target.objects():
+            if isinstance(module, nn.Module):
+                require_data(module)
         by_file: dict[str, list[Slab]] = {}
         tensors: list[torch.Tensor] = []
         for name, tensor, entry in match.pairs:
             local = Local.of(name, tensor, ranks)
-            _require_writable(name, local)
+            require_writable(name, local)
             tensors += local.tensors.values()
             for slab in slabs_of(entry, local, ranks.here):
                 by_file.setdefault(slab.piece.file, []).append(slab)
@@ -144,11 +149,12 @@ class _Loading:
         """Read everything into its place."""
         for name, slabs in self.slabs.items():
             with self.storage.reader(name) as read, torch.no_grad():
-                _fill(slabs, read)
+                read_slabs(slabs, read)
         increment_version([tensor for tensor in self.tensors if not tensor.is_inference()])
 
 
-def _require_writable(name: str, local: Local) -> None:
+def require_writable(name: str, local: Local) -> None:
+    """Raise where elements of what is here share memory."""
     for tensor in local.tensors.values():
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise CheckpointError(f"'{name}' is expanded, so that elements share memory: load into a clone() of it")
@@ -171,7 +177,8 @@ def _located(storage: Storage, name: str, slabs: Sequence[Slab], index: Index) -
     return [(header.position(slab.piece.key, slab.entry), slab) for slab in slabs]
 
 
-def _fill(slabs: Sequence[tuple[int, Slab]], read: Read) -> None:
+def read_slabs(slabs: Sequence[tuple[int, Slab]], read: Read) -> None:
+    """Read slabs of one file, each of whose pieces begins at this byte, into their tensors."""
     runs: list[Run] = []
     staged = []
     for position, slab in slabs:

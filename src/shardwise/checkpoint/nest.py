@@ -63,6 +63,13 @@ class Node:
         for key, child in node.children.items():
             yield from child.walk((*path, key))
 
+    def objects(self) -> Iterator[Any]:
+        """Every object with a state dict in it, and in the state dicts of those."""
+        if self.kind is Kind.OBJECT:
+            yield self.own
+        for child in self.children.values():
+            yield from child.objects()
+
 
 def name_of(path: Path) -> str:
     """How messages speak of an entry: its keys, with strokes between them."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import secrets
-import zlib
 from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from shardwise import settings
 from shardwise.checkpoint.draft import Draft
 from shardwise.checkpoint.index import read_index, write_index
 from shardwise.checkpoint.local import Local
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.snapshot import Snapshot, Ties
+from shardwise.checkpoint.snapshot import agreed
 from shardwise.checkpoint.storage import INDEX, Storage, storage_at
 from shardwise.checkpoint.values import encode
 from shardwise.errors import CheckpointError
@@ -67,27 +65,19 @@ class _Saving:
     def agree(self) -> None:
         """Find out that all ranks have the same state, and that there is room for it."""
 
-        checks = settings.current().validate and len(self._ranks.all) > 1
-        sums: list[int] = []
-
-        def work() -> tuple[Snapshot, Fields, tuple[str, Ties, int]]:
-            snapshot = Snapshot.of(self._state, self._ranks)
-            sums.extend(snapshot.checksums() if checks else [])
+        def begin() -> str:
             if self._ranks.first:
                 _require_replaceable(self._storage)
                 self._began = True
                 self._storage.begin()
-            return snapshot, snapshot.fields(), (secrets.token_hex(8), snapshot.ties(), zlib.crc32(repr(sums).encode()))
+            return secrets.token_hex(8)
 
-        snapshot, brought = self._ranks.in_step(work)
-        if len({total for _, _, total in brought}) > 1:  # now it is worth to tell all of them
-            snapshot.require_same_content(self._ranks.in_step(lambda: (None, {}, sums))[1], self._ranks)
-        first = snapshot.tie([ties for _, ties, _ in brought], self._ranks)
+        snapshot, first, checkpoint = agreed(self._state, self._ranks, begin)
         sources = snapshot.sources(first)
         names = {node: sources[number].name for node, number in zip(snapshot.nodes, first, strict=True)}
         self._words = encode(snapshot.tree, names.__getitem__)
         self._locals = [snapshot.locals[number] for number in sources]
-        self._draft = Draft.of(brought[0][0], list(sources.values()), self._ranks.all)
+        self._draft = Draft.of(checkpoint, list(sources.values()), self._ranks.all)
 
     def write(self) -> None:
         """Write this rank's file, if it has any."""

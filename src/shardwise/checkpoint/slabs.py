@@ -92,7 +92,8 @@ def direct_runs(slab: Slab, position: int) -> list[Run] | None:
     strides, inner = strides_of(tuple(slab.target.shape)), slab.sizes[reads.dim :]
     count = torch.Size(inner).numel()
     across = sum((size - 1) * stride for size, stride in zip(inner, strides[reads.dim :], strict=True)) + 1
-    if not lies_plain(slab.target) or reads.length != count or across != count:
+    same = slab.target.dtype == slab.entry.dtype  # else it is converted on its way
+    if not same or not lies_plain(slab.target) or reads.length != count or across != count:
         return None
     itemsize = slab.entry.dtype.itemsize
     memory, nbytes = buffer_of(slab.target), count * itemsize

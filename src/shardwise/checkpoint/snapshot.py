@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise import settings
 from shardwise.checkpoint import nest
 from shardwise.checkpoint.local import Local
 from shardwise.checkpoint.nest import Kind, Node
@@ -14,6 +16,7 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.sharing_out import Source
 from shardwise.checkpoint.values import encode
 from shardwise.errors import RankMismatchError
+from shardwise.process_group import Fields
 
 Ties = list[list[int]]  # pairs of tensors by number, the later one first
 
@@ -104,6 +107,23 @@ class Snapshot:
                 names.add(name)
                 found[number] = Source(name, local.dtype, local.layout.size, None if local.plain else local.layout)
         return found
+
+
+def agreed(state: Any, ranks: Ranks, prepare: Callable[[], Any]) -> tuple[Snapshot, list[int], Any]:
+    """The state, if all ranks have the same; for each tensor the first one that it is tied to; and what the first rank
+    brings from what is to be done when its state is known. Every rank calls it."""
+    checks = settings.current().validate and len(ranks.all) > 1
+    sums: list[int] = []
+
+    def work() -> tuple[Snapshot, Fields, tuple[Any, Ties, int]]:
+        snapshot = Snapshot.of(state, ranks)
+        sums.extend(snapshot.checksums() if checks else [])
+        return snapshot, snapshot.fields(), (prepare(), snapshot.ties(), zlib.crc32(repr(sums).encode()))
+
+    snapshot, brought = ranks.in_step(work)
+    if len({total for _, _, total in brought}) > 1:  # now it is worth to tell all of them
+        snapshot.require_same_content(ranks.in_step(lambda: (None, {}, sums))[1], ranks)
+    return snapshot, snapshot.tie([ties for _, ties, _ in brought], ranks), brought[0][0]
 
 
 def _description(local: Local) -> str:

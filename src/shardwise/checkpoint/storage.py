@@ -84,7 +84,7 @@ class LocalStorage:
 
     def names(self) -> list[str]:
         """The files that are there, in order; none where nothing was ever committed."""
-        with _telling("list", self._home()):
+        with telling("list", self._home()):
             try:
                 return sorted(os.listdir(self._home()))
             except FileNotFoundError:
@@ -92,19 +92,19 @@ class LocalStorage:
 
     def size(self, name: str) -> int:
         """Bytes of a committed file."""
-        with _telling("find", self._home() / name):
+        with telling("find", self._home() / name):
             return os.stat(self._home() / name).st_size
 
     def read(self, name: str) -> bytes:
         """All of a committed file."""
-        with _telling("read", self._home() / name):
+        with telling("read", self._home() / name):
             return (self._home() / name).read_bytes()
 
     @contextmanager
     def reader(self, name: str) -> Iterator[Read]:
         """Within the context, a function that reads parts of a committed file into memory."""
         path = self._home() / name
-        with _telling("open", path):
+        with telling("open", path):
             file = os.open(path, os.O_RDONLY)
 
         def read(begin: int, buffers: Sequence[memoryview]) -> None:
@@ -124,7 +124,7 @@ class LocalStorage:
 
     def begin(self) -> None:
         """Make room for new files, beside those that are there. One rank calls it, before any writes."""
-        with _telling("make", self._draft):
+        with telling("make", self._draft):
             if self._replaced.exists():  # a job ended while it replaced a checkpoint
                 if _holds_anything(self.path):
                     shutil.rmtree(self._replaced)
@@ -153,7 +153,7 @@ class LocalStorage:
     def write(self, name: str, buffers: Iterable[memoryview]) -> None:
         """Write a new file; it lasts when this returns, and is not seen before `commit`."""
         path = self._draft / name
-        with _telling("write", path):
+        with telling("write", path):
             if not self._draft.exists():
                 raise CheckpointError(
                     f"there is no '{self._draft}' here, though another rank has just made it: all ranks must save to "
@@ -169,7 +169,7 @@ class LocalStorage:
 
     def written(self, name: str) -> int | None:
         """Bytes of a new file that this rank sees; None where it sees none."""
-        with _telling("find", self._draft / name):
+        with telling("find", self._draft / name):
             try:
                 return os.stat(self._draft / name).st_size
             except FileNotFoundError:
@@ -177,7 +177,7 @@ class LocalStorage:
 
     def commit(self) -> None:
         """Put the new files in the place of the old ones, at once. One rank calls it, when all have written."""
-        with _telling("rename a new checkpoint to", self.path):
+        with telling("rename a new checkpoint to", self.path):
             _sync_directory(self._draft)
             if self.names():
                 os.rename(self.path, self._replaced)
@@ -217,7 +217,7 @@ def storage_at(path: str | os.PathLike[str] | Storage) -> Storage:
 
 
 @contextmanager
-def _telling(what: str, path: Path) -> Iterator[None]:
+def telling(what: str, path: Path) -> Iterator[None]:
     """What the operating system refuses, said as a `CheckpointError`."""
     try:
         yield
@@ -247,6 +247,16 @@ def _write_all(file: int, buffers: Sequence[memoryview]) -> None:
     pending = deque(buffer for buffer in buffers if buffer.nbytes)
     while pending:
         _pass_by(pending, os.writev(file, list(islice(pending, IOV_MAX))))
+
+
+def write_at(file: int, begin: int, buffers: Iterable[memoryview]) -> None:
+    """Write buffers one after the other, from this byte of an open file on."""
+    for window in _windows(buffers):
+        pending = deque(buffer for buffer in window if buffer.nbytes)
+        while pending:
+            count = os.pwritev(file, list(islice(pending, IOV_MAX)), begin)
+            _pass_by(pending, count)
+            begin += count
 
 
 def _read_all(file: int, begin: int, buffers: Sequence[memoryview], path: Path) -> None:

@@ -55,9 +55,9 @@ class Entry:
         return ("U8", [*self.sizes, self.dtype.itemsize]) if word is None else (word, list(self.sizes))
 
 
-def header_of(entries: Mapping[str, Entry], checkpoint: str) -> bytes:
+def header_of(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
     """What a file with these tensors begins with; their bytes follow, in this order and without gaps."""
-    words: dict[str, Any] = {METADATA: {ID: checkpoint}}
+    words: dict[str, Any] = {METADATA: dict(metadata)}
     position = 0
     for key, entry in entries.items():
         dtype, shape = entry.words()
@@ -78,6 +78,15 @@ class Header:
     begin: int
     words: Mapping[str, Any]
 
+    def entry(self, key: str) -> Entry:
+        """What the file says of a tensor, or the error that says that torch has no such dtype."""
+        found = self.words[key]
+        try:
+            dtype = next(kind for kind, word in WORDS.items() if word == found["dtype"])
+            return Entry(dtype, tuple(int(size) for size in found["shape"]))
+        except (StopIteration, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"file '{self.file}' holds '{key}' as {found!r:.200}, which is unknown") from error
+
     def position(self, key: str, entry: Entry) -> int:
         """The byte at which a tensor begins, or the error that says it is not the tensor that is looked for."""
         dtype, shape = entry.words()
@@ -90,8 +99,8 @@ class Header:
         return self.begin + int(begin)
 
 
-def read_header(read: Read, file: str, size: int, checkpoint: str) -> Header:
-    """The header of a file of this size that belongs to this checkpoint, or the error that says why it is none."""
+def read_header(read: Read, file: str, size: int, checkpoint: str | None) -> Header:
+    """The header of a file of this size that belongs to this checkpoint, or to none; or the error that says why not."""
     length = int.from_bytes(_part(read, 0, 8), "little") if size >= 8 else size
     if not 0 < length <= min(size - 8, MOST_HEADER):
         raise CheckpointError(f"file '{file}' is not a safetensors file: its header does not fit into {size:,} bytes")
@@ -105,6 +114,8 @@ def read_header(read: Read, file: str, size: int, checkpoint: str) -> Header:
         raise CheckpointError(
             f"file '{file}' does not belong to this checkpoint, but to {known or 'none'}: the files of two checkpoints "
             "were mixed"
+            if checkpoint is not None
+            else f"file '{file}' is part of a checkpoint of shardwise: shardwise.load reads it"
         )
     if max(ends, default=0) != size - 8 - length:
         raise CheckpointError(f"file '{file}' is damaged: its header does not speak of all its {size:,} bytes")

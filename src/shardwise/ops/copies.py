@@ -12,6 +12,7 @@ from shardwise.ops.below import HANDLERS, descend
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.direct import call_directly
 from shardwise.sharded_tensor.movement import copy_into
+from shardwise.sharding_spec import ShardingSpec
 
 
 def _on_each_shard(op: Op) -> None:
@@ -68,11 +69,31 @@ def _copy(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
 def _set_data(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
     """Other memory, and with it another dtype or device; the tensor and its local tensors stay the objects they are."""
     tensor, data = args
-    for local, other in zip(tensor._local_tensors(), tensor._locals_of(data), strict=True):
-        local.data = other
+    spec, others = _data_of(tensor, data)
+    here = tensor._local_tensors()
+    if len(here) == len(others):
+        for local, other in zip(here, others, strict=True):
+            local.data = other
+    else:  # of another size, of which another number of boxes is here
+        wants_grad = tensor.requires_grad
+        tensor._become(data._frame, [other.detach().requires_grad_(wants_grad) for other in others])
     with torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined] # a property to Python
-    tensor._frame, tensor._known_metadata = replace(data._frame, spec=tensor._frame.spec), None
+    tensor._frame, tensor._known_metadata = replace(data._frame, spec=spec), None
+
+
+def _data_of(tensor: Any, data: Any) -> tuple[ShardingSpec, list[torch.Tensor]]:
+    """The local tensors that take the place of a tensor's own, and its spec then.
+
+    Of the same size, the boxes must be on the same ranks, but may be on other devices of them; a leaf may get another
+    size, sharded in any way over its group.
+    """
+    if isinstance(data, ShardedTensorBase) and data._layout != tensor._layout:
+        there, here = (one._layout.moved(lambda place: place.on(torch.device("meta"))) for one in (data, tensor))
+        resized = data.shape != tensor.shape and tensor.is_leaf and data._process_group is tensor._process_group
+        if there == here or resized:
+            return data._sharding_spec, data._local_tensors()
+    return tensor._sharding_spec, tensor._locals_of(data)
 
 
 HANDLERS[torch.ops.aten.detach] = lambda call: _detach((), call.operands[:1], {}, None)

@@ -23,7 +23,7 @@ from shardwise.errors import (
 )
 from shardwise.layout import Layout, parse_size
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.placement import Placement
+from shardwise.placement import WITHOUT_INDEX, Placement, same_device
 from shardwise.process_group import (
     Fields,
     group_ranks,
@@ -55,7 +55,7 @@ def _parts(
 ) -> Parts:
     frame = Frame.of(layout, spec, rows, properties.dtype, process_group)
     held = tensors or [shard.tensor for shard in shards or ()]
-    if held and held[0].device != frame.device:  # such as "cuda" without an index
+    if held and held[0].device.type not in WITHOUT_INDEX:  # the placement may be "cuda" without an index
         frame = replace(frame, device=held[0].device)
     return Parts(frame, tensors, shards, properties.requires_grad, properties.pin_memory)
 
@@ -277,7 +277,7 @@ def _require_matching(shard: Shard, properties: TensorProperties) -> None:
         ("requires_grad", "tensor property", properties.requires_grad, tensor.requires_grad),
     ]
     for name, source, wanted, found in expected:
-        if wanted != found:
+        if wanted != found and not (name == "device" and same_device(place.device, tensor.device)):
             raise PropertyError(
                 f"Local shards' tensor {name} property is incompatible with {source} on rank {place.rank}: "
                 f"{source} {name}={wanted}, local shard tensor {name}={found}."
@@ -288,15 +288,19 @@ def _require_matching(shard: Shard, properties: TensorProperties) -> None:
 
 def rows_of(local_shards: list[Shard], layout: Layout, candidates: list[int]) -> tuple[int, ...]:
     """The row of the layout that each local shard fills."""
-    free: dict[ShardMetadata, list[int]] = {}
+    free: dict[tuple[Any, ...], list[int]] = {}
     for row in candidates:
-        free.setdefault(layout.shard_metadata(row), []).append(row)
+        free.setdefault(_key(layout.shard_metadata(row)), []).append(row)
     rows = []
     for shard in local_shards:
-        if not free.get(shard.metadata):
+        if not free.get(_key(shard.metadata)):
             raise SpecError(f"local shard {shard.metadata} is not among this rank's shards in the global metadata")
-        rows.append(free[shard.metadata].pop(0))
+        rows.append(free[_key(shard.metadata)].pop(0))
     return tuple(rows)
+
+
+def _key(metadata: ShardMetadata) -> tuple[Any, ...]:
+    return *metadata.shard_offsets, *metadata.shard_sizes, Placement.of(metadata.placement)
 
 
 def fields_of(layout: Layout, spec: ShardingSpec, properties: TensorProperties) -> Fields:

@@ -18,6 +18,7 @@ from shardwise.dispatch import Distributed, distributed_in, refuse_mixed, regist
 from shardwise.errors import LocalTensorError, PropertyError, ViewWriteError
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.placement import same_device
 from shardwise.sharded_tensor import assembly, pickling
 from shardwise.sharded_tensor.checkpointable import Checkpointable
 from shardwise.sharded_tensor.frame import Frame, Parts
@@ -144,7 +145,9 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
         if self._shards is None:
             return self._tensors
         tensors = [shard.tensor for shard in self._shards]
-        if tensors and (tensors[0].dtype != self._frame.dtype or tensors[0].device != self._frame.device):
+        if tensors and (
+            tensors[0].dtype != self._frame.dtype or not same_device(tensors[0].device, self._frame.device)
+        ):
             # Somebody gave a shard another tensor: the tensor is of that kind from now on.
             self._frame = replace(self._frame, dtype=tensors[0].dtype, device=tensors[0].device)
             self._known_metadata = None
@@ -286,8 +289,9 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
             self._hooks.follow(self)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Record operations on every shard, from now on."""
-        self.requires_grad = requires_grad
+        """Record operations on every shard, from now on; a result that is recorded anyway stays as it is."""
+        if not (requires_grad and self.requires_grad and not self.is_leaf):
+            self.requires_grad = requires_grad
         return self
 
     @property

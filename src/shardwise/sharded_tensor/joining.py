@@ -12,7 +12,7 @@ from shardwise.dispatch import Distributed, summary
 from shardwise.errors import LayoutError, PropertyError, RankMismatchError
 from shardwise.layout import Layout, parse_shards
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.placement import Placement
+from shardwise.placement import Placement, same_device
 from shardwise.process_group import locate
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharding_spec.enumerable import check_tensor, validate_non_overlapping_shards_metadata
@@ -44,7 +44,7 @@ def build_metadata_from_local_shards(
                 f"Found current rank in the process group: {current_rank}, "
                 f"local ShardMetadata placement's rank: {place.rank}"
             )
-        if tensor.device != place.device:
+        if not same_device(tensor.device, place.device):
             raise PropertyError(
                 "Local shard tensor device does not match with local Shard's placement! "
                 f"Found local shard tensor device: {tensor.device}, placement device: {place.device}"

@@ -18,7 +18,7 @@ from shardwise.errors import ProcessGroupError, PropertyError, SpecError
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout
 from shardwise.metadata import TensorProperties
-from shardwise.placement import Placement, rank_device
+from shardwise.placement import WITHOUT_INDEX, Placement, rank_device
 from shardwise.process_group import (
     Fields,
     Step,
@@ -335,7 +335,9 @@ def converted(
     target = device
     if device is not None:
         kind = device.type
-        if kind not in ("cpu", "meta") and str(device) == kind:
+        if kind in WITHOUT_INDEX:
+            target = torch.device(kind)
+        elif device == torch.device(kind):  # without an index
             target = torch.device(kind, torch.get_device_module(kind).current_device())
 
         def work() -> tuple[None, Fields, list[Any]]:

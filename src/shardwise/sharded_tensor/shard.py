@@ -10,7 +10,7 @@ import torch
 from shardwise.dispatch import require_plain
 from shardwise.errors import PropertyError
 from shardwise.metadata import ShardMetadata
-from shardwise.placement import Placement
+from shardwise.placement import Placement, same_device
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Shard:
                 f"Found tensor size {list(self.tensor.size())}, but the metadata says {self.metadata.shard_sizes}"
             )
         placement = self.metadata.placement
-        if placement is not None and placement.device() != self.tensor.device:
+        if placement is not None and not same_device(placement.device(), self.tensor.device):
             raise PropertyError(
                 "Local shard tensor device does not match with local Shard's placement! "
                 f"Found a tensor on {self.tensor.device}, but the placement is {placement}"

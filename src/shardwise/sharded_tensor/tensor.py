@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup, rpc
 from shardwise.dispatch import registry
 from shardwise.errors import MemoryFormatError, RpcError
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, restore_properties
+from shardwise.placement import same_device
 from shardwise.process_group import Fields, in_step, or_default
 from shardwise.random import Draw, TileGenerator, current_generator
 from shardwise.sharded_tensor import assembly, movement, old_pickles, pickling, remote
@@ -249,14 +250,16 @@ class ShardedTensor(ShardedTensorBase):
             args = (args[0].device, args[0].dtype, *args[1:])
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         dtype = self.dtype if dtype is None else dtype
-        same_device = device is None or (device.type == self.device.type and device.index in (None, self.device.index))
-        if same_device and dtype == self.dtype and not copy and process_group is None:
+        stays = device is None or (
+            device.type == self.device.type and (device.index is None or same_device(device, self.device))
+        )
+        if stays and dtype == self.dtype and not copy and process_group is None:
             return self
 
         def convert(local: torch.Tensor, target: torch.device | None) -> torch.Tensor:
             return local.to(target or local.device, dtype, non_blocking, copy)
 
-        moves = None if same_device else device
+        moves = None if stays else device
         frame, tensors, anchor = movement.converted(self, moves, dtype, process_group, convert)
         new: ShardedTensor = self._derived(frame, tensors, anchor)
         return new

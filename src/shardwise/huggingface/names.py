@@ -1,0 +1,45 @@
+"""The tensors of a model under the names, and in the form, that transformers gives them in a folder.
+
+Where it keeps experts together that a folder has apart, what the folder has is a part of the model's tensor, and of a
+sharded one a view of its shards: it is written as it lies, and read into.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from shardwise.errors import CheckpointError
+from shardwise.sharded_tensor import ShardedTensorBase
+
+
+@torch.no_grad()
+def as_stored(model: Any) -> dict[str, Any]:
+    """All that transformers would write of a model; of names for one tensor, the one that it keeps comes first."""
+    state = dict(model.state_dict(keep_vars=True))
+    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+        state.pop(name, None)
+    known = getattr(model, "all_tied_weights_keys", None)
+    copies = set(known) if isinstance(known, dict) else set()
+    state = dict(sorted(state.items(), key=lambda entry: entry[0] in copies))
+    revert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
+    return dict(revert(model, state)) if revert is not None and hasattr(model, "config") else state
+
+
+def require_views(stored: dict[str, Any], model: Any) -> None:
+    """Raise unless what is written into these tensors reaches the model."""
+    own = {memory for tensor in model.state_dict(keep_vars=True).values() for memory in _memory(tensor)}
+    for name, tensor in stored.items():
+        if not own.issuperset(_memory(tensor)):
+            raise CheckpointError(
+                f"'{name}' of the folder is no part of a tensor of {type(model).__name__} as it lies, but has to be "
+                "converted: load it with from_pretrained on every rank, then shard_module"
+            )
+
+
+def _memory(tensor: Any) -> set[int]:
+    """Where the memory begins that holds what is here of a tensor."""
+    here = tensor._local_tensors() if isinstance(tensor, ShardedTensorBase) else [tensor]
+    return {local.untyped_storage().data_ptr() for local in here if local.numel()}
