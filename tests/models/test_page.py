@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.clients.environment import launched
 
 from shardwise.testing import run_on_ranks
 
@@ -17,8 +18,8 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
 def run_page(folder: str) -> None:
     """All blocks, one after the other, as one script in a folder of its own."""
     os.chdir(folder)
-    os.environ.update({"HF_HUB_OFFLINE": "1", "WORLD_SIZE": "2"})
-    exec(compile("".join(BLOCKS), str(PAGE), "exec"), {"__name__": "__main__"})
+    with launched():
+        exec(compile("".join(BLOCKS), str(PAGE), "exec"), {"__name__": "__main__"})
 
 
 def test_the_page_runs_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
