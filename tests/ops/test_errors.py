@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import ALL, PLAIN, SIZE, chunks, holds
+from torch._decomp import decomposition_table
 
 import shardwise
 from shardwise import PartialTensor, ReplicatedTensor, shard_tensor
@@ -143,3 +144,19 @@ def test_a_value_that_is_sharded_fills() -> None:
     assert holds(torch.sub(other=tensor, input=tensor + 1), torch.ones(SIZE))
     with pytest.raises(ValueError, match="can't be cast"):
         torch.add(tensor, 0.25, out=torch.zeros_like(tensor, dtype=torch.int64))
+
+
+@ranks(2)
+def test_a_decomposition_that_comes_back_to_its_op_is_refused() -> None:
+    """As what the op needs whole, not as a recursion without end."""
+    tensor = shard_tensor(torch.eye(4), chunks(0, 0, 1))
+    op = torch.ops.aten.cholesky_inverse.default
+    decomposition_table[op] = lambda x, upper=False: torch.cholesky_inverse(x + 0, upper)
+    try:
+        with (
+            shardwise.gather_budget(0),
+            pytest.raises(UnsupportedOpError, match=r"cholesky_inverse.* whole"),
+        ):
+            torch.cholesky_inverse(tensor)
+    finally:
+        del decomposition_table[op]

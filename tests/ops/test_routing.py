@@ -144,6 +144,16 @@ def test_what_needs_all_of_one_dim_is_refused_in_one_line() -> None:
 
 
 @ranks(2)
+def test_what_one_rank_would_find_wrong_all_ranks_raise() -> None:
+    """A negative number to count in one shard, and a mask of another size."""
+    keys = torch.tensor([1, 2, 3, -1])
+    with pytest.raises(RuntimeError, match="non-negative"):
+        torch.bincount(shard_tensor(keys, ROWS(keys.shape)))
+    with pytest.raises(IndexError, match="mask"):
+        shard_tensor(STATES, ROWS(STATES.shape))[torch.ones(TOKENS + 1, dtype=torch.bool)]
+
+
+@ranks(2)
 def test_values_as_a_list() -> None:
     """Every rank asks for all numbers, and gets them."""
     assert shard_tensor(ROUTES, ROWS(ROUTES.shape)).tolist() == ROUTES.tolist()

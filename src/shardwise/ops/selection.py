@@ -46,6 +46,8 @@ def _nonzero(call: Call) -> Any:
 
 def selected(x: torch.Tensor, mask: torch.Tensor, model: ShardedTensorBase) -> ShardedTensorBase:
     """``x[mask]``, where the mask has the first dims of x."""
+    if x.shape[: mask.ndim] != mask.shape:  # on every rank, before anything is cut
+        raise IndexError(f"a mask of size {tuple(mask.shape)} does not match a tensor of size {tuple(x.shape)}")
     dim = first_cut(mask.shape)
     return one_behind_another(own_chunk(x, dim, model)[own_chunk(mask, dim, model)], model)
 
@@ -82,6 +84,10 @@ def _no_counts(call: Call, size: int) -> torch.Tensor:
 
 def _bincount(call: Call) -> Any:
     x = call["self"]
+    if x.ndim != 1 or not x.numel():
+        return NotImplemented
+    if x.min().item() < 0:  # which only some ranks would find out
+        raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
     size = max(int(x.max().item()) + 1, call["minlength"])
     return _counted(call, size, minlength=size)
 
