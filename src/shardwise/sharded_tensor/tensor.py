@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup, rpc
 from shardwise.dispatch import registry
 from shardwise.errors import MemoryFormatError, RpcError
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, restore_properties
-from shardwise.placement import same_device
+from shardwise.placement import WITHOUT_INDEX
 from shardwise.process_group import Fields, in_step, or_default
 from shardwise.random import Draw, TileGenerator, current_generator
 from shardwise.sharded_tensor import assembly, movement, old_pickles, pickling, remote
@@ -238,8 +238,9 @@ class ShardedTensor(ShardedTensorBase):
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
         """The tensor on another device or of another dtype, as `torch.Tensor.to`; itself when nothing changes.
 
-        Each rank moves its own shards, to its current device when no index is given. When the device changes, every
-        rank of the group calls it, and each learns the others' devices. Takes ``process_group`` for the new tensor.
+        Each rank moves its own shards, to its current device when no index is given. When the kind of device changes,
+        or an index is given, every rank of the group calls it, and each learns the others' devices: a rank that stays
+        cannot know that others do not. Takes ``process_group`` for the new tensor.
         """
         if not torch._C._is_torch_function_enabled():  # inside an op that is broken down into others
             return super().to(*args, **kwargs)  # type: ignore[return-value] # sharded
@@ -251,9 +252,10 @@ class ShardedTensor(ShardedTensorBase):
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         dtype = self.dtype if dtype is None else dtype
         stays = device is None or (
-            device.type == self.device.type and (device.index is None or same_device(device, self.device))
+            device.type == self.device.type and (device.type in WITHOUT_INDEX or device == torch.device(device.type))
         )
-        if stays and dtype == self.dtype and not copy and process_group is None:
+        same = dtype == self.dtype and not copy and process_group is None
+        if stays and same:
             return self
 
         def convert(local: torch.Tensor, target: torch.device | None) -> torch.Tensor:
@@ -261,6 +263,8 @@ class ShardedTensor(ShardedTensorBase):
 
         moves = None if stays else device
         frame, tensors, anchor = movement.converted(self, moves, dtype, process_group, convert)
+        if same and frame.layout == self._layout:
+            return self
         new: ShardedTensor = self._derived(frame, tensors, anchor)
         return new
 
