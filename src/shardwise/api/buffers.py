@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,12 +42,13 @@ def fill_buffers(
 
     def work() -> tuple[dict[str, torch.Tensor], Fields]:
         wanted = [name for name, owner, own in _buffers(model) if own.is_meta or _is_passing(owner, name)]
-        with torch.random.fork_rng([]), torch.device("cpu"), _WithoutValues():
-            twin = dict(make().named_buffers(remove_duplicate=False)) if wanted else {}
-        lacking = [name for name in wanted if name not in twin or twin[name].is_meta]
-        if lacking:
+        found = _made_anew(make, wanted, _WithoutValues())
+        if len(found) < len(wanted):  # a buffer that began as torch.empty
+            found = _made_anew(make, wanted, nullcontext())
+        if len(found) < len(wanted):
+            lacking = [name for name in wanted if name not in found]
             raise PropertyError(f"the module that was made anew has no values for {_listed(lacking)}")
-        return {name: twin[name] for name in wanted}, {"verb": "fill_buffers", "buffers": wanted}
+        return found, {"verb": "fill_buffers", "buffers": wanted}
 
     alone = process_group is None and not (torch.distributed.is_available() and torch.distributed.is_initialized())
     made = work()[0] if alone else in_step(or_default(process_group), work)
@@ -56,6 +58,17 @@ def fill_buffers(
             there = device if own.is_meta else own.device
             owner._buffers[name.rpartition(".")[2]] = made[name].to(there, own.dtype)
     return model
+
+
+def _made_anew(
+    make: Callable[[], nn.Module], wanted: list[str], mode: AbstractContextManager[object]
+) -> dict[str, torch.Tensor]:
+    """Those of the wanted buffers that have values in a module that is made within this mode."""
+    if not wanted:
+        return {}
+    with torch.random.fork_rng([]), torch.device("cpu"), mode:
+        twin = dict(make().named_buffers(remove_duplicate=False))
+    return {name: twin[name] for name in wanted if name in twin and not twin[name].is_meta}
 
 
 def without_data(model: nn.Module) -> list[str]:
