@@ -106,7 +106,7 @@ def test_the_demo_trains_the_same_model_anywhere(
         ("3", "30", "45"),
         ("2", "45", "60"),
     ]
-    legs = re.findall(r"^ +(\d) +\d+-\d+  (\S+) +(\S+) +\S+$", printed, flags=re.MULTILINE)
+    legs = re.findall(r"^ +(\d) +\d+-\d+ +(\S+) +(\S+) +\S+$", printed, flags=re.MULTILINE)
     assert [ranks for ranks, _, _ in legs] == ["4", "3", "2"]
     losses = [float(loss) for _, loss, _ in legs]
     assert losses == pytest.approx([float(twin) for _, _, twin in legs], abs=2e-9)  # the demo's own 1e-9, and print

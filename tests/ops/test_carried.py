@@ -10,7 +10,7 @@ from tests.cases import assert_close, chunks
 from torch import nn
 from torch.nn import functional
 
-from shardwise import shard_tensor
+from shardwise import ShardedTensor, shard_tensor
 from shardwise.testing import ranks
 
 # Each transposes, reshapes or normalises its second operand before it meets the first.
@@ -46,3 +46,24 @@ def test_the_plain_operand_gets_the_whole_gradient(name: str) -> None:
         function(sharded, plain).pow(2).sum().backward()
         assert_close(plain.grad, leaves[1].grad)
         assert_close(sharded.grad.full_tensor(), leaves[0].grad)
+
+
+@ranks(2)
+def test_plain_operands_are_differentiable_twice_and_thrice() -> None:
+    """Beside sharded ones: a loss of plain gradients is one loss, which counts once."""
+
+    def thrice(x: Any, w: Any) -> list[Any]:
+        """The gradients of a loss of gradients of a loss of gradients."""
+        (first,) = torch.autograd.grad(((x * w) ** 3).sum(), [x], create_graph=True)
+        second = torch.autograd.grad((first**2).sum(), [x, w], create_graph=True)
+        loss = (second[0] ** 2).sum() + (second[1] ** 2).sum()
+        loss.backward()
+        return [*second, x.grad, w.grad]
+
+    values = [torch.linspace(1, 2, 6, dtype=torch.float64), torch.linspace(-1, 1, 6, dtype=torch.float64)]
+    expected = thrice(*(value.clone().requires_grad_() for value in values))
+    sharded = shard_tensor(values[1], chunks(0, 0, 1)).requires_grad_()
+    found = thrice(values[0].clone().requires_grad_(), sharded)
+    for one, other in zip(found, expected, strict=True):
+        whole = one.detach().full_tensor() if isinstance(one, ShardedTensor) else one.detach()
+        assert_close(whole, other.detach())

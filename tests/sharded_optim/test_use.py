@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedOptimizer, errors, shard_tensor
+from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedOptimizer, errors, from_local, shard_tensor
 from shardwise.testing import ranks
 
 
@@ -209,7 +209,7 @@ def test_sparse_gradients_of_a_table(kind: str) -> None:
     for _ in range(2):
         ours.zero_grad()
         theirs.zero_grad()
-        nn.functional.embedding(ids[dist.get_rank()], twin, sparse=True).pow(2).sum().backward()
+        nn.functional.embedding(from_local(ids[dist.get_rank()]), twin, sparse=True).pow(2).sum().backward()
         nn.functional.embedding(ids.flatten(), plain, sparse=True).pow(2).sum().backward()
         with torch.sparse.check_sparse_tensor_invariants(False):  # Adagrad makes some, and warns if nothing is said
             ours.step()

@@ -12,7 +12,8 @@ from shardwise.geometry import Boxes
 from shardwise.layout import Layout
 from shardwise.ops.below import HANDLERS
 from shardwise.ops.call import Call
-from shardwise.ops.compute import assemble, compute, expect, frame_of, places_of, shared_plain, tie
+from shardwise.ops.compute import assemble, compute, expect, frame_of, places_of, tie
+from shardwise.ops.plain_operand import shared_plain
 from shardwise.ops.rule import Labels, Rule
 from shardwise.ops.schedule import cells_of
 from shardwise.placement import Placement

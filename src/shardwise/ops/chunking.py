@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout
-from shardwise.ops.compute import places_of, shared_plain
+from shardwise.ops.compute import places_of
+from shardwise.ops.plain_operand import shared_plain
 from shardwise.ops.recorder import not_repeatable
 from shardwise.sharded_tensor import ShardedTensorBase, from_local
 from shardwise.sharded_tensor.gradients import recorded

@@ -18,6 +18,7 @@ from shardwise.dispatch import unsupported
 from shardwise.errors import ProcessGroupError, UnsupportedOpError
 from shardwise.layout import Layout
 from shardwise.ops.call import Call
+from shardwise.ops.plain_operand import shared_plain
 from shardwise.ops.rule import Reduction, Rule
 from shardwise.ops.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
 from shardwise.placement import Placement, rank_device
@@ -350,46 +351,6 @@ def _require_agreement_of(rule: Rule, expected: list[tuple[torch.Size, torch.dty
     found = [tuple(size) for size, _ in expected]
     if said != found:
         raise UnsupportedOpError(f"the rule for {call.name} gives results of sizes {said}, torch gives {found}")
-
-
-class SharedPlain(torch.autograd.Function):
-    """A plain tensor that is the same on every rank; its gradient is the sum of what all ranks made of it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        """The tensor itself."""
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """On every rank, the sum over all ranks."""
-        return SumOverRanks.apply(grad, ctx.group), None  # type: ignore[no-untyped-call] # torch's
-
-
-class SumOverRanks(torch.autograd.Function):
-    """The sum of a plain tensor over all ranks, on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        """An all-reduce."""
-        ctx.group = group
-        total = tensor.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """The gradient of a sum that every rank has is the sum of its gradients."""
-        return SumOverRanks.apply(grad, ctx.group), None  # type: ignore[no-untyped-call] # torch's
-
-
-def shared_plain(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-    """A plain operand, ready to be used on every rank for another part of the result."""
-    if group is None or not torch.is_grad_enabled() or not tensor.requires_grad or group.size() == 1:
-        return tensor
-    made: torch.Tensor = SharedPlain.apply(tensor, group)  # type: ignore[no-untyped-call] # torch's
-    return made
 
 
 def shaped_as(made: Sequence[Any], call: Call) -> Any:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from shardwise.geometry import Boxes, IntArray
 from shardwise.layout import Layout
-from shardwise.ops.compute import shared_plain
 from shardwise.ops.embedding_portion import Portion, boxes_of, dealt, portion_of, require_together
+from shardwise.ops.plain_operand import shared_plain
 from shardwise.ops.validation import digest
 from shardwise.process_group import Fields, group_ranks, in_step_sharing
 from shardwise.sharded_tensor import ShardedTensor

@@ -15,7 +15,8 @@ from shardwise import settings
 from shardwise.dispatch import op_name, unsupported
 from shardwise.errors import ProcessGroupError
 from shardwise.ops.call import Call, plain_values
-from shardwise.ops.compute import assemble, frame_of, places_of, shared_plain
+from shardwise.ops.compute import assemble, frame_of, places_of
+from shardwise.ops.plain_operand import shared_plain
 from shardwise.ops.validation import digest
 from shardwise.process_group import Fields, in_step_sharing, is_member, without_data
 from shardwise.sharded_tensor import ShardedTensorBase
