@@ -25,7 +25,7 @@ from shardwise.dispatch import Distributed, Op, registry
 from shardwise.ops.below import descend
 from shardwise.ops.embedding_bags import bags_of
 from shardwise.ops.embedding_lookup import Found, Options, Wanted, look_up, row_of
-from shardwise.ops.embedding_portion import flat, portion_of, wrapped
+from shardwise.ops.embedding_portion import flat, outlines, portion_of, wrapped
 from shardwise.ops.gathered import is_everywhere, require_budget
 from shardwise.partial import ReplicatedTensor
 from shardwise.sharded_tensor import ShardedTensor
@@ -52,8 +52,7 @@ def _embedding_of_all(op: Op, ids: Any, weight: ShardedTensor, options: Options)
 
     def want() -> Wanted:
         mine = flat(portion.tensors)
-        about = {"ids": portion.said}
-        return Wanted(mine, _checked_by(functional.embedding, mine, options), about, portion.counted())
+        return Wanted(mine, _checked_by(functional.embedding, mine, options), outlines(ids=ids), portion.counted())
 
     batch, rows = look_up(op, weight, options, want, distinct=False)
     return wrapped(portion.layout, batch.spread(rows), weight)
@@ -79,7 +78,8 @@ def _bags_of_all(op: Op, given: dict[str, Any], options: Options) -> Any:
             _checked_by(whole, ids, options)(table)
         _checked_by(own, bags.ids, options)(table)
 
-    want = partial(Wanted, bags.ids, check, {"ids": bags.said}, bags.counted)
+    about = outlines(ids=ids, offsets=offsets, per_sample_weights=samples)
+    want = partial(Wanted, bags.ids, check, about, bags.counted)
     found = look_up(op, weight, options, want, distinct=True)
     return wrapped(bags.layout, _bagged(found, own, weight, options), weight)
 

@@ -14,7 +14,6 @@ from shardwise.geometry import Boxes, IntArray
 from shardwise.layout import Layout
 from shardwise.ops.embedding_portion import Portion, boxes_of, dealt, portion_of, require_together
 from shardwise.ops.plain_operand import shared_plain
-from shardwise.ops.validation import digest
 from shardwise.process_group import Fields, group_ranks, in_step_sharing
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharding_spec import spec_of
@@ -30,7 +29,6 @@ class Bags:
     ids: torch.Tensor  # a row for each bag, or all of them flat
     offsets: torch.Tensor | None  # where each bag begins in flat ids
     samples: torch.Tensor | None  # a weight for each id
-    said: str  # what all ranks must say alike of the arguments
     counted: torch.Tensor | None = None  # which ids count in frequencies
 
 
@@ -69,8 +67,7 @@ def _in_rows(ids: Any, offsets: Any, samples: Any, weight: ShardedTensor) -> Bag
     mine = torch.cat([like, *portion.tensors])
     counted = portion.counted()
     taken = None if samples is None else _same_boxes(samples, portion, like.to(samples.dtype), weight)
-    said = f"{portion.said} {_said(samples)}"
-    return Bags(bags, mine, offsets, taken, said, None if counted is None else counted.view(mine.shape))
+    return Bags(bags, mine, offsets, taken, None if counted is None else counted.view(mine.shape))
 
 
 def _same_boxes(samples: Any, portion: Portion, like: torch.Tensor, weight: ShardedTensor) -> torch.Tensor:
@@ -86,15 +83,14 @@ def _same_boxes(samples: Any, portion: Portion, like: torch.Tensor, weight: Shar
 
 def _dealt_bags(ids: torch.Tensor, offsets: Any, samples: Any, weight: ShardedTensor, ends: bool) -> Bags:
     """Flat ids that every rank has: each rank takes as many bags."""
-    said = f"plain {tuple(ids.shape)} {ids.dtype} {digest(ids)} {_said(offsets)} {_said(samples)}"
     if not isinstance(offsets, torch.Tensor) or offsets.ndim != 1 or ids.ndim != 1:
-        return Bags(dealt((0,), weight, [0]), ids, offsets, samples, said)  # which torch refuses
+        return Bags(dealt((0,), weight, [0]), ids, offsets, samples)  # which torch refuses
     begins = [*offsets.tolist(), *([] if ends else [len(ids)])]
     layout = dealt((len(begins) - 1,), weight, [0])
     first, last = _span(layout, dist.get_rank())
     span = slice(begins[first], begins[last])
     taken = None if samples is None else shared_plain(samples, weight._process_group)[span]
-    return Bags(layout, ids[span], offsets[first:last] - begins[first], taken, said)
+    return Bags(layout, ids[span], offsets[first:last] - begins[first], taken)
 
 
 def _where_they_lie(ids: ShardedTensor, offsets: Any, samples: Any, weight: ShardedTensor, bags: Layout) -> Bags:
@@ -103,10 +99,9 @@ def _where_they_lie(ids: ShardedTensor, offsets: Any, samples: Any, weight: Shar
     first, last = _span(bags, dist.get_rank())
     mine = offsets.local_tensor() if isinstance(offsets, ShardedTensor) else offsets[first:last]
     like = torch.empty(0, dtype=getattr(samples, "dtype", None), device=ids.device)
-    portion = Portion(ids._layout, ids._local_tensors(), "")
+    portion = Portion(ids._layout, ids._local_tensors())
     taken = None if samples is None else _same_boxes(samples, portion, like, weight)
-    said = f"sharded {ids._layout.outline} {ids.dtype} {_said(offsets)} {_said(samples)}"
-    return Bags(bags, ids.local_tensor(), mine - begin, taken, said)
+    return Bags(bags, ids.local_tensor(), mine - begin, taken)
 
 
 def _whole_bags(ids: ShardedTensor, offsets: Any, weight: ShardedTensor, ends: bool) -> Layout | None:
@@ -146,12 +141,3 @@ def _span(layout: Layout, rank: int) -> tuple[int, int]:
     """From where to where the only box of this rank goes, in one dim."""
     (row,) = layout.rows_on(rank)
     return int(layout.boxes.offsets[row, 0]), int(layout.boxes.ends[row, 0])
-
-
-def _said(value: Any) -> str:
-    """What the ranks must say alike of an argument beside the ids."""
-    if isinstance(value, ShardedTensor):
-        return f"sharded {value._layout.outline} {value.dtype}"
-    if isinstance(value, torch.Tensor):
-        return f"plain {tuple(value.shape)} {value.dtype} {digest(value)}"
-    return type(value).__name__

@@ -32,7 +32,6 @@ class Portion:
 
     layout: Layout
     tensors: list[torch.Tensor]  # what fills this rank's boxes
-    said: str  # what all ranks must say alike of the ids
 
     def counted(self) -> torch.Tensor | None:
         """Which ids count in frequencies: of boxes that lie on several ranks, those of the first; None: all."""
@@ -60,11 +59,25 @@ def portion_of(ids: Any, weight: ShardedTensor, *, cut: Sequence[int] | None = N
         require_together(ids, weight)
         if _cuts_others(ids._layout, allowed):
             ids = ids.redistribute(spec_of(dealt(ids.shape, weight, allowed)))
-        return Portion(ids._layout, ids._local_tensors(), f"sharded {ids._layout.outline} {ids.dtype}")
+        return Portion(ids._layout, ids._local_tensors())
     if isinstance(ids, Distributed):
         raise PropertyError(f"the ids must be a plain or a sharded tensor, found {ids!r}")
     layout = dealt(ids.shape, weight, allowed)
-    return Portion(layout, boxes_of(ids, layout), f"plain {tuple(ids.shape)} {ids.dtype} {digest(ids)}")
+    return Portion(layout, boxes_of(ids, layout))
+
+
+def outlines(**operands: Any) -> dict[str, str]:
+    """What all ranks must say alike of operands, by name. Of plain ones, the values too if they are quickly read."""
+    said = {}
+    for name, value in operands.items():
+        if isinstance(value, ShardedTensor):
+            said[name] = f"sharded {value._layout.outline} {value.dtype}"
+        elif isinstance(value, torch.Tensor):
+            name = f"plain {name} (what is each rank's own is said with shardwise.from_local)"
+            said[name] = f"{tuple(value.shape)} {value.dtype} {digest(value)}".strip()
+        elif value is not None:
+            said[name] = type(value).__name__
+    return said
 
 
 def require_together(tensor: ShardedTensor, weight: ShardedTensor) -> None:
