@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 MIB = 2**20
 
@@ -22,13 +22,24 @@ class Settings:
     own_batches: bool = False  # whether plain inputs of linear and embeddings are each rank's own
 
 
-_settings: ContextVar[Settings | None] = ContextVar("shardwise", default=None)
+class _Within(NamedTuple):
+    """What a context holds: what it and those around it change, and what comes of it."""
+
+    changes: dict[str, Any]
+    outside: Settings
+    settings: Settings
+
+
+_within: ContextVar[_Within | None] = ContextVar("shardwise", default=None)
 _outside = Settings()  # what holds outside of every context, in the whole process
 
 
 def current() -> Settings:
     """The settings that hold here."""
-    return _settings.get() or _outside
+    within = _within.get()
+    if within is None:
+        return _outside
+    return within.settings if within.outside is _outside else replace(_outside, **within.changes)
 
 
 def set_outside(**changes: Any) -> None:
@@ -40,11 +51,13 @@ def set_outside(**changes: Any) -> None:
 @contextmanager
 def changed(**changes: Any) -> Iterator[None]:
     """Within this context, other settings."""
-    token = _settings.set(replace(current(), **changes))
+    around = _within.get()
+    changes = changes if around is None else {**around.changes, **changes}
+    token = _within.set(_Within(changes, _outside, replace(_outside, **changes)))
     try:
         yield
     finally:
-        _settings.reset(token)
+        _within.reset(token)
 
 
 @contextmanager
@@ -67,7 +80,7 @@ def own_batches(enabled: bool = True) -> Iterator[None]:
     ranks, the embeddings this rank's plain rows. A `ReplicatedTensor` is the same batch on every rank. Outside, and in
     every other op, a plain tensor is the same on every rank, and `from_local` says what is each rank's own. While the
     drop-in is installed this is the rule everywhere, and ``own_batches(False)`` goes back to the other one. Must be the
-    same on every rank.
+    same on every rank, and hold where a checkpoint (`torch.utils.checkpoint`) computes again, in the backward.
     """
     with changed(own_batches=enabled):
         yield

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.cases import ALL, SIZE, assert_close, boxes, chunks, places
 from tests.ops.test_own_batches import BAGS, BATCHES, OPTIONS, sent, shards_close, table
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import shardwise
@@ -237,3 +238,38 @@ def test_ranks_that_do_not_have_the_same_ids_are_told() -> None:
     with pytest.raises(ValueError, match="offsets has to be"):
         functional.embedding_bag(IDS, weight)
     assert_close(functional.embedding(torch.tensor([6]), weight).full_tensor(), table()[[6]])
+
+
+@ranks(4)
+def test_frequencies_in_tables_with_replicas() -> None:
+    """Rows cut in two, each half on two ranks: a leaf, and the result of an op; ids that one rank has, or all."""
+    ids = torch.tensor([6, 0, 3, 3, 2, 6, 6, 1])
+    for given in (ids, torch.tensor(3), from_local(ids.split(2)[dist.get_rank()])):
+        plain = table().requires_grad_()
+        flat = torch.tensor(3) if not given.ndim else ids
+        functional.embedding(flat, plain, scale_grad_by_freq=True).square().sum().backward()
+        for is_leaf in (True, False):
+            parts = table().split([4, 3])[dist.get_rank() // 2].clone()
+            weight = from_local(parts, (0, None), mesh=init_device_mesh("cpu", (2, 2))).detach().requires_grad_()
+            used = weight if is_leaf else weight * 1
+            functional.embedding(given, used, scale_grad_by_freq=True).square().sum().backward()
+            shards_close(weight.grad, plain.grad)
+
+
+@ranks(2)
+def test_offsets_as_torch_wants_them() -> None:
+    """Ids behind the last offset are in no bag; offsets that do not begin with 0 are refused, on every rank."""
+    weight, rows = shard_tensor(table(), chunks(0, 0, 1)), chunks(0, 0, 1)
+    ids = torch.tensor([1, 2, 3, 4, 5, 6, 0, 1])
+    offsets = torch.tensor([0, 4, 6])
+    expected = functional.embedding_bag(
+        ids[:6], table(), offsets, include_last_offset=True, mode="sum"
+    )  # as in float32
+    for given in (ids, shard_tensor(ids, rows)):
+        found = functional.embedding_bag(given, weight, offsets, include_last_offset=True, mode="sum")
+        assert_close(found.full_tensor(), expected)
+        with pytest.raises(RuntimeError, match="offsets"):
+            functional.embedding_bag(given, weight, torch.tensor([1, 5]))
+    one = shard_tensor(table(), chunks(1, 0))  # whose columns are all on one rank
+    with pytest.raises(PropertyError, match="id 9 in a table of 7"):
+        functional.embedding(torch.tensor([9]), one)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise
-from shardwise import ReplicatedShardingSpec, ShardedTensor, shard_tensor
+from shardwise import ReplicatedShardingSpec, ShardedTensor, settings, shard_tensor
 from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError
 from shardwise.ops import embedding as embedding_ops
 from shardwise.ops.embedding_route import make_route
@@ -514,3 +514,28 @@ def test_own_batches_go_through_a_linear_layer() -> None:
         assert_close(parameter.grad.full_tensor(), plain_weight.grad)
         grads = joined.grad.split([2, 3])
         assert_close(mine.grad, grads[rank])
+
+
+@ranks(2)
+@own
+def test_each_ranks_loss_of_a_whole_tensor_counts() -> None:
+    """As each rank's loss of its own rows does."""
+    here = dist.get_rank()
+    weight, rows = shard_tensor(torch.ones(2, 2).double(), chunks(0, 0, 1)).requires_grad_(), torch.eye(2).double()
+    (rows[here] @ weight.full_tensor() * (here + 1)).sum().backward()
+    shards_close(weight.grad, torch.tensor([[1.0, 1.0], [2.0, 2.0]]).double())
+
+
+@ranks(2)
+def test_the_rule_of_the_process_holds_within_contexts() -> None:
+    """Also within one that was entered before, and sets something else."""
+    with shardwise.gather_budget(0):
+        settings.set_outside(own_batches=True)
+        try:
+            assert settings.current().own_batches
+            assert settings.current().gather_budget == 0
+            with shardwise.own_batches(False):
+                assert not settings.current().own_batches
+        finally:
+            settings.set_outside(own_batches=False)
+        assert not settings.current().own_batches

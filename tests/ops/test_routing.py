@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.cases import chunks
 from tests.ops.twin import COLUMNS, ROWS, TWO, Layouts, along, assert_same, normal, plain
 from torch.nn import functional as F  # noqa: N812 - as everybody writes it
 
@@ -157,3 +158,36 @@ def test_what_one_rank_would_find_wrong_all_ranks_raise() -> None:
 def test_values_as_a_list() -> None:
     """Every rank asks for all numbers, and gets them."""
     assert shard_tensor(ROUTES, ROWS(ROUTES.shape)).tolist() == ROUTES.tolist()
+
+
+@ranks(2)
+def test_odd_operands_of_routers() -> None:
+    """One tensor given twice, infinite sums, integers, masks of a wrong size: as on a plain tensor, on every rank."""
+    rows = chunks(0, 0, 1)
+    assert torch.equal(torch.searchsorted(*[shard_tensor(torch.arange(6.0), rows)] * 2).full_tensor(), torch.arange(6))
+    with shardwise.gather_budget(0):
+        numbers = torch.arange(6.0)
+        sharded = shard_tensor(numbers, rows)
+        lines, twin = numbers.reshape(2, 3), shard_tensor(numbers.reshape(2, 3), rows)
+        assert torch.equal(torch.searchsorted(twin, twin).full_tensor(), torch.searchsorted(lines, lines))
+        endless = torch.tensor([1.0, 2.0, 3.0, float("inf")])
+        assert torch.equal(shard_tensor(endless, rows).cumsum(0).full_tensor(), endless.cumsum(0))
+        table = torch.arange(12).reshape(4, 3)
+        i, j = torch.tensor([0, 3, 1]), torch.tensor([2, -1, 0])
+        assert torch.equal(shard_tensor(table, rows)[i, j].full_tensor(), table[i, j])
+        index, source = torch.tensor([1, 1, 0, 2, 1]), torch.arange(5.0)
+        plain = torch.zeros(3).scatter_add_(0, index, source)
+        made = torch.zeros(3).scatter_add_(0, shard_tensor(index, rows), shard_tensor(source, rows))
+        assert type(made) is torch.Tensor
+        assert torch.equal(made, plain)
+        with pytest.raises(IndexError, match="mask"):
+            sharded[torch.tensor([True])] = 9.0
+    for mistake in (
+        lambda: torch.histc(shard_tensor(torch.ones(1), rows), bins=3, min=2, max=1),
+        lambda: torch.bincount(shard_tensor(torch.ones(1), rows)),
+        lambda: torch.bincount(shard_tensor(torch.tensor([1, 2, 1]), rows), weights=torch.ones(4)),
+        lambda: torch.bincount(shard_tensor(torch.tensor([1, -2, 1]), rows)),
+    ):
+        with shardwise.gather_budget(0), pytest.raises(RuntimeError):
+            mistake()
+    assert sharded.sum().item() == 15

@@ -100,6 +100,7 @@ def test_values_with_a_graph_are_written_into_a_part(write: str) -> None:
             made = first * 2
             WRITES[write](made, value)
             assert made.requires_grad
+            assert all(made[k : k + 1].requires_grad for k in range(SIZE[0]))  # on every rank, whatever it holds
             assert_close(whole(made), plain.detach())
             (made * weights).sum().backward()
             assert_close(whole(first.grad), start.grad)

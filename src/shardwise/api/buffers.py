@@ -41,7 +41,11 @@ def fill_buffers(
     """
 
     def work() -> tuple[dict[str, torch.Tensor], Fields]:
-        wanted = [name for name, owner, own in _buffers(model) if own.is_meta or _is_passing(owner, name)]
+        wanted = [
+            name
+            for name, owner, own in _buffers(model)
+            if (own.is_meta or _is_passing(owner, name)) and not isinstance(own, ShardedTensorBase)
+        ]
         found = _made_anew(make, wanted, _WithoutValues())
         if len(found) < len(wanted):  # a buffer that began as torch.empty
             found = _made_anew(make, wanted, nullcontext())

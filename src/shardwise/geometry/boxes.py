@@ -94,6 +94,11 @@ class Boxes:
         columns = list(dims)
         return Boxes(self.offsets[:, columns], self.sizes[:, columns])
 
+    def index(self, row: int) -> tuple[slice, ...]:
+        """One box as an index into a tensor."""
+        spans = zip(self.offsets[row].tolist(), self.ends[row].tolist(), strict=True)
+        return tuple(slice(begin, end) for begin, end in spans)
+
     def describe(self, row: int) -> str:
         """One box as one reads it in an index expression."""
         return describe(self.offsets[row], self.sizes[row])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
 from shardwise.dispatch import Distributed
@@ -52,8 +53,9 @@ def _joining(theirs: Function) -> Function:
 
     @functools.wraps(theirs)
     def iterate(self: Any) -> Iterator[Any]:
+        group = _group_of_model(self)
         for batch in theirs(self):
-            yield joined(batch) if _serves_sharded_model(self) else batch
+            yield batch if group is None else joined(batch, group)
 
     return iterate
 
@@ -63,22 +65,27 @@ def _deals_out(accelerator: Any) -> bool:
     return str(accelerator.distributed_type.value).startswith("MULTI_")
 
 
-def _serves_sharded_model(loader: Any) -> bool:
-    """Whether the batches of a loader are each rank's own, and go to a sharded model."""
+def _group_of_model(loader: Any) -> ProcessGroup | None:
+    """The group of the sharded model that a loader's batches, each rank's own, go to; None if they do not."""
     accelerator = getattr(loader, OWNER, lambda: None)()
     if accelerator is None or not _deals_out(accelerator):
-        return False
+        return None
     parallelism = getattr(accelerator, "parallelism_config", None)
-    alike = parallelism is not None and parallelism.tp_enabled  # then accelerate gives ranks the same batches
-    return not alike and any(is_sharded(model) for model in accelerator._models)
+    if parallelism is not None and parallelism.tp_enabled:  # then accelerate gives ranks the same batches
+        return None
+    tensors = (one for model in accelerator._models for one in (*model.parameters(), *model.buffers()))
+    return next((one._process_group for one in tensors if isinstance(one, ShardedTensor)), None)
 
 
-def joined(batch: Any) -> Any:
-    """The batch with all plain tensors in it joined with those of the other ranks, along their first dim."""
+def joined(batch: Any, group: ProcessGroup) -> Any:
+    """The batch with all plain tensors in it joined with those of the other ranks, along their first dim.
+
+    Numbers, which have none, stay plain: they are the same on every rank.
+    """
 
     def join(value: Any) -> Any:
         plain = isinstance(value, torch.Tensor) and not isinstance(value, Distributed)
-        return from_local(value) if plain else value
+        return from_local(value, process_group=group) if plain and value.ndim else value
 
     return _mapped(join, batch)
 

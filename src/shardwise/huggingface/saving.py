@@ -109,7 +109,8 @@ class _Saving:
         local = self._locals[one.source]
         plan, tensors = make_plan(local.layout, one.layout), list(local.tensors.values())
         if self._ranks.group is None:
-            return [_put_together(local, one, row) for row in range(len(one.layout))]
+            whole = _put_together(local)
+            return [whole[one.layout.boxes.index(row)] for row in range(len(one.layout))]
         return move(plan, tensors, self._ranks.group, dtype=local.dtype).wait()
 
     def _brought(self, one: Round, moved: list[torch.Tensor]) -> Parts:
@@ -145,13 +146,13 @@ class _Saving:
         self._ranks.in_step(done)
 
 
-def _put_together(local: Local, one: Round, row: int) -> torch.Tensor:
-    """A stretch of a tensor of which all shards are in this process."""
+def _put_together(local: Local) -> torch.Tensor:
+    """A tensor of which all shards are in this process."""
     whole = torch.empty(local.layout.size, dtype=local.dtype)
     for number, tensor in local.tensors.items():
         box = local.layout.boxes.offsets[number].tolist(), local.layout.boxes.sizes[number].tolist()
         view_of(whole, *box).copy_(tensor)
-    return view_of(whole, one.layout.boxes.offsets[row].tolist(), one.layout.boxes.sizes[row].tolist())
+    return whole
 
 
 def _write_configuration(model: Any, folder: Folder) -> None:

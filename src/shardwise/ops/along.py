@@ -178,8 +178,9 @@ def _cumsum(call: Call) -> Any:
         return found
     own = own_chunk(x, 0, x).cumsum(0, dtype=call["dtype"])
     totals: Any = one_behind_another(own[-1:] if len(own) else own.sum(0, keepdim=True), x)
-    earlier = torch.ones(len(totals), len(totals), dtype=own.dtype, device=own.device).tril(-1)
-    return one_behind_another(own + own_chunk((earlier * totals).sum(1, dtype=own.dtype), 0, x), x)
+    earlier = torch.ones(len(totals), len(totals), dtype=torch.bool, device=own.device).tril(-1)
+    before = torch.where(earlier, totals, torch.zeros((), dtype=own.dtype, device=own.device))  # infinite ones, too
+    return one_behind_another(own + own_chunk(before.sum(1, dtype=own.dtype), 0, x), x)
 
 
 def _renorm(call: Call) -> Rule | None:

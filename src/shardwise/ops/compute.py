@@ -125,13 +125,7 @@ class _Computation:
         if operand.requires_grad and not self.here:
             self.anchors.append(tie([operand]))
         boxes = self.schedule.cells.project(self.rule.operands[number])
-        cuts = []
-        for row in self.here:
-            index = zip(boxes.offsets[row].tolist(), boxes.sizes[row].tolist(), strict=True)
-            cuts.append(
-                operand[tuple(slice(begin, begin + size) for begin, size in index)] if operand.ndim else operand
-            )
-        return cuts
+        return [operand[boxes.index(row)] if operand.ndim else operand for row in self.here]
 
     def _local(self, row: int, tensors: Tensors) -> Any:
         sizes = [boxes.boxes.sizes[row].tolist() for boxes in self.schedule.results]
@@ -180,8 +174,9 @@ class _Computation:
                     raise unsupported(self.call.op, (), self.call.arguments, "its results have other sizes than said")
 
     def _written(self, target: ShardedTensorBase) -> ShardedTensorBase:
-        """The operand that was written into; a rank without its shards keeps what its backward must reach."""
-        if self.records and not target._local_tensors() and _differentiable(target.dtype):
+        """The operand that was written into; all that it is a view of must know of the graph, on every rank."""
+        lacks = not target._local_tensors() or target._view_of is not None
+        if self.records and lacks and _differentiable(target.dtype):
             note_write(target, tie(self.anchors) if self.anchors else new_anchor(target.device))
         return target
 

@@ -24,7 +24,7 @@ from shardwise import settings
 from shardwise.dispatch import Distributed, Op, registry
 from shardwise.ops.below import descend
 from shardwise.ops.embedding_bags import bags_of
-from shardwise.ops.embedding_lookup import Found, Options, Wanted, look_up, row_of
+from shardwise.ops.embedding_lookup import Found, Options, Wanted, look_up, require_rows, row_of
 from shardwise.ops.embedding_portion import flat, outlines, portion_of, wrapped
 from shardwise.ops.gathered import is_everywhere, require_budget
 from shardwise.partial import ReplicatedTensor
@@ -39,10 +39,12 @@ Plain = Callable[..., Any]  # torch's own op on plain ids and a plain table
 
 def _embedding_of_all(op: Op, ids: Any, weight: ShardedTensor, options: Options) -> Any:
     """A row for each id, where the id lies."""
-    ids = _plain_if_everywhere(ids)
+    ids = _plain_if_everywhere(ids, weight)
     if isinstance(ids, ReplicatedTensor):
         ids = ids.as_subclass(torch.Tensor)
     if not isinstance(ids, Distributed) and _can_stay(weight, options):
+        if ids.device.type == "cpu" and not ids.is_meta:  # elsewhere that would have to be waited for
+            require_rows(ids, weight.shape[0])
         rest = (options.padding_idx, options.max_norm, options.norm_type, options.scale_grad_by_freq, options.sparse)
         return descend(functional.embedding, (ids, weight, *rest), {})
     portion = portion_of(ids, weight)
@@ -51,7 +53,7 @@ def _embedding_of_all(op: Op, ids: Any, weight: ShardedTensor, options: Options)
         return wrapped(portion.layout, torch.empty(count, weight.shape[1], dtype=weight.dtype, device="meta"), weight)
 
     def want() -> Wanted:
-        mine = flat(portion.tensors)
+        mine = flat(portion.tensors, weight.device)
         return Wanted(mine, _checked_by(functional.embedding, mine, options), outlines(ids=ids), portion.counted())
 
     batch, rows = look_up(op, weight, options, want, distinct=False)
@@ -61,7 +63,7 @@ def _embedding_of_all(op: Op, ids: Any, weight: ShardedTensor, options: Options)
 def _bags_of_all(op: Op, given: dict[str, Any], options: Options) -> Any:
     """A row for each bag, on the rank that has its ids."""
     weight, ends = given["weight"], given.get("include_last_offset", False)
-    ids, offsets = (_plain_if_everywhere(given.get(name)) for name in ("input", "offsets"))
+    ids, offsets = (_plain_if_everywhere(given.get(name), weight) for name in ("input", "offsets"))
     samples = given.get("per_sample_weights")
 
     def gather(sharded: Sequence[ShardedTensor]) -> list[torch.Tensor]:
@@ -73,9 +75,10 @@ def _bags_of_all(op: Op, given: dict[str, Any], options: Options) -> Any:
     own = partial(plain, offsets=bags.offsets, per_sample_weights=bags.samples)
 
     def check(table: torch.Tensor) -> None:
-        if not any(isinstance(one, Distributed) for one in (ids, offsets, samples)):  # all of it, before it is cut
-            whole = partial(plain, offsets=offsets, per_sample_weights=samples, include_last_offset=ends)
-            _checked_by(whole, ids, options)(table)
+        if bags.whole is not None:  # before it was cut
+            all_ids, all_offsets, weights = bags.whole
+            whole = partial(plain, offsets=all_offsets, per_sample_weights=weights, include_last_offset=ends)
+            _checked_by(whole, all_ids, options)(table)
         _checked_by(own, bags.ids, options)(table)
 
     about = outlines(ids=ids, offsets=offsets, per_sample_weights=samples)
@@ -84,10 +87,11 @@ def _bags_of_all(op: Op, given: dict[str, Any], options: Options) -> Any:
     return wrapped(bags.layout, _bagged(found, own, weight, options), weight)
 
 
-def _plain_if_everywhere(value: Any) -> Any:
-    """Ids or offsets that are replicated on every rank are as good as plain ones."""
-    here = isinstance(value, ShardedTensor) and is_everywhere(value)
-    return value._local_tensors()[0] if here else value
+def _plain_if_everywhere(value: Any, weight: ShardedTensor) -> Any:
+    """Ids or offsets that are replicated on every rank of the table's group are as good as plain ones."""
+    if not isinstance(value, ShardedTensor) or value._process_group is not weight._process_group:
+        return value
+    return value._local_tensors()[0] if is_everywhere(value) else value
 
 
 def _can_stay(weight: ShardedTensor, options: Options) -> bool:

@@ -30,6 +30,7 @@ class Bags:
     offsets: torch.Tensor | None  # where each bag begins in flat ids
     samples: torch.Tensor | None  # a weight for each id
     counted: torch.Tensor | None = None  # which ids count in frequencies
+    whole: tuple[Any, Any, Any] | None = None  # ids, offsets and weights that they were dealt out of, if all are plain
 
 
 def bags_of(ids: Any, offsets: Any, samples: Any, weight: ShardedTensor, *, ends: bool, gather: Gather) -> Bags:
@@ -67,7 +68,9 @@ def _in_rows(ids: Any, offsets: Any, samples: Any, weight: ShardedTensor) -> Bag
     mine = torch.cat([like, *portion.tensors])
     counted = portion.counted()
     taken = None if samples is None else _same_boxes(samples, portion, like.to(samples.dtype), weight)
-    return Bags(bags, mine, offsets, taken, None if counted is None else counted.view(mine.shape))
+    plain = not isinstance(ids, ShardedTensor) and not isinstance(samples, ShardedTensor)
+    counted = None if counted is None else counted.view(mine.shape)
+    return Bags(bags, mine, offsets, taken, counted, (ids, offsets, samples) if plain else None)
 
 
 def _same_boxes(samples: Any, portion: Portion, like: torch.Tensor, weight: ShardedTensor) -> torch.Tensor:
@@ -84,13 +87,14 @@ def _same_boxes(samples: Any, portion: Portion, like: torch.Tensor, weight: Shar
 def _dealt_bags(ids: torch.Tensor, offsets: Any, samples: Any, weight: ShardedTensor, ends: bool) -> Bags:
     """Flat ids that every rank has: each rank takes as many bags."""
     if not isinstance(offsets, torch.Tensor) or offsets.ndim != 1 or ids.ndim != 1:
-        return Bags(dealt((0,), weight, [0]), ids, offsets, samples)  # which torch refuses
+        return Bags(dealt((0,), weight, [0]), ids, offsets, samples, whole=(ids, offsets, samples))  # torch refuses it
     begins = [*offsets.tolist(), *([] if ends else [len(ids)])]
     layout = dealt((len(begins) - 1,), weight, [0])
     first, last = _span(layout, dist.get_rank())
     span = slice(begins[first], begins[last])
     taken = None if samples is None else shared_plain(samples, weight._process_group)[span]
-    return Bags(layout, ids[span], offsets[first:last] - begins[first], taken)
+    own = offsets[first:last] - begins[first]
+    return Bags(layout, ids[span], own, taken, whole=(ids, offsets, samples))
 
 
 def _where_they_lie(ids: ShardedTensor, offsets: Any, samples: Any, weight: ShardedTensor, bags: Layout) -> Bags:
@@ -110,6 +114,8 @@ def _whole_bags(ids: ShardedTensor, offsets: Any, weight: ShardedTensor, ends: b
     if any(len(ids._layout.rows_on(rank)) != 1 for rank in ranks) or offsets is None or offsets.ndim != 1:
         return None
     if not isinstance(offsets, ShardedTensor):
+        if ends and (not len(offsets) or int(offsets[-1]) != len(ids)):  # ids that are in no bag
+            return None
         return _told_by(offsets.numpy(force=True)[: len(offsets) - ends], ids._layout, ranks)
     bags = offsets._layout
     if ends or any(len(bags.rows_on(rank)) != 1 for rank in ranks):

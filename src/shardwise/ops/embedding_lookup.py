@@ -56,7 +56,11 @@ def look_up(op: Op, weight: ShardedTensor, options: Options, want: Callable[[], 
     group = weight._process_group
     if not is_member(group):
         raise ProcessGroupError(f"{op_name(op)}: this rank is not in the process group of {weight!r}")
-    shared = weight._layout.has_replicas and weight.is_leaf
+    # Replicas of a leaf each get the whole gradient. To count how often a row is looked up, they must, too; then one of
+    # them keeps it.
+    shared = weight._layout.has_replicas and (weight.is_leaf or options.scale_grad_by_freq)
+    first = set(weight._layout.primary.tolist())
+    silent = [row not in first and not weight.is_leaf for row in weight._frame.rows]
 
     def work() -> tuple[tuple[Wanted, int | None], Fields]:
         if weight.dim() != 2 or weight.is_meta:
@@ -69,7 +73,7 @@ def look_up(op: Op, weight: ShardedTensor, options: Options, want: Callable[[], 
             if options.max_norm is not None:
                 one = torch.zeros(1, dtype=torch.int64, device=wanted.ids.device)
                 torch.embedding_renorm_(table, one, options.max_norm, options.norm_type)
-        _require_rows(wanted.ids, weight.shape[0])
+        require_rows(wanted.ids, weight.shape[0])
         fields = {"verb": op_name(op), "weight": weight._layout.outline, "dtype": weight.dtype, "options": options}
         fields |= {"requires_grad": wants_graph(weight), "shared": shared, **wanted.about}
         return (wanted, row_of(options.padding_idx, weight.shape[0])), fields
@@ -86,12 +90,13 @@ def look_up(op: Op, weight: ShardedTensor, options: Options, want: Callable[[], 
         padding=padding,
         sparse=options.sparse,
         shared=shared,
+        silent=tuple(silent) if shared else (),
     )
     step.finish()
     return Found(batch, rows_of(weight, lookup))
 
 
-def _require_rows(ids: torch.Tensor, rows: int) -> None:
+def require_rows(ids: torch.Tensor, rows: int) -> None:
     """Raise unless the table has a row for every id."""
     for found in torch.stack(ids.aminmax()).tolist() if ids.numel() else []:
         if not 0 <= found < rows:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -39,14 +40,17 @@ class Portion:
             return None
         first = set(self.layout.primary.tolist())
         rows = self.layout.rows_on(dist.get_rank())
-        return flat([torch.full_like(ids, row in first) for row, ids in zip(rows, self.tensors, strict=True)])
+        marks = [torch.full_like(ids, row in first) for row, ids in zip(rows, self.tensors, strict=True)]
+        return flat(marks, self.layout.places[0].device)
 
 
-def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The ids of all boxes, one behind another."""
+def flat(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """The ids of all boxes, one behind another; none at all are on this device."""
     if len(tensors) == 1:
         return tensors[0].reshape(-1)
-    return torch.cat([one.reshape(-1) for one in tensors]) if tensors else torch.empty(0, dtype=torch.int64)
+    if not tensors:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return torch.cat([one.reshape(-1) for one in tensors])
 
 
 def portion_of(ids: Any, weight: ShardedTensor, *, cut: Sequence[int] | None = None) -> Portion:
@@ -91,11 +95,7 @@ def require_together(tensor: ShardedTensor, weight: ShardedTensor) -> None:
 
 def boxes_of(plain: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """What this rank's boxes are of a plain tensor."""
-    found = []
-    for row in layout.rows_on(dist.get_rank()):
-        begins, ends = layout.boxes.offsets[row].tolist(), layout.boxes.ends[row].tolist()
-        found.append(plain[tuple(slice(*span) for span in zip(begins, ends, strict=True))] if plain.ndim else plain)
-    return found
+    return [plain[layout.boxes.index(row)] for row in layout.rows_on(dist.get_rank())]
 
 
 def dealt(size: Sequence[int], weight: ShardedTensor, allowed: Sequence[int]) -> Layout:
@@ -114,6 +114,7 @@ def _cuts_others(layout: Layout, allowed: Sequence[int]) -> bool:
     return bool(np.delete(cut, list(allowed), axis=1).any())
 
 
+@lru_cache(maxsize=256)
 def with_rows(layout: Layout, width: int) -> Layout:
     """The layout of the result: a row of this width for each id, or bag."""
     extra = np.zeros((len(layout), 1), dtype=np.int64)

@@ -225,6 +225,7 @@ class Lookup:
     padding: int | None = None  # the id that gets no gradient
     sparse: bool = False
     shared: bool = False  # each replica gets the whole gradient; else, the one that was asked
+    silent: tuple[bool, ...] = ()  # which local tensors leave it to another replica all the same
 
 
 class Rows(torch.autograd.Function):
@@ -251,7 +252,8 @@ class Rows(torch.autograd.Function):
         layout = torch.sparse_coo if lookup.sparse else torch.strided
         grads = [torch.zeros(size, dtype=grad.dtype, layout=layout, device=device) for size, device in ctx.kinds]
         for one in exchange.give(grad):
-            grads[one.local] = _summed(lookup, one, grads[one.local])
+            if not (lookup.silent and lookup.silent[one.local]):
+                grads[one.local] = _summed(lookup, one, grads[one.local])
         return None, *grads, torch.zeros(())
 
 

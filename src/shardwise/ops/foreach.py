@@ -38,6 +38,31 @@ def _value(arg: Any) -> Any:
     return arg.full_tensor() if isinstance(arg, ShardedTensor) else arg
 
 
+def _parts(plain: Any, model: Any) -> list[Any]:
+    """What a plain entry of a list, the same on every rank, is for each shard of the tensor that it goes with."""
+    if not isinstance(model, ShardedTensorBase):
+        return [plain]
+    rows = model._frame.rows
+    if not isinstance(plain, torch.Tensor) or not plain.ndim:
+        return [plain] * max(len(rows), 1)
+    wide = plain.expand(model.shape)
+    return [wide[model._layout.boxes.index(row)] for row in rows] or [plain.reshape(-1)[:0]]
+
+
+def _one_by_one(op: Op, args: Any, kwargs: Any) -> list[Any]:
+    """The same for each tensor alone, as plain values that want a gradient need it: all ranks then take part."""
+    function = getattr(torch, op.__name__.removeprefix("_foreach_"))
+    columns = [arg if isinstance(arg, list | tuple) else [arg] * len(args[0]) for arg in args]
+    return [function(*row, **kwargs) for row in zip(*columns, strict=True)]
+
+
+def _wants_gradients(values: Any) -> bool:
+    """Whether a value beside the first list is plain, or a number, and wants a gradient."""
+    if isinstance(values, list | tuple):
+        return any(_wants_gradients(one) for one in values if not isinstance(one, ShardedTensorBase))
+    return isinstance(values, torch.Tensor) and values.requires_grad and torch.is_grad_enabled()
+
+
 def _require_writable(target: ShardedTensorBase, values: list[Any]) -> None:
     """Raise for a view of which some ranks hold nothing: they would not know of the graph of what is written."""
     recorded = torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in values)
@@ -54,6 +79,8 @@ def _register(op: Op, *, in_place: bool) -> None:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         if not isinstance(args[0], list | tuple):
             raise PropertyError(f"{op.__name__} needs a list of tensors first")
+        if not in_place and any(_wants_gradients(value) for value in (*args[1:], *kwargs.values())):
+            return _one_by_one(op, args, kwargs)
         # With gradients, those of replicas are for all of them: see `recorded`.
         first = args[0] if in_place else [_ready(one) for one in args[0]]
         args = (first, *args[1:])
@@ -69,8 +96,8 @@ def _register(op: Op, *, in_place: bool) -> None:
             if arg and len(arg) != len(first):  # an optimizer's state that it does not keep is an empty list
                 raise PropertyError(f"{op.__name__} was given lists of {len(first)} and {len(arg)} tensors")
             leaves: list[Any] = []
-            for one, model, count in zip(arg, first, counts, strict=bool(arg)):
-                leaves += _shards(one, model) if isinstance(one, ShardedTensorBase) else [one] * count
+            for one, model in zip(arg, first, strict=bool(arg)):
+                leaves += _shards(one, model) if isinstance(one, ShardedTensorBase) else _parts(one, model)
             return leaves
 
         made = op(*map(flat, args), **{name: flat(value) for name, value in kwargs.items()})

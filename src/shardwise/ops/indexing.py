@@ -13,7 +13,7 @@ from shardwise.ops.compute import compute, expect
 from shardwise.ops.gathered import compute_gathered, needs_whole
 from shardwise.ops.reduction import SUM
 from shardwise.ops.rule import Along, Labels, Rule, broadcast_shapes
-from shardwise.ops.selection import selected
+from shardwise.ops.selection import require_mask, selected
 from shardwise.process_group import is_member
 
 aten = torch.ops.aten
@@ -72,7 +72,7 @@ def _index_any(call: Call) -> Any:
         wide = index.reshape(*[1] * at[0], *index.shape, *[1] * (found.ndim - dim))
         size = list(found.shape)
         size[dim] = 1
-        found = found.gather(dim, wide.expand(size)).squeeze(dim)
+        found = torch.gather(found, dim, wide.expand(size)).squeeze(dim)  # the method of this name is another
     return found
 
 
@@ -81,6 +81,7 @@ def _index_put(call: Call) -> Any:
     x, values, indices = call["self"], call["values"], list(call["indices"])
     mask = indices[0]
     if len(indices) == 1 and mask.dtype == torch.bool and values.numel() == 1 and not call["accumulate"]:
+        require_mask(x, mask)
         mask = mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
         return torch.where(mask, values.reshape(()).to(x.dtype), x)
     indices = _index_tensors(x, indices)
@@ -193,7 +194,7 @@ def _scatter_add(call: Call) -> Any:
         spot[k] if k != dim and size == index.shape[k] else labels.new(size, whole=True)
         for k, size in enumerate(x.shape)
     ]
-    nothing = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    nothing = torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)  # of which each cell makes its own
     alone = Call(aten.scatter_add.default, (nothing, dim, index, source), {})
     made = compute(alone, labels.rule([kept, spot, spot], [kept], reduction=SUM))
     return made if made is NotImplemented else x + made
@@ -215,7 +216,7 @@ def _searchsorted(call: Call) -> Rule | None:
     labels = Labels()
     dims = labels.along(values.shape)
     own = [*(dims[:-1] if sequence.ndim > 1 else []), labels.new(sequence.shape[-1], whole=True)]
-    return labels.rule([dims if one is values else own for one in call.operands], [dims])
+    return labels.rule([own, dims, own][: len(call.operands)], [dims])  # the last is for a sorter
 
 
 def _isin(call: Call) -> Rule | None:

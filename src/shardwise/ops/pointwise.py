@@ -15,6 +15,7 @@ from shardwise.ops.compute import compute
 from shardwise.ops.rule import Rule, broadcast
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.direct import call_directly
+from shardwise.sharded_tensor.gradients import new_anchor, note_write
 
 aten = torch.ops.aten
 
@@ -147,6 +148,8 @@ def _register(op: Op, *, in_place: bool) -> None:
                 for row in range(len(tensors))
             ]
         if in_place:
+            if first._view_of is not None and torch.is_grad_enabled() and first.requires_grad:
+                note_write(first, new_anchor(frame.device))
             return first
         if made[0] is NotImplemented:
             return NotImplemented

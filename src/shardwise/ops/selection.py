@@ -14,13 +14,13 @@ from shardwise.ops.below import HANDLERS
 from shardwise.ops.call import Call
 from shardwise.ops.chunking import chunked_layout, one_behind_another, own_chunk
 from shardwise.ops.rule import broadcast_shapes
-from shardwise.process_group import is_member
+from shardwise.process_group import Fields, in_step, is_member
 from shardwise.sharded_tensor import ShardedTensorBase
 
 aten = torch.ops.aten
 
 
-def first_cut(shape: torch.Size) -> int:
+def dim_in_order(shape: torch.Size) -> int:
     """The dim whose chunks, one behind another, are the elements in their order."""
     return next((dim for dim, extent in enumerate(shape) if extent > 1), 0)
 
@@ -36,7 +36,7 @@ def _nonzero(call: Call) -> Any:
     x, model = call["self"], _model(call)
     if model is None or not x.ndim:
         return NotImplemented
-    dim = first_cut(x.shape)
+    dim = dim_in_order(x.shape)
     part = own_chunk(x.detach(), dim, model)
     layout = chunked_layout(x.shape, dim, model)
     found = part.nonzero()
@@ -44,11 +44,16 @@ def _nonzero(call: Call) -> Any:
     return one_behind_another(found, model)
 
 
+def require_mask(x: torch.Tensor, mask: torch.Tensor) -> None:
+    """Raise, on every rank, unless a mask has the first dims of a tensor."""
+    if x.shape[: mask.ndim] != mask.shape:
+        raise IndexError(f"a mask of size {tuple(mask.shape)} does not match a tensor of size {tuple(x.shape)}")
+
+
 def selected(x: torch.Tensor, mask: torch.Tensor, model: ShardedTensorBase) -> ShardedTensorBase:
     """``x[mask]``, where the mask has the first dims of x."""
-    if x.shape[: mask.ndim] != mask.shape:  # on every rank, before anything is cut
-        raise IndexError(f"a mask of size {tuple(mask.shape)} does not match a tensor of size {tuple(x.shape)}")
-    dim = first_cut(mask.shape)
+    require_mask(x, mask)
+    dim = dim_in_order(mask.shape)
     return one_behind_another(own_chunk(x, dim, model)[own_chunk(mask, dim, model)], model)
 
 
@@ -67,11 +72,19 @@ def _masked_select(call: Call) -> Any:
 def _counted(call: Call, size: int, **changes: Any) -> Any:
     """The call on each rank's own chunk, for so many bins; what all have counted is added up."""
     model = _model(call)
-    if model is None or not call.operands[0].ndim:
+    group = None if model is None else model._frame.process_group
+    if model is None or group is None or not call.operands[0].ndim:
         return NotImplemented
-    dim = first_cut(call.operands[0].shape)
+    if len({operand.shape for operand in call.operands}) > 1:  # chunks of some ranks may agree
+        raise RuntimeError(f"{call.name} needs operands of one size, found {[tuple(s) for s in call.shapes]}")
+    dim = dim_in_order(call.operands[0].shape)
     parts = [own_chunk(operand.detach(), dim, model) for operand in call.operands]
-    found = call.run(parts, **changes) if parts[0].numel() else _no_counts(call, size)
+
+    def work() -> tuple[torch.Tensor, Fields]:  # in step, for what is wrong only some ranks may find
+        made = call.run(parts, **changes) if parts[0].numel() else _no_counts(call, size)
+        return made, {"op": call.name, "arguments": call.settings()}
+
+    found = in_step(group, work)
     return one_behind_another(found.unsqueeze(0), model).sum(0, dtype=found.dtype)
 
 
@@ -86,8 +99,6 @@ def _bincount(call: Call) -> Any:
     x = call["self"]
     if x.ndim != 1 or not x.numel():
         return NotImplemented
-    if x.min().item() < 0:  # which only some ranks would find out
-        raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
     size = max(int(x.max().item()) + 1, call["minlength"])
     return _counted(call, size, minlength=size)
 

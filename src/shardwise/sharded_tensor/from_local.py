@@ -40,29 +40,35 @@ def from_local(
     Every rank of the group calls it. No data moves: this rank's shard is ``local`` itself, with its autograd graph, and
     `local_tensor()` gives it back. The sizes along the dim may differ between ranks; they travel in one small
     collective. With ``sizes``, the size on each rank in the order of the group, nothing travels and nothing is
-    compared::
+    compared; whether it wants a gradient must then be the same on every rank::
 
         batch = shardwise.from_local(my_rows)  # each rank's own rows; model(batch) is over all of them
 
     On a mesh, ``dim`` may have an entry for each axis: the dim that is joined along it, or None where the ranks along
     that axis have the same tensor. ``from_local(rows, (0, None), mesh=mesh)``: rows along the first axis, each part
     on all ranks along the second. One dim is joined along all axes, in the order of the mesh.
-    """
-    team = _team(dim, process_group, mesh)
 
-    def work() -> tuple[tuple[int | None, ...], Fields, tuple[list[int], str]]:
+    What ``local`` was computed from is this rank's own too: a plain parameter that was used for it gets this rank's
+    part of its gradient. Join first, and then compute with parameters.
+    """
+    group = or_default(process_group) if mesh is None else mesh_group(mesh, process_group)
+    if not is_member(group):
+        raise ProcessGroupError("from_local joins the tensors of a group's ranks, and this rank is not in the group")
+
+    def work() -> tuple[tuple[_Team, tuple[int | None, ...]], Fields, tuple[list[int], str]]:
+        team = _team(dim, group, mesh)
         dims = _require_joinable(local, team)
         records = torch.is_grad_enabled() and local.requires_grad
         fields = {"verb": "from_local", "dim": dims, "ndim": local.ndim, "dtype": local.dtype, "requires_grad": records}
-        return dims, fields, (list(local.shape), str(local.device))
+        return (team, dims), fields, (list(local.shape), str(local.device))
 
     if sizes is None:
-        dims, told = in_step_sharing(team.group, work)
-        by_rank = dict(zip(group_ranks(team.group), told, strict=True))
+        (team, dims), told = in_step_sharing(group, work)
+        by_rank = dict(zip(group_ranks(group), told, strict=True))
         shapes = tuple(tuple(by_rank[rank][0]) for rank in team.ranks)
         devices = tuple(by_rank[rank][1] for rank in team.ranks)
     else:
-        dims = work()[0]
+        team, dims = work()[0]
         shapes, devices = _shapes_by(sizes, local, dims, team), _devices(local, team)
     frame = _frame(shapes, devices, dims, team, local.dtype, dist.get_rank())
     made = ShardedTensor._wrap(Parts(frame, [local]))
@@ -81,10 +87,7 @@ class _Team(NamedTuple):
     dims: tuple[int | None, ...]  # as given, one for each axis of the grid
 
 
-def _team(dim: int | Sequence[int | None], process_group: ProcessGroup | None, mesh: DeviceMesh | None) -> _Team:
-    group = or_default(process_group) if mesh is None else mesh_group(mesh, process_group)
-    if not is_member(group):
-        raise ProcessGroupError("from_local joins the tensors of a group's ranks, and this rank is not in the group")
+def _team(dim: int | Sequence[int | None], group: ProcessGroup, mesh: DeviceMesh | None) -> _Team:
     ranks = tuple(group_ranks(group))
     grid: tuple[int, ...] = (len(ranks),)
     if mesh is not None:

@@ -102,8 +102,7 @@ class _Own(torch.autograd.Function):
         ctx.counts = [row in first for row in layout.rows_on(rank)]
         made = []
         for row, counts in zip(layout.rows_on(rank), ctx.counts, strict=True):
-            begins, ends = layout.boxes.offsets[row].tolist(), layout.boxes.ends[row].tolist()
-            part = whole[tuple(slice(*span) for span in zip(begins, ends, strict=True))].clone()
+            part = whole[layout.boxes.index(row)].clone()
             made.append(part if counts else torch.zeros_like(part))
         return *made, torch.zeros((), device=whole.device)
 
@@ -213,21 +212,24 @@ def wants_graph(tensor: ShardedTensorBase) -> bool:
 
 
 def note_write(tensor: ShardedTensorBase, anchor: torch.Tensor) -> None:
-    """Tie values that were written into a tensor, and are recorded, to the graph of a rank that holds nothing of it.
+    """Let a tensor into which recorded values were written, and all that it is a view of, be recorded on every rank.
 
-    There the anchor is all that leads to their backward. The tensor takes it on, and so does each tensor that it is a
-    view of, up to one that has shards here: the first of these is made to depend on the anchor.
+    The shards that were written to are. All others are made to depend on the anchor, which leads to the backward of the
+    write; a tensor without shards here takes the anchor on. Else a rank that holds nothing of a view would not run that
+    backward, and ranks would not agree on which parts of the tensor want a gradient. Every rank calls it.
     """
     one: ShardedTensorBase | None = tensor
+    reached = bool(tensor._local_tensors())  # whether a shard here leads to the backward of the write
     while one is not None:
         tensors = one._local_tensors()
-        if tensors:
-            if one is not tensor:
-                first = tensors[0][:0] if tensors[0].ndim else tensors[0].view(1)[:0]
-                first.copy_(anchor.to(first.dtype).expand(first.shape))
-            return
-        before = one._anchored()
-        one._wants_grad, one._anchor = True, anchor if before is None else before + anchor.to(before.device)
+        for local in tensors:
+            if not local.requires_grad or not reached:
+                reached = True
+                nothing = local[:0] if local.ndim else local.view(1)[:0]
+                nothing.copy_(anchor.to(nothing.device, nothing.dtype).expand(nothing.shape))
+        if not tensors:
+            before = one._anchored()
+            one._wants_grad, one._anchor = True, anchor if before is None else before + anchor.to(before.device)
         one = one._view_of
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardwise import settings
 from shardwise.dispatch import require_plain
 from shardwise.errors import ProcessGroupError, PropertyError, SpecError
 from shardwise.geometry import Boxes
@@ -172,7 +173,7 @@ def full_tensor(tensor: ShardedTensor) -> torch.Tensor:
         Placement(device if rank == here else rank_device(rank, device.type), rank) for rank in group_ranks(group)
     ]
     plan, way = make_plan(tensor._layout, whole_on(tensor.shape, places)), Way(group, ready=step.finish)
-    if not wants_graph(tensor) or tensor.is_meta:
+    if not wants_graph(tensor) or tensor.is_meta or settings.current().own_batches:
         return moved_tensors(tensor, plan, way)[0][0]
     tensors, anchor = recorded(tensor)
     return whole_of(plan, way, tensor.dtype, *tensors, new_anchor(device) if anchor is None else anchor)
@@ -280,8 +281,8 @@ def copy_into(into: Any, source: Any, non_blocking: bool = False) -> None:
         given = source._like(shared) if shared else source
         for local, other in zip(into._local_tensors(), into._locals_of(given), strict=True):
             local.copy_(other.clone() if _overlap([local], [other]) else other, non_blocking)
-        if not shared and anchor is not None and wants_graph(source):
-            note_write(into, anchor)
+        if wants_graph(source):
+            note_write(into, new_anchor(into.device) if anchor is None else anchor)
         return
     joint = into._process_group
     if source._process_group is not joint:
@@ -315,7 +316,7 @@ def copy_into(into: Any, source: Any, non_blocking: bool = False) -> None:
     arrived, anchor = moved_tensors(source, plan, way)
     for local, other in zip(into._local_tensors(), arrived, strict=True):
         local.copy_(other)
-    if not arrived and anchor is not None:
+    if anchor is not None:
         note_write(into, anchor)
 
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup, rpc
 from shardwise.dispatch import registry
 from shardwise.errors import MemoryFormatError, RpcError
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, restore_properties
-from shardwise.placement import WITHOUT_INDEX
+from shardwise.placement import WITHOUT_INDEX, rank_device
 from shardwise.process_group import Fields, in_step, or_default
 from shardwise.random import Draw, TileGenerator, current_generator
 from shardwise.sharded_tensor import assembly, movement, old_pickles, pickling, remote
@@ -197,6 +197,7 @@ class ShardedTensor(ShardedTensorBase):
         """The whole tensor, on every rank, as a plain tensor. Every rank of the group calls it.
 
         Differentiable: what is computed from it is one value, the same on every rank, and so its gradient counts once.
+        Within `own_batches` each rank's loss is its own, and their gradients are added up.
         """
         return movement.full_tensor(self)
 
@@ -238,9 +239,8 @@ class ShardedTensor(ShardedTensorBase):
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
         """The tensor on another device or of another dtype, as `torch.Tensor.to`; itself when nothing changes.
 
-        Each rank moves its own shards, to its current device when no index is given. When the kind of device changes,
-        or an index is given, every rank of the group calls it, and each learns the others' devices: a rank that stays
-        cannot know that others do not. Takes ``process_group`` for the new tensor.
+        Each rank moves its own shards, to its current device when no index is given. When the device changes, every
+        rank of the group calls it, and each learns the others' devices. Takes ``process_group`` for the new tensor.
         """
         if not torch._C._is_torch_function_enabled():  # inside an op that is broken down into others
             return super().to(*args, **kwargs)  # type: ignore[return-value] # sharded
@@ -251,9 +251,7 @@ class ShardedTensor(ShardedTensorBase):
             args = (args[0].device, args[0].dtype, *args[1:])
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         dtype = self.dtype if dtype is None else dtype
-        stays = device is None or (
-            device.type == self.device.type and (device.type in WITHOUT_INDEX or device == torch.device(device.type))
-        )
+        stays = device is None or (device.type == self.device.type and _stays(self, device))
         same = dtype == self.dtype and not copy and process_group is None
         if stays and same:
             return self
@@ -317,6 +315,19 @@ def shard_tensor(
 
 
 registry.verbs["shard"] = shard_tensor
+
+
+def _stays(tensor: ShardedTensor, device: torch.device) -> bool:
+    """Whether every rank knows that nothing moves to a device of the same kind.
+
+    One that is named by its index may be another on another rank. Where each rank's shards are on the device that it
+    uses by convention, as after `cuda()`, a rank that stays takes it that the others do; else the ranks must talk.
+    """
+    if device.type in WITHOUT_INDEX or device == torch.device(device.type):
+        return True
+    places = tensor._layout.places
+    usual = all(place.rank is not None and place.device == rank_device(place.rank, device.type) for place in places)
+    return usual and device == tensor.device
 
 
 def _require_plain_format(memory_format: torch.memory_format) -> None:
