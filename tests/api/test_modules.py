@@ -316,3 +316,27 @@ def test_ranks_with_different_plans_all_raise() -> None:
         assert not model.fc1._forward_hooks
     with pytest.raises(ValueError, match="does not match with src_rank=1"):
         shard_module(net(), ShardingPlan({"fc1.weight": rows}), src_rank=rank)
+
+
+@ranks(4)
+def test_what_stays_plain_is_the_same_on_every_rank() -> None:
+    """Parameters and buffers of a module that each rank initialised for itself, whatever their strides and sizes."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.ModuleDict({"layer": nn.Linear(4, 8), "norm": nn.BatchNorm1d(8), "out": nn.Linear(8, 4)})
+    model["norm"].running_mean += torch.rand(8)
+    model["out"].weight = nn.Parameter(torch.rand(8, 4).t())
+    expected = [whole(one).clone() for one in (*model.parameters(), *model.buffers())]
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, expected)
+    shard_module(model, ShardingPlan({"layer.weight": chunks(0, 0, 1, 2, 3)}), src_rank=2)
+    for found, given in zip((*model.parameters(), *model.buffers()), everyone[2], strict=True):
+        assert torch.equal(whole(found), given)
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        some = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    shard_module(some, ShardingPlan({"0.*": chunks(0, 0, 1, 2, 3)}))
+    assert some[1].weight.is_meta == (dist.get_rank() > 0)
+    with shardwise.own_batches():
+        own = nn.Linear(4, 8)
+        before = own.bias.detach().clone()
+        shard_module(own, ShardingPlan({"weight": chunks(0, 0, 1, 2, 3)}))
+        assert torch.equal(own.bias.detach(), before)

@@ -7,8 +7,10 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from shardwise import settings
 from shardwise.api.outputs import collect_local_shard, reshard_output
 from shardwise.api.parameters import agree
+from shardwise.api.plain_values import make_plain_alike
 from shardwise.errors import PlanKindError, plan_error
 from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharing, or_default
 from shardwise.sharding_plan import Resolution, SharderStep, ShardingPlan, ShardingPlanner, resolve
@@ -23,8 +25,9 @@ def shard_module(
 
     Every rank of the group calls it with the same plan, or with a planner that makes the same one. Parameters get the
     values that the group's rank ``src_rank`` has, as in `shard_parameter`, one after the other: each plain one is freed
-    before the next is sharded. Submodules with a `Sharder` are replaced by what it makes of them. Outputs are changed
-    as by `reshard_output` and `collect_local_shard`.
+    before the next is sharded. What stays plain gets its values too, for a plain tensor is the same on every rank; on
+    the drop-in, and within `own_batches`, it is left alone. Submodules with a `Sharder` are replaced by what it makes
+    of them. Outputs are changed as by `reshard_output` and `collect_local_shard`.
 
     First the whole plan is looked at. If anything in it is wrong, on any rank, every rank raises one error that lists
     all of it, and the module is as it was; the sharders, which are called next, answer for themselves.
@@ -46,6 +49,8 @@ def shard_module(
         for place in swap.places:
             place.put(sharded)
     ready.shard()
+    if not settings.current().own_batches:
+        make_plain_alike(module, src_rank, group)
     for output in steps.outputs:
         target = module.get_submodule(output.path)
         if output.spec is None:

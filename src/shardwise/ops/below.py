@@ -17,7 +17,7 @@ from torch._decomp import decomposition_table
 from torch.utils import _pytree as pytree
 
 from shardwise import settings
-from shardwise.dispatch import refuse_collective, refuse_mixed, registry, unsupported
+from shardwise.dispatch import Distributed, refuse_collective, refuse_mixed, registry, unsupported
 from shardwise.errors import CollectiveOpError, PropertyError, UnsupportedOpError, ViewWriteError
 from shardwise.ops.call import Aten, Call
 from shardwise.ops.carried import carry, holds_carried, put_down
@@ -53,6 +53,7 @@ class _Outside(threading.local):
     def __init__(self) -> None:
         self.state = _AT_IMPORT
         self.carries = False  # whether any of its operands is carried
+        self.given: frozenset[int] = frozenset()  # the tensors that it was called with, by their ids
         self.decomposed: tuple[Any, ...] = ()  # the kinds of calls that torch is breaking down
 
 
@@ -71,10 +72,13 @@ def descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     refuse_mixed(op, args, kwargs)
     refuse_collective(op, args, kwargs)
+    if _fills_plain(op, args, kwargs):
+        return op(*_whole(args), **_whole(kwargs))
     given, named = (carry(args), carry(kwargs)) if torch.is_grad_enabled() else (args, kwargs)
     carries = given is not args or named is not kwargs
-    before, before_carries = _outside.state, _outside.carries
+    before, before_carries, before_given = _outside.state, _outside.carries, _outside.given
     _outside.state, _outside.carries = _dispatch_state(), carries
+    _outside.given = frozenset(id(leaf) for leaf in pytree.tree_leaves((tuple(args), kwargs)))
     try:
         with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
             found = op(*given, **named)
@@ -84,7 +88,7 @@ def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     except (UnsupportedOpError, ViewWriteError) as error:
         refused = error
     finally:
-        _outside.state, _outside.carries = before, before_carries
+        _outside.state, _outside.carries, _outside.given = before, before_carries, before_given
     name = getattr(op, "__name__", "")
     tensors = [leaf for leaf in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(leaf, torch.Tensor)]
     if name in ("__get__", "__set__"):
@@ -98,6 +102,23 @@ def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
             raise refused
         return compute_gathered(op, args, kwargs, "it writes into a part of a sharded tensor")
     return compute_gathered(op, args, kwargs, refused.reason, written)
+
+
+def _fills_plain(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether sharded values are written into a plain tensor that is no smaller than all of them.
+
+    Every rank has that tensor, and so has room for the values; torch itself then records the write.
+    """
+    name = getattr(op, "__name__", "")
+    writes = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    if not writes or not args or not isinstance(args[0], torch.Tensor) or isinstance(args[0], Distributed):
+        return False
+    sharded = [leaf for leaf in pytree.tree_leaves((args[1:], kwargs)) if isinstance(leaf, ShardedTensorBase)]
+    return bool(sharded) and sum(one.shape.numel() for one in sharded) <= args[0].numel()
+
+
+def _whole(values: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, ShardedTensorBase) else leaf, values)  # type: ignore[attr-defined] # on a group
 
 
 def aten(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -237,6 +258,9 @@ def _in_place(call: Call, written: list[int]) -> Any:
             raise unsupported(call.op, (), call.arguments, "a sharded tensor cannot be given another size in place")
         if isinstance(out, ShardedTensorBase):
             copy_into(out, value)
+        elif value.requires_grad and torch.is_grad_enabled() and id(out) not in _outside.given:
+            why = f"{call.op} writes values that want a gradient into a plain tensor of its own"
+            raise unsupported(call.op, (), call.arguments, why)
         else:  # which every rank has, and is given all of it
             out.copy_(value.full_tensor() if isinstance(value, ShardedTensorBase) else value)  # type: ignore[attr-defined] # on a group
     return outs[0] if len(outs) == 1 else tuple(outs)

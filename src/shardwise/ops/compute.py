@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from shardwise.ops.schedule import Operand, Schedule, make_schedule, make_stacki
 from shardwise.placement import Placement, rank_device
 from shardwise.process_group import ROOM, Fields, Step, group_ranks, in_step_telling, is_member, talks
 from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.drawing import drawn_apart
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import Way, moved_locals, new_anchor, note_write, recorded
 from shardwise.sharded_tensor.movement import require_movable
@@ -75,6 +77,15 @@ def prepare(call: Call, rule: Rule, *, lead: int | None = None) -> Prepared | No
     return Prepared(rule, schedule, group, everyone, expected, lead, tells)
 
 
+def draws(call: Call) -> bool:
+    """Whether a call draws random numbers from torch's own generator. The same on every rank."""
+    given = call.arguments
+    if torch.Tag.nondeterministic_seeded not in call.op.tags or given.get("generator") is not None:
+        return False
+    rate = given.get("dropout_p", given.get("dropout"))
+    return given.get("train", given.get("training")) is not False and (rate is None or rate > 0)
+
+
 class _Computation:
     """One call under one schedule."""
 
@@ -94,8 +105,15 @@ class _Computation:
         per_cell = [[tensors[k] for tensors in brought] for k in range(len(self.here))]
         if self.schedule.partial:
             return self._reduced(per_cell)
-        found = [self._local(row, tensors) for row, tensors in zip(self.here, per_cell, strict=True)]
+        with self._drawing():
+            found = [self._local(row, tensors) for row, tensors in zip(self.here, per_cell, strict=True)]
         return self._wrapped(self.schedule.results, found)
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """Around an op that draws random numbers: each rank others, and all generators go on alike."""
+        if not draws(self.call):
+            return nullcontext()
+        return drawn_apart(self.call.sharded()[0].device, dist.get_rank() if dist.is_initialized() else 0)
 
     def _bring(self, number: int) -> Tensors:
         """One tensor of this operand for each cell that is here."""

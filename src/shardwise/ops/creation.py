@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from shardwise.ops.call import Call
 from shardwise.ops.compute import assemble, frame_of, places_of
 from shardwise.ops.schedule import chunked
 from shardwise.random import Draw, current_generator
+from shardwise.sharded_tensor.drawing import drawn_here
 from shardwise.sharded_tensor.movement import whole_on
 from shardwise.sharded_tensor.replicas import make_alike
 
@@ -51,8 +53,10 @@ def _register(op: Op) -> None:
             tensors = [torch.empty_like(local, **options) for local in tensor._local_tensors()]
             generator.fill(tensor._layout, tensor._frame.rows, tensors, draw)
         else:
-            tensors = [op(local, *rest, **options) for local in tensor._local_tensors()]
-            if draw is not None or op is torch.randint_like:
+            draws = draw is not None or op is torch.randint_like
+            with drawn_here(tensor.device) if draws and kwargs.get("generator") is None else nullcontext():
+                tensors = [op(local, *rest, **options) for local in tensor._local_tensors()]
+            if draws:
                 dtype = kwargs.get("dtype") or tensor.dtype
                 make_alike(tensor._layout, tensors, dtype, tensor._frame.process_group)
         new = tensor._like(tensors, kwargs.get("dtype") or tensor.dtype)

@@ -48,13 +48,17 @@ def compute_gathered(
     places = places_of(sharded[0]._layout, group)
     anchors = []
     records = torch.is_grad_enabled() and any(leaves[k].requires_grad for k in at)
+    tensors = [leaves[k] for k in at]
+    into_plain = any(not isinstance(tensors[number], ShardedTensorBase) for number in written)
     for k in at:
         one = leaves[k]
-        if isinstance(one, ShardedTensorBase):
+        if isinstance(one, ShardedTensorBase) and into_plain:  # whose gradient every rank has whole
+            leaves[k] = one.full_tensor()  # type: ignore[attr-defined] # on a group
+        elif isinstance(one, ShardedTensorBase):
             plan = make_plan(one._layout, whole_on(one.shape, places))
             (leaves[k], *_), anchor = moved_tensors(one, plan, Way(group))
             anchors += [] if anchor is None else [anchor]
-        else:
+        elif not into_plain:
             leaves[k] = shared_plain(one, group)
     originals = [leaf for leaf in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(leaf, torch.Tensor)]
     wholes = [leaves[k] for k in at]

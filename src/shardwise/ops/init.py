@@ -7,14 +7,18 @@ the shard's size. With a tile generator, the values are those of the whole tenso
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.dispatch import Op, registry
 from shardwise.ops.below import descend
 from shardwise.random import TileGenerator, current_generator
 from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.drawing import drawn_apart, drawn_here
 from shardwise.sharded_tensor.replicas import make_alike
 
 RANDOM = (
@@ -30,7 +34,15 @@ RANDOM = (
 CONSTANT = (torch.Tensor.fill_, torch.Tensor.zero_)
 
 
-def _fill_randomly(op: Op) -> None:
+def _drawn_here(tensor: ShardedTensorBase) -> AbstractContextManager[None]:
+    return drawn_here(tensor.device)
+
+
+def _drawn_apart(tensor: ShardedTensorBase) -> AbstractContextManager[None]:
+    return drawn_apart(tensor.device, dist.get_rank() if dist.is_initialized() else 0)
+
+
+def _fill_randomly(op: Op, drawing: Callable[[ShardedTensorBase], AbstractContextManager[None]]) -> None:
     """Each shard from its rank's generator, or all from one tile generator."""
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
@@ -48,8 +60,9 @@ def _fill_randomly(op: Op) -> None:
                 lambda tile, g: op(tile, *rest, **options, generator=g),
             )
         else:
-            for local in tensor._local_tensors():
-                op(local, *rest, **kwargs)
+            with nullcontext() if kwargs.get("generator") is not None else drawing(tensor):
+                for local in tensor._local_tensors():
+                    op(local, *rest, **kwargs)
             make_alike(tensor._layout, tensor._local_tensors(), tensor.dtype, tensor._frame.process_group)
         return tensor
 
@@ -81,9 +94,11 @@ def _initialise(function: Op, whole: Op) -> None:
             with torch.no_grad():
                 whole(tensor, *args[1:], **{**options, "generator": generator})
         else:
-            for local in tensor._local_tensors():
-                if local.numel():  # of others torch warns
-                    function(local, *args[1:], **options)
+            given = options.get("generator") is not None or function is torch.nn.init.constant_
+            with nullcontext() if given else drawn_here(tensor.device):
+                for local in tensor._local_tensors():
+                    if local.numel():  # of others torch warns
+                        function(local, *args[1:], **options)
             make_alike(tensor._layout, tensor._local_tensors(), tensor.dtype, tensor._frame.process_group)
         return tensor
 
@@ -105,8 +120,8 @@ def _kaiming(
     tensor.uniform_(-bound, bound, generator=generator)
 
 
-for _op in RANDOM:
-    _fill_randomly(_op)
+for _op in RANDOM:  # those of `torch.nn.init` as each rank would fill a plain tensor; others differ between ranks
+    _fill_randomly(_op, _drawn_here if _op in (torch.Tensor.uniform_, torch.Tensor.normal_) else _drawn_apart)
 for _constant in CONSTANT:
     _fill_alike(_constant)
 _initialise(torch.nn.init.uniform_, lambda t, a=0.0, b=1.0, generator=None: t.uniform_(a, b, generator=generator))

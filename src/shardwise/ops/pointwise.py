@@ -189,7 +189,8 @@ def _is_simple(overloads: list[Aten]) -> bool:
         for op in overloads
         if not op._schema.is_mutable and any(str(a.type) == "Tensor" for a in op._schema.arguments)
     ]
-    return all(is_pointwise(op) and len(op._schema.returns) == 1 for op in on_tensors)
+    draws = any(torch.Tag.nondeterministic_seeded in op.tags for op in on_tensors)
+    return not draws and all(is_pointwise(op) and len(op._schema.returns) == 1 for op in on_tensors)
 
 
 for _name, _ops in _overloads():

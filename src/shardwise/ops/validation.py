@@ -25,6 +25,7 @@ from shardwise.errors import PlainValueError
 from shardwise.process_group import Fields, group_ranks, in_step_sharing, talks, without_data
 from shardwise.sharded_tensor import ShardedTensorBase
 
+BATCH = {"input", "indices", "offsets", "per_sample_weights"}  # arguments that may be each rank's own, in these ops:
 OF_OWN_BATCHES = {functional.linear, functional.embedding, functional.embedding_bag}
 OF_OWN_BATCHES |= {torch.embedding, torch.embedding_bag}
 MOST_HASHED = 2**16  # bytes of a plain operand that are compared where ranks agree anyway
@@ -40,7 +41,8 @@ def validation(enabled: bool = True, *, values: bool = False) -> Iterator[None]:
     With ``values``, for debugging, they also compare a hash of every plain tensor that is used together with sharded
     ones: it must be the same on every rank, as it is not after an unseeded `torch.rand`, or where a rank passes its
     own batch without `from_local`. They are compared bit by bit. The error names the op, the argument and the ranks.
-    Every such call waits for all ranks, and reads all of the plain tensor.
+    Every such call waits for all ranks, and reads all of the plain tensor. What runs within a backward, such as a
+    checkpoint that computes again, is not compared.
     """
     with settings.changed(validate=enabled or values), _ValuesCompared() if values else nullcontext():
         yield
@@ -61,11 +63,14 @@ class _ValuesCompared(TorchFunctionMode):
 def _compare(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     leaves = pytree.tree_leaves_with_path((tuple(args), kwargs))
     sharded = next((leaf for _, leaf in leaves if isinstance(leaf, ShardedTensorBase)), None)
-    plain = [(path, leaf) for path, leaf in leaves if _is_plain(leaf)]
+    own = settings.current().own_batches and op in OF_OWN_BATCHES
+    plain = [
+        (path, leaf)
+        for path, leaf in leaves
+        if _is_plain(leaf) and not _is_destination(op, path) and not (own and _name(op, path) in BATCH)
+    ]
     group = None if sharded is None else sharded._process_group
     if not plain or group is None or not talks(group):
-        return
-    if settings.current().own_batches and op in OF_OWN_BATCHES:
         return
 
     def work() -> tuple[None, Fields, list[str]]:
@@ -95,15 +100,26 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, Distributed) and not value.is_meta
 
 
+def _is_destination(op: Callable[..., Any], path: Sequence[Any]) -> bool:
+    """Whether an argument is written into, whatever it holds."""
+    first = path[1]
+    by_name = isinstance(first, pytree.MappingKey) and first.key == "out"
+    return by_name or (op is torch.Tensor.copy_ and isinstance(first, pytree.SequenceKey) and first.idx == 0)
+
+
 def _argument(op: Callable[..., Any], path: Sequence[Any]) -> str:
-    """The name of an argument, as torch declares it, from its place in ``(args, kwargs)``."""
-    (_, first), rest = (path[0], path[1]), path[2:]
-    inner = pytree.keystr(tuple(rest))
+    """An argument, and where in it."""
+    name = _name(op, path)
+    return f"argument {name if isinstance(name, int) else repr(name)}{pytree.keystr(tuple(path[2:]))}"
+
+
+def _name(op: Callable[..., Any], path: Sequence[Any]) -> str | int:
+    """The name of an argument, as torch declares it, from its place in ``(args, kwargs)``; else its number."""
+    first: Any = path[1]
     if isinstance(first, pytree.MappingKey):
-        return f"argument '{first.key}'{inner}"
-    names = _names(op)
-    place: int = first.idx
-    return f"argument '{names[place]}'{inner}" if place < len(names) else f"argument {place}{inner}"
+        return str(first.key)
+    names, place = _names(op), int(first.idx)
+    return names[place] if place < len(names) else place
 
 
 @lru_cache(maxsize=256)
@@ -119,6 +135,9 @@ def _names(op: Callable[..., Any]) -> tuple[str, ...]:
 
 def digest(plain: torch.Tensor, most: int | None = MOST_HASHED) -> str:
     """What differs when the values do; nothing for tensors of more bytes than that, or that a GPU may not have made."""
+    if plain.layout == torch.sparse_coo and most is None:
+        whole = plain.detach().coalesce()
+        return digest(whole.indices(), None) + digest(whole.values(), None)
     if plain.is_meta or plain.layout != torch.strided or without_data():
         return ""
     if most is not None and (plain.device.type != "cpu" or plain.nbytes > most or not settings.current().validate):

@@ -6,6 +6,7 @@ Each function gives the parts of the tensor, after checking all that can be chec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,7 @@ from shardwise.process_group import (
     or_default,
 )
 from shardwise.random import Draw, TileGenerator
+from shardwise.sharded_tensor.drawing import drawn_here
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.joining import build_metadata_from_local_shards, decode, encode, joined, work_out
 from shardwise.sharded_tensor.replicas import make_alike
@@ -121,8 +123,10 @@ def allocate(
                     fill(nothing)
                     generator.fill(layout, rows, tensors, draw, stream=generator.drawn)
                 else:
-                    for tensor in tensors or [nothing]:
-                        fill(tensor)
+                    own = tensors[0].device if tensors else device
+                    with nullcontext() if draw is None else drawn_here(own):
+                        for tensor in tensors or [nothing]:
+                            fill(tensor)
         parts = _parts(layout, spec, rows, properties, group, tensors)
         seed = None if generator is None else (generator.tile_seed, generator.drawn)
         return parts, {"verb": verb, "seed": seed, "init_rrefs": init_rrefs, **fields_of(layout, spec, properties)}

@@ -60,6 +60,7 @@ def from_local(
         dims = _require_joinable(local, team)
         records = torch.is_grad_enabled() and local.requires_grad
         fields = {"verb": "from_local", "dim": dims, "ndim": local.ndim, "dtype": local.dtype, "requires_grad": records}
+        fields["kind of device"] = local.device.type
         return (team, dims), fields, (list(local.shape), str(local.device))
 
     if sizes is None:
@@ -97,9 +98,12 @@ def _team(dim: int | Sequence[int | None], group: ProcessGroup, mesh: DeviceMesh
                 f"the group has ranks {list(ranks)}, the mesh {list(in_order)}: give a group of just the mesh's ranks"
             )
         ranks, grid = in_order, tuple(mesh.shape)
+    if isinstance(dim, bool) or not isinstance(dim, int | Sequence):
+        raise SpecError(f"from_local joins along a dim, or on a mesh along one for each axis; found {dim!r}")
     dims = (dim,) * len(grid) if isinstance(dim, int) else tuple(dim)
     if len(dims) != len(grid):
-        raise SpecError(f"from_local was given {len(dims)} dims, {list(dims)}, for the {len(grid)} axes of {mesh}")
+        where = "ranks in a row, without a mesh" if mesh is None else f"the {len(grid)} axes of {mesh}"
+        raise SpecError(f"from_local was given {len(dims)} dims, {list(dims)}, for {where}")
     return _Team(group, ranks, grid, dims)
 
 

@@ -180,6 +180,9 @@ class ShardedTensor(ShardedTensorBase):
         out: torch.Tensor | None = None,
         enforce_dtype: bool = False,
         dtype: torch.dtype | None = None,
+        *,
+        dim: int | None = None,
+        index: torch.Tensor | None = None,
     ) -> Any:
         """Put the whole tensor together in ``out`` on the group's rank ``dst``. Every rank of the group calls it.
 
@@ -187,8 +190,11 @@ class ShardedTensor(ShardedTensorBase):
         straight into ``out`` where they lie contiguously in it. With ``dtype``, values are rounded to that dtype on
         their way; ``enforce_dtype`` is the old name for ``dtype=out.dtype`` and changes nothing.
 
-        With a tensor of int64 indices into a tensor of another dtype, ``gather(dim, index)``, it is `torch.gather`.
+        With a tensor of int64 indices into a tensor of another dtype, ``gather(dim, index)``, or by these names, it is
+        `torch.gather`.
         """
+        if index is not None:
+            return torch.gather(self, dst if dim is None else dim, index)
         if out is not None and out.dtype == torch.int64 != self.dtype and dtype is None and not enforce_dtype:
             return torch.gather(self, dst, out)
         return movement.gather(self, dst, out, enforce_dtype, dtype)
