@@ -30,10 +30,9 @@ def make_plain_alike(module: nn.Module, src_rank: int, group: ProcessGroup) -> N
     ranks = group_ranks(group)
     for (_, tensor), *devices in zip(found.items(), *told, strict=True):
         if not any(device.startswith("meta") for device in devices):
-            spec = ReplicatedShardingSpec(
-                [f"rank:{rank}/{device}" for rank, device in zip(ranks, devices, strict=True)]
-            )
-            tensor.copy_(shard_tensor(tensor.detach().contiguous(), spec, src_rank, group).local_tensor())
+            places = [f"rank:{rank}/{device}" for rank, device in zip(ranks, devices, strict=True)]
+            values = shard_tensor(tensor.contiguous(), ReplicatedShardingSpec(places), src_rank, group)
+            tensor.copy_(values.local_tensor())
 
 
 def _plain(module: nn.Module) -> dict[str, torch.Tensor]:

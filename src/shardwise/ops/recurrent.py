@@ -8,6 +8,7 @@ one sum of partial products.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -169,7 +170,9 @@ def _recurrence(kind: Kind) -> Callable[[Call], Any]:
 
     def handler(call: Call) -> Any:
         rule = _samples(call)
-        found = NotImplemented if rule is None else compute(call, rule)
+        with warnings.catch_warnings():  # weights in pieces cannot lie in one stretch, as cuDNN would like it
+            warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+            found = NotImplemented if rule is None else compute(call, rule)
         if found is not NotImplemented:
             return found
         x = call["input"]
