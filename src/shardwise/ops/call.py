@@ -53,6 +53,10 @@ class Call:
 
     def run(self, operands: Sequence[torch.Tensor], **changes: Any) -> Any:
         """The op on these tensors in place of its operands."""
+        return self.op(**self.bound(operands, **changes))
+
+    def bound(self, operands: Sequence[torch.Tensor], **changes: Any) -> dict[str, Any]:
+        """The arguments with these tensors in place of the operands."""
         leaves = list(self._leaves)
         for k, operand in zip(self._at, operands, strict=True):
             leaves[k] = operand
@@ -60,7 +64,7 @@ class Call:
         for name, length in zip(self.arguments, self._lengths, strict=True):
             arguments[name] = leaves[position] if length < 0 else leaves[position : position + length]
             position += 1 if length < 0 else length
-        return self.op(**{**arguments, **changes})
+        return {**arguments, **changes}
 
     def as_given(self) -> tuple[list[Any], dict[str, Any]]:
         """The arguments by position and, those that have no other way, by name."""

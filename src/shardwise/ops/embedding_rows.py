@@ -295,7 +295,7 @@ def _summed(lookup: Lookup, arrived: Arrived, grad: torch.Tensor) -> torch.Tenso
     padding = -1 if lookup.padding is None else lookup.padding - arrived.first
     if lookup.sparse:
         counted = rows != padding
-        with torch.sparse.check_sparse_tensor_invariants(enable=False):  # said so, or older torch warns
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call] # torch's; silent on 2.11
             return torch.sparse_coo_tensor(rows[None, counted], values[counted], grad.shape)
     grad.index_add_(0, rows, values)
     if 0 <= padding < len(grad):

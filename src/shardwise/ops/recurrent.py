@@ -165,14 +165,23 @@ def _samples(call: Call) -> Rule | None:
     return labels.rule(operands, results, contiguous=True)  # as cuDNN wants them
 
 
+class _Layers(Call):
+    """A call of recurrent layers, of whose weights, in pieces, cuDNN does not complain that they lie apart."""
+
+    def run(self, operands: Sequence[torch.Tensor], **changes: Any) -> Any:
+        """The layers on these tensors, by torch's own function: warnings within it come out of it."""
+        function = getattr(torch, self.op.overloadpacket.__name__)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+            return function(*self.bound(operands, **changes).values())
+
+
 def _recurrence(kind: Kind) -> Callable[[Call], Any]:
     """A layer, or several: on samples, else step by step."""
 
     def handler(call: Call) -> Any:
         rule = _samples(call)
-        with warnings.catch_warnings():  # weights in pieces cannot lie in one stretch, as cuDNN would like it
-            warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
-            found = NotImplemented if rule is None else compute(call, rule)
+        found = NotImplemented if rule is None else compute(_Layers(call.op, *call.as_given()), rule)
         if found is not NotImplemented:
             return found
         x = call["input"]
