@@ -191,3 +191,12 @@ def test_odd_operands_of_routers() -> None:
         with shardwise.gather_budget(0), pytest.raises(RuntimeError):
             mistake()
     assert sharded.sum().item() == 15
+
+
+@ranks(2)
+def test_gather_by_the_names_that_torch_has_for_its_arguments() -> None:
+    """Beside the old system's method of this name."""
+    table, index = torch.arange(12.0).reshape(4, 3), torch.tensor([[0], [2], [1], [1]])
+    sharded = shard_tensor(table, chunks(0, 0, 1))
+    for found in (sharded.gather(1, index), sharded.gather(1, index=index), sharded.gather(dim=1, index=index)):
+        assert torch.equal(found.full_tensor(), table.gather(1, index))

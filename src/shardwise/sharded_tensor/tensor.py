@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -321,6 +322,12 @@ def shard_tensor(
 
 
 registry.verbs["shard"] = shard_tensor
+
+
+# The old system's signature, by which its clients know the method; torch's two names are taken all the same.
+_said = inspect.signature(ShardedTensor.gather)
+_old = [parameter for name, parameter in _said.parameters.items() if name not in ("dim", "index")]
+ShardedTensor.gather.__signature__ = _said.replace(parameters=_old)  # type: ignore[attr-defined] # mypy#12472
 
 
 def _stays(tensor: ShardedTensor, device: torch.device) -> bool:
