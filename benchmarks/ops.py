@@ -163,9 +163,9 @@ def grad_of(tensor: Tensor) -> Tensor:
 
 
 def our_table(table: Tensor, dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """The ids of all ranks as one batch, of which each rank takes its own rows back."""
-    weight = shardwise.shard_tensor(table, our_specs()[dim]).requires_grad_()
-    return weight, lambda ids: F.embedding(shardwise.from_local(ids), weight).local_tensor()  # type: ignore[attr-defined] # sharded
+    """The ids of all ranks, of which each has as many, as one batch; each rank takes its own rows back."""
+    weight, sizes = shardwise.shard_tensor(table, our_specs()[dim]).requires_grad_(), [IDS] * dist.get_world_size()
+    return weight, lambda ids: F.embedding(shardwise.from_local(ids, sizes=sizes), weight).local_tensor()  # type: ignore[attr-defined] # sharded
 
 
 def our_table_of_own_batches(table: Tensor, dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

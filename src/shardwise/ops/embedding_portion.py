@@ -133,6 +133,6 @@ def wrapped(layout: Layout, found: torch.Tensor, weight: ShardedTensor) -> Any:
     frame = frame_of(with_rows(layout, weight.shape[1]), found.dtype, weight._process_group)
     sizes = [layout.boxes.sizes[row].tolist() for row in frame.rows]
     lengths = [int(layout.boxes.volumes[row]) for row in frame.rows]
-    parts = torch.split_with_sizes(found, lengths) if lengths else ()
+    parts = [found] if len(lengths) == 1 else torch.split_with_sizes(found, lengths) if lengths else ()
     tensors = [part.reshape(*size, weight.shape[1]) for part, size in zip(parts, sizes, strict=True)]
     return assemble(ShardedTensor, frame, tensors, [found], found.requires_grad)
