@@ -200,3 +200,16 @@ def test_gather_by_the_names_that_torch_has_for_its_arguments() -> None:
     sharded = shard_tensor(table, chunks(0, 0, 1))
     for found in (sharded.gather(1, index), sharded.gather(1, index=index), sharded.gather(dim=1, index=index)):
         assert torch.equal(found.full_tensor(), table.gather(1, index))
+
+
+@ranks(2)
+def test_a_mask_that_selects_nothing() -> None:
+    """Nothing is written, whether the mask and the values are sharded or plain."""
+    x, values = torch.arange(25.0).reshape(5, 5), torch.ones(5)
+    rows = chunks(0, 0, 1)
+    for mask in (torch.zeros(5, dtype=torch.bool), torch.tensor([True, False, True, True, False])):
+        for accumulate in (False, True):
+            expected = torch.index_put(x, (mask,), values, accumulate=accumulate)
+            for given in ((mask, values), (shard_tensor(mask, rows), shard_tensor(values, rows))):
+                found = torch.index_put(shard_tensor(x, rows), (given[0],), given[1], accumulate=accumulate)
+                assert torch.equal(found.full_tensor(), expected)

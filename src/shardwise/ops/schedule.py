@@ -158,7 +158,9 @@ def _dealt(rule: Rule, label: int | None, everyone: tuple[Placement, ...]) -> Ce
 
 
 def _on_cells(rule: Rule, operands: tuple[Operand, ...], cells: Cells, budget: int) -> Schedule | None:
-    """The schedule on these cells, if within the budget."""
+    """The schedule on these cells, if there are any, within the budget."""
+    if not len(cells.begins):
+        return None
     targets: list[Layout | None] = []
     stays: list[bool] = []
     moved = gathered = 0
