@@ -53,7 +53,7 @@ class _Outside(threading.local):
     def __init__(self) -> None:
         self.state = _AT_IMPORT
         self.carries = False  # whether any of its operands is carried
-        self.given: frozenset[int] = frozenset()  # the tensors that it was called with, by their ids
+        self.given: tuple[Any, ...] = ()  # what it was called with
         self.decomposed: tuple[Any, ...] = ()  # the kinds of calls that torch is breaking down
 
 
@@ -78,7 +78,7 @@ def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     carries = given is not args or named is not kwargs
     before, before_carries, before_given = _outside.state, _outside.carries, _outside.given
     _outside.state, _outside.carries = _dispatch_state(), carries
-    _outside.given = frozenset(id(leaf) for leaf in pytree.tree_leaves((tuple(args), kwargs)))
+    _outside.given = (tuple(args), kwargs)
     try:
         with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
             found = op(*given, **named)
@@ -258,12 +258,17 @@ def _in_place(call: Call, written: list[int]) -> Any:
             raise unsupported(call.op, (), call.arguments, "a sharded tensor cannot be given another size in place")
         if isinstance(out, ShardedTensorBase):
             copy_into(out, value)
-        elif value.requires_grad and torch.is_grad_enabled() and id(out) not in _outside.given:
+        elif value.requires_grad and torch.is_grad_enabled() and not _is_given(out):
             why = f"{call.op} writes values that want a gradient into a plain tensor of its own"
             raise unsupported(call.op, (), call.arguments, why)
         else:  # which every rank has, and is given all of it
             out.copy_(value.full_tensor() if isinstance(value, ShardedTensorBase) else value)  # type: ignore[attr-defined] # on a group
     return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def _is_given(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is the caller's, and not one that a function has made for itself on its way into aten ops."""
+    return any(leaf is tensor for leaf in pytree.tree_leaves(_outside.given))
 
 
 def functional_of(op: Aten) -> Aten | None:
