@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from shardwise.errors import SpecError
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout, parse_size
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
-from shardwise.placement import Placement, PlacementLike, RemoteDevice, mesh_placements, parse_all
+from shardwise.placement import Placement, PlacementLike, RemoteDevice, mesh_placements
 from shardwise.sharding_spec.chunking import even_cut, parse_dim, require_number
-from shardwise.sharding_spec.spec import ShardingSpec
+from shardwise.sharding_spec.spec import PlacedShardingSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(init=False)
-class ChunkShardingSpec(ShardingSpec):
+class ChunkShardingSpec(PlacedShardingSpec):
     """One dim cut as `torch.chunk` cuts it, one chunk per placement, in the order of the placements.
 
     A rank may be named several times, or not at all; chunks may be short or empty::
@@ -39,9 +38,7 @@ class ChunkShardingSpec(ShardingSpec):
     def __init__(self, dim: int, placements: Sequence[PlacementLike]) -> None:
         require_number("ChunkShardingSpec", dim)
         self.dim = dim
-        self.placements = parse_all(placements)
-        if not self.placements:
-            raise SpecError("ChunkShardingSpec needs at least one placement")
+        self.placements = placements  # type: ignore[assignment] # parsed there
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, dim: int, *, axis: int | str = 0) -> ChunkShardingSpec:
