@@ -291,7 +291,10 @@ def _require_matching(shard: Shard, properties: TensorProperties) -> None:
 
 
 def rows_of(local_shards: list[Shard], layout: Layout, candidates: list[int]) -> tuple[int, ...]:
-    """The row of the layout that each local shard fills."""
+    """The row of the layout, among those of this rank, that each local shard fills: that of its box.
+
+    Who holds it is the layout's to say: in a local shard's record, FSDP1 names the rank by its number in the group.
+    """
     free: dict[tuple[Any, ...], list[int]] = {}
     for row in candidates:
         free.setdefault(_key(layout.shard_metadata(row)), []).append(row)
@@ -304,7 +307,7 @@ def rows_of(local_shards: list[Shard], layout: Layout, candidates: list[int]) ->
 
 
 def _key(metadata: ShardMetadata) -> tuple[Any, ...]:
-    return *metadata.shard_offsets, *metadata.shard_sizes, Placement.of(metadata.placement)
+    return *metadata.shard_offsets, *metadata.shard_sizes
 
 
 def fields_of(layout: Layout, spec: ShardingSpec, properties: TensorProperties) -> Fields:
