@@ -107,7 +107,7 @@ def _fields_of(step: ParameterStep) -> dict[str, Any]:
 def _reshard(step: ParameterStep) -> None:
     parameter = step.parameter
     assert isinstance(parameter, ShardedTensor)
-    if parameter.sharding_spec() != step.spec or parameter._layout != step.layout:
+    if parameter.sharding_spec() != step.spec or step.layout.order_of(parameter._layout) is None:
         parameter.reshard(step.spec)
 
 

@@ -33,7 +33,7 @@ def state_of(tensor: ShardedTensorBase) -> dict[str, Any]:
     return {
         "version": VERSION,
         "size": list(layout.size),
-        "offsets": layout.boxes.offsets.tolist(),
+        "offsets": layout.offsets_to_say.tolist(),
         "sizes": layout.boxes.sizes.tolist(),
         "places": [str(place) for place in layout.places],
         "ranks": [place.rank for place in layout.places],

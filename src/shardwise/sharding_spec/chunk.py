@@ -14,7 +14,7 @@ from shardwise.geometry import Boxes
 from shardwise.layout import Layout, parse_size
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.placement import Placement, PlacementLike, RemoteDevice, mesh_placements
-from shardwise.sharding_spec.chunking import even_cut, parse_dim, require_number
+from shardwise.sharding_spec.chunking import even_cut, get_split_size, parse_dim, require_number
 from shardwise.sharding_spec.spec import PlacedShardingSpec
 
 if TYPE_CHECKING:
@@ -63,5 +63,7 @@ def _layout(size: torch.Size, dim: int, places: tuple[Placement, ...]) -> Layout
     dim = parse_dim(dim, len(size))
     sizes = np.tile(np.array(size, dtype=np.int64), (len(places), 1))
     offsets = np.zeros_like(sizes)
-    offsets[:, dim], sizes[:, dim] = even_cut(size[dim], len(places))
+    sizes[:, dim] = even_cut(size[dim], len(places))[1]
+    # An empty chunk is said to begin at its number times the chunk size, even beyond the end, as the old records do.
+    offsets[:, dim] = np.arange(len(places)) * get_split_size(size[dim], len(places))
     return Layout.of(size, Boxes(offsets, sizes), places)
