@@ -79,7 +79,7 @@ def _result(records: list[dict[str, Any]], failure: str) -> OpResult:
     for record in records:
         open_way = record.get("begins", "")
         if "cut" in record:
-            where = f"of ({record['of']}) cut in the {record['cut']} dim"
+            where = f"of ({record['of']}), {record['cut']}"
         if "verdict" in record:
             result.way(record["way"]).add(record["verdict"], f"{where}: {record['note']}")
             if record["way"] == "forward":  # a gradient may well be spread to all

@@ -67,13 +67,14 @@ def _weights(case: Case, outputs: list[Any], tree: pytree.TreeSpec) -> list[torc
     for out in pytree.tree_leaves(case.outputs_for_loss(pytree.tree_unflatten(starts, tree))):
         if isinstance(out, torch.Tensor) and out.requires_grad:
             real = torch.view_as_real(out) if out.is_complex() else out
-            loss = loss + (real * _waves(real)).sum()
+            loss = loss + (real * waves(real)).sum()
     leaves = [start for start, flow in zip(starts, flows, strict=True) if flow]
     found = iter(torch.autograd.grad(loss, leaves, allow_unused=True) if leaves and loss.requires_grad else ())
     return [next(found, None) if flow else None for flow in flows]
 
 
-def _waves(tensor: torch.Tensor) -> torch.Tensor:
+def waves(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers of its size that differ from element to element, for a gradient to start from."""
     return (torch.arange(tensor.numel()) * 0.7 + 0.3).cos().reshape(tensor.shape).to(tensor.dtype)
 
 
