@@ -119,7 +119,7 @@ class ModuleTrial:
         module = self.case.made()
         if self.what != "inputs":
             named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.ndim]
-            plan = {name: self.layout.spec(parameter.shape) for name, parameter in named}
+            plan: dict[str, Any] = {name: self.layout.spec(parameter.shape) for name, parameter in named}
             shardwise.shard_module(module, shardwise.ShardingPlan(plan), process_group=self.layout.group)
         return module
 
@@ -156,7 +156,7 @@ class ModuleTrial:
         with budget(self.system):
             backward(roots, starts)
         leaves = _leaves(self.case, module, arguments)
-        found = [torch.zeros(leaf.shape, dtype=leaf.dtype) if leaf.grad is None else leaf.grad for leaf in leaves]
+        found = [_zeros(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         names = [name for name, _ in module.named_parameters()]
         return self._compared(found, gradients.expected, f"gradient of {', '.join(names)} and inputs, ")
 
@@ -166,3 +166,7 @@ class ModuleTrial:
         if told:
             return Attempt("wrong", of + told)
         return Attempt("right", digest=digest(wholes) if self.truth.random else "")
+
+
+def _zeros(leaf: Any) -> torch.Tensor:
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)

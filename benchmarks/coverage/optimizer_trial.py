@@ -49,7 +49,7 @@ def _train(case: Case, optimizer: Any, parameters: Named, targets: list[Any]) ->
     """Towards the targets, from gradients that need no backward."""
 
     def closure() -> Any:
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64, device=targets[0].device)
         with torch.no_grad():
             for number, (one, target) in enumerate(zip(parameters.values(), targets, strict=True)):
                 away = one.detach() - target
@@ -70,6 +70,8 @@ def _give(parameter: Any, gradient: Any, *, sparse: bool) -> None:
     if not sparse:
         parameter.grad = gradient
     elif isinstance(parameter, shardwise.ShardedTensor):
+        if not parameter.local_shards():
+            parameter.grad = gradient
         for mine, given in zip(parameter.local_shards(), gradient.local_shards(), strict=True):
             mine.tensor.grad = given.tensor.to_sparse()
     else:

@@ -54,7 +54,7 @@ def optimizers() -> dict[str, Any]:
     stand_in_for_expecttest()
     from torch.testing._internal.common_optimizers import optim_db
 
-    return {info.optim_cls.__name__: info for info in optim_db}
+    return {vars(info)["optim_cls"].__name__: info for info in optim_db}  # whose declared type is another
 
 
 def names(patterns: list[str]) -> list[str]:
@@ -72,11 +72,12 @@ def cases(name: str, device: str) -> list[Case]:
     found = []
     for given in info.optim_inputs_func(device):
         for told, options in _implementations(info, given, device):
-            on_device = [[one.to(device) for one in some] for some in (start, targets)]
-            wants = info.step_requires_closure, info.only_supports_sparse_grads
+            wants = {"closure": info.step_requires_closure, "sparse": info.only_supports_sparse_grads}
             if info.step_requires_closure:
                 options = {**options, "max_iter": ITERATIONS}
-            found.append(Case(info.optim_cls, options, told, *on_device, *wants, ROUNDING.get(name, 0.0)))
+            tensors = [[one.to(device) for one in some] for some in (start, targets)]
+            rounding = ROUNDING.get(name, 0.0)
+            found.append(Case(info.optim_cls, options, told, tensors[0], tensors[1], **wants, rounding=rounding))
     return found
 
 

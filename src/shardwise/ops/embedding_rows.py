@@ -52,7 +52,7 @@ class Table:
     def swap(self, given: torch.Tensor, out: list[int], into: list[int]) -> torch.Tensor:
         """What each member has for this rank, in exchange for what this rank has for each: so many elements."""
         itemsize = given.element_size()
-        sent = as_bytes(given.to(self.wire).contiguous())
+        sent = as_bytes(given.to(self.wire).resolve_conj().resolve_neg().contiguous())
         taken = torch.empty(sum(into), dtype=given.dtype, device=self.wire)
         if is_fake(self.group):  # the others ask for nothing, and have nothing
             taken.zero_().split_with_sizes(into)[self.here].copy_(given.reshape(-1).split_with_sizes(out)[self.here])

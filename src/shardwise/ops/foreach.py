@@ -60,7 +60,7 @@ def _one_by_one(op: Op, args: Any, kwargs: Any) -> list[Any]:
     return [function(*row, **kwargs) for row in zip(*columns, strict=True)]
 
 
-def _numbers(values: list[Any]) -> list[Any]:
+def _numbers(values: Any) -> list[Any]:
     return [one.item() if isinstance(one, torch.Tensor) else one for one in values]
 
 

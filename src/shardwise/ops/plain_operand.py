@@ -31,7 +31,7 @@ class SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         """An all-reduce."""
         ctx.group = group
-        total = tensor.contiguous().clone()
+        total = tensor.resolve_conj().resolve_neg().contiguous().clone()
         dist.all_reduce(total, group=group)
         return total
 
