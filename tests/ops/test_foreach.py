@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.cases import PLAIN as NUMBERS
-from tests.cases import SPECS, assert_close
+from tests.cases import SPECS, assert_close, chunks
 
 from shardwise import ShardedTensor, shard_tensor
 from shardwise.testing import ranks
@@ -40,3 +40,32 @@ def test_plain_values_beside_sharded_ones(spec: str) -> None:
     assert_close(whole(twins.grad), numbers.grad)
     with pytest.raises(RuntimeError, match="expand"):
         torch._foreach_mul([shard_tensor(PLAIN, SPECS[spec])], [torch.ones(2).double()])
+
+
+@ranks(4)
+def test_lists_of_other_layouts() -> None:
+    """Sharded tensors that are cut otherwise, or are smaller and broadcast, in functions that return and that write."""
+    names = ("chunk dim 0", "uneven, several per rank", "chunk dim -1", "all on one rank")
+    for one, other in zip(names, reversed(names), strict=True):
+        first, second = [shard_tensor(PLAIN, SPECS[one])] * 2, [shard_tensor(PLAIN + 1, SPECS[other])] * 2
+        rows = [shard_tensor(PLAIN[:, :1].contiguous(), chunks(0, 3, 1))] * 2
+        plains, more, narrow = [PLAIN] * 2, [PLAIN + 1] * 2, [PLAIN[:, :1]] * 2
+        for found, expected in (
+            (torch._foreach_mul(first, second), torch._foreach_mul(plains, more)),
+            (torch._foreach_div(first, rows), torch._foreach_div(plains, narrow)),
+            (torch._foreach_add(first, second, alpha=3), torch._foreach_add(plains, more, alpha=3)),
+            (torch._foreach_lerp(first, second, 0.25), torch._foreach_lerp(plains, more, 0.25)),
+            (
+                torch._foreach_addcmul(first, second, rows, [2.0, 3.0]),
+                torch._foreach_addcmul(plains, more, narrow, [2.0, 3.0]),
+            ),
+        ):
+            for mine, wanted in zip(found, expected, strict=True):
+                assert_close(whole(mine).nan_to_num(), wanted.nan_to_num())
+        written, twin = [first[0].clone()], [PLAIN.clone()]
+        for target, values in ((written, second[:1]), (twin, more[:1])):
+            torch._foreach_mul_(target, values)
+            torch._foreach_addcdiv_(target, values, values, 0.5)
+            torch._foreach_copy_(target, [target[0] + values[0]])
+        assert_close(whole(written[0]), twin[0])
+        assert written[0]._layout == first[0]._layout
