@@ -138,7 +138,12 @@ class Roster:
     def _fields(self, groups: Sequence[Group]) -> dict[str, object]:
         """What must be the same on every rank."""
         outlines = [
-            [name, tuple(tensor.shape), tensor._layout.digest.hex() if isinstance(tensor, ShardedTensor) else "plain"]
+            [
+                name,
+                tuple(tensor.shape),
+                str(tensor.dtype),
+                tensor._layout.digest.hex() if isinstance(tensor, ShardedTensor) else "plain",
+            ]
             for group in groups
             for name, tensor in group["params"].items()
         ]
