@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -160,12 +160,21 @@ class _Computation:
         stacking = make_stacking(self.schedule, self.everyone)
         meta = expect_partial(self.call, reduction)
         partials: list[tuple[torch.Tensor, ...]] = []
+        failed: Exception | None = None
         for row, tensors in zip(self.here, per_cell, strict=True):
             if row not in stacking.rows:
                 self.anchors.append(tie(tensors))
                 continue
-            made = reduction.partial(self.call, tensors) if reduction.partial else self.call.run(tensors)
+            try:
+                made = reduction.partial(self.call, tensors) if reduction.partial else self.call.run(tensors)
+            except Exception as error:
+                # The others are on their way into the transfer: this rank takes part in it, and raises then.
+                failed = failed or error
+                size = stacking.source.boxes.sizes[stacking.rows.index(row)].tolist()[1:]
+                made = tuple(torch.zeros(size, dtype=dtype, device=tensors[0].device) for dtype in meta)
             partials.append(made if isinstance(made, tuple) else (made,))
+        if failed is not None and self.tells:  # while the ranks agree
+            in_step_telling(group, lambda: raised(failed))
         stacks: list[Tensors] = []
         anchor = tie(self.anchors) if self.anchors else None
         plan = make_plan(stacking.source, stacking.target)
@@ -180,6 +189,8 @@ class _Computation:
             stacks.append(stack)
             if anchor_k is not None:
                 self.anchors.append(anchor_k)
+        if failed is not None:
+            raise failed
         found = [reduction.again(self.call, list(pieces)) for pieces in zip(*stacks, strict=True)]
         return self._wrapped((stacking.result,) * len(self.expected), found)
 
@@ -295,6 +306,11 @@ def agreement(call: Call, group: ProcessGroup | None) -> Any:
 def tell(call: Call, group: ProcessGroup, brought: bytes) -> list[bytes]:
     """Compare, and at once tell all ranks a few bytes of what was computed."""
     return in_step_telling(group, lambda: (None, _fields(call), brought))[1]
+
+
+def raised(error: Exception) -> NoReturn:
+    """As work that failed."""
+    raise error
 
 
 def _can_tell(call: Call, schedule: Schedule, everyone: tuple[Placement, ...]) -> bool:

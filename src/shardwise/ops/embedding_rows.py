@@ -16,12 +16,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardwise import settings
+from shardwise.meeting import lost
 from shardwise.ops.embedding_route import Band, Span, make_route
 from shardwise.process_group import group_ranks, is_fake
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.gradients import compared, new_anchor, wants_graph
 from shardwise.transfer import make_plan
-from shardwise.transfer.execute import lost, wire_device
+from shardwise.transfer.execute import wire_device
 from shardwise.transfer.pieces import as_bytes, copy
 
 
@@ -62,7 +63,9 @@ class Table:
         try:
             dist.all_to_all_single(as_bytes(taken), sent, came, went, group=self.group)
         except RuntimeError as error:
-            raise lost(f"exchange {sent.numel():,} bytes of ids or rows of a sharded table", error) from error
+            raise lost(
+                f"exchange {sent.numel():,} bytes of ids or rows of a sharded table", error, self.group
+            ) from error
         return taken
 
     def packed(self, views: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise import settings
+from shardwise.meeting import lost
 from shardwise.sharded_tensor.gradients import compared
-from shardwise.transfer.execute import lost
 
 
 class SharedPlain(torch.autograd.Function):
@@ -42,7 +42,7 @@ class SumOverRanks(torch.autograd.Function):
         try:
             dist.all_reduce(total, group=group)
         except RuntimeError as error:
-            raise lost(f"add up {total.nbytes:,} bytes of the gradient of a plain operand", error) from error
+            raise lost(f"add up {total.nbytes:,} bytes of the gradient of a plain operand", error, group) from error
         return total
 
     @staticmethod
