@@ -300,9 +300,9 @@ class _Meeting:
         reports = self._reports()
         if self._failure is not None:
             take_word_back(self._group, self._number)
-        if self._told and not any(failure is None and said == self._next for said, failure in reports):
+        if self._told and not any(failure is None and said == self._next for said, failure, _ in reports):
             return []
-        raise _told_to_all(_verdict(reports, group_ranks(self._group), self._subject), self._group) from self._error
+        raise _told_to_all(_verdict(reports, group_ranks(self._group)), self._group) from self._error
 
     def _look(self) -> None:
         """Leave the meeting for later if a rank has failed before it: that rank may not come for long."""
@@ -313,7 +313,7 @@ class _Meeting:
 
     def _reports(self) -> list[Any]:
         failure = None if self._error is None else [type(self._error).__name__, str(self._error)]
-        report = json.dumps([_said(self._fields), failure]).encode()
+        report = json.dumps([_said(self._fields), failure, self._subject]).encode()
         sizes = _all_gather(self._group, len(report).to_bytes(8, "little"), [8] * self._group.size())
         lengths = [int.from_bytes(size, "little") for size in sizes]
         return [json.loads(entry) for entry in _all_gather(self._group, report, lengths)]
@@ -349,15 +349,15 @@ def _failure_of(rank: int, kind: str, message: str, others: str = "") -> Excepti
     return same_kind(kind, f"{message}\n(found on rank {rank}{others}; every rank of the group stops)")
 
 
-def _verdict(reports: list[Any], ranks: list[int], subject: str) -> Exception:
+def _verdict(reports: list[Any], ranks: list[int]) -> Exception:
     """The one error that every rank raises, from what all ranks reported."""
-    failed = [(rank, failure) for rank, (_, failure) in zip(ranks, reports, strict=True) if failure is not None]
+    failed = [(rank, failure) for rank, (_, failure, _) in zip(ranks, reports, strict=True) if failure is not None]
     if failed:
         rank, (kind, message) = failed[0]
         others = "" if len(failed) == 1 else f" and {len(failed) - 1} more"
         return _failure_of(rank, kind, message, others)
-    first = reports[0][0]
-    for rank, (fields, _) in zip(ranks, reports, strict=True):
+    first, _, subject = reports[0]
+    for rank, (fields, *_) in zip(ranks, reports, strict=True):
         for name in [*first, *fields]:
             mine, theirs = first.get(name, "nothing"), fields.get(name, "nothing")
             if mine != theirs:

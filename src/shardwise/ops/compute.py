@@ -18,7 +18,7 @@ from shardwise import settings
 from shardwise.dispatch import unsupported
 from shardwise.errors import ProcessGroupError, UnsupportedOpError
 from shardwise.layout import Layout
-from shardwise.ops.call import Call
+from shardwise.ops.call import Call, function
 from shardwise.ops.plain_operand import shared_plain
 from shardwise.ops.rule import Reduction, Rule
 from shardwise.ops.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
@@ -323,7 +323,7 @@ def _can_tell(call: Call, schedule: Schedule, everyone: tuple[Placement, ...]) -
 
 def _fields(call: Call) -> Fields:
     """What must be the same on every rank of a call."""
-    fields: dict[str, object] = {"op": call.name, "arguments": call.settings()}
+    fields: dict[str, object] = {"op": call.name, "arguments": call.settings(), "function": str(function)}
     fields["gather_budget"] = settings.current().gather_budget
     for k, operand in enumerate(call.operands):
         about = operand._layout.outline if isinstance(operand, ShardedTensorBase) else tuple(operand.shape)

@@ -75,7 +75,7 @@ class Roster:
         if not stale:
             return
         moved = [member for member in stale if not member.keeps_layout()]
-        entries = state.exported(moved, self.inner.state, self.group) if moved else {}
+        entries = state.exported(lambda: (moved, self.inner.state), self.group) if moved else {}
         new = {member: self._renewed(member) for member in stale}
         there = state.imported([new[member] for member in moved], entries, options)
         for member in stale:

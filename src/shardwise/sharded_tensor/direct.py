@@ -26,9 +26,9 @@ def call_directly(name: str) -> None:
     def direct(self: ShardedTensorBase, *args: Any, **kwargs: Any) -> Any:
         frame = self._frame
         handler = registry.find(method, frame.spec)
-        if handler is None or mode_is_active() or not dispatches():
-            return method(self, *args, **kwargs)
         try:
+            if handler is None or mode_is_active() or not dispatches():
+                return method(self, *args, **kwargs)
             return handler((type(self),), (self, *args), kwargs, frame.process_group)
         except Exception as error:
             leaves(error, frame.process_group)
