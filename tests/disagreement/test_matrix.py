@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.disagreement.verbs import COLUMNS, ODD, PLAIN, ROWS, VERBS, WORLD, Verb, backward_of, filed, rank, recorded
+from tests.disagreement.given import COLUMNS, ODD, PLAIN, ROWS, WORLD, backward_of, rank, recorded
+from tests.disagreement.verbs import VERBS, Verb, filed
 
 import shardwise
 from shardwise import shard_tensor
@@ -97,7 +98,7 @@ def dies(where: str) -> None:
         elif where == "rounds":
             execute.PointToPoint._start = die
         else:
-            leaf.register_hook(die) if where == "hook" else result.register_hook(die)
+            result.register_hook(die)
     if where in ("before", "exchange"):
         leaf.full_tensor()
     elif where == "rounds":
