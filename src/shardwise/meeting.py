@@ -28,6 +28,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 HEADER = 128  # bytes of a header; what is no longer goes to each rank at once, sooner there than around the ring
 PATIENCE = 0.5  # seconds after which a rank that waits looks for word of the others; twice as long each time, at most
 AT_MOST = 5.0
+READ = ", as others have read"
 PROBE = 0x5A4D  # the tag of a message that nobody sends
 
 
@@ -173,6 +174,14 @@ def take_word_back(process_group: ProcessGroup, meeting: int) -> None:
     _write(process_group, meeting, None)
 
 
+def forget_failure(process_group: ProcessGroup) -> None:
+    """Owe the others nothing for what this rank has raised by itself, unless one of them has read of it."""
+    ledger, store = ledger_of(process_group), _store(process_group)
+    if ledger.failure is not None and not store.check([_key(ledger.begun, READ)]):
+        ledger.failure = None
+        take_word_back(process_group, ledger.begun)
+
+
 def word_of(process_group: ProcessGroup, meeting: int) -> tuple[int, str, str] | None:
     """Of another rank that failed before this meeting: the rank, the kind of its error, and the message."""
     store = _store(process_group)
@@ -180,6 +189,7 @@ def word_of(process_group: ProcessGroup, meeting: int) -> tuple[int, str, str] |
         if store is not None and store.check([_key(meeting)]):
             word = json.loads(store.get(_key(meeting)))
             if word is not None and word[0] != dist.get_rank():
+                store.set(_key(meeting, READ), "")
                 return word[0], word[1], word[2]
     return None
 
@@ -195,5 +205,5 @@ def _store(process_group: ProcessGroup) -> Any:
     return distributed_c10d._world.pg_map.get(process_group, (None, None))[1]
 
 
-def _key(meeting: int) -> str:
-    return f"shardwise/failed before meeting {meeting}"
+def _key(meeting: int, suffix: str = "") -> str:
+    return f"shardwise/failed before meeting {meeting}{suffix}"

@@ -258,7 +258,7 @@ def _meet(
     if ledger.left is not None:
         ledger.left.end()
     if ledger.failure is not None and error is None:
-        _Meeting(process_group, ledger, {}, same_kind(*ledger.failure), b"", subject, owed_before=fields).end()
+        _Meeting(process_group, ledger, {}, same_kind(*ledger.failure), b"", subject, told=True).end()
     return _Meeting(process_group, ledger, fields, error, brought, subject)
 
 
@@ -274,11 +274,10 @@ class _Meeting:
         brought: bytes,
         subject: str,
         *,
-        owed_before: Fields | None = None,
+        told: bool = False,
     ) -> None:
         self._group, self._ledger, self._fields, self._error, self._subject = group, ledger, fields, error, subject
-        self._told = owed_before is not None  # whether this rank has raised already what will come of it
-        self._next = None if owed_before is None else _said(owed_before)  # what it is about to do
+        self._told = told  # whether this rank has raised already what will come of it
         self._number, self._failure = ledger.begun, ledger.failure
         ledger.begun += 1
         ledger.failure = None  # told here
@@ -287,8 +286,7 @@ class _Meeting:
     def end(self) -> list[tuple[int, bytes]]:
         """What each rank brings; raises the same error on every rank unless nobody failed and all fields agree.
 
-        A rank that has raised the error already does so again only together with others that are in the same verb, so
-        that all go on with the next one.
+        Each rank raises it once: not here, if it has done so before.
         """
         headers = self._headers.wait(self._look, AT_MOST if self._told else PATIENCE)
         if self._ledger.left is self:
@@ -300,7 +298,7 @@ class _Meeting:
         reports = self._reports()
         if self._failure is not None:
             take_word_back(self._group, self._number)
-        if self._told and not any(failure is None and said == self._next for said, failure, _ in reports):
+        if self._told:
             return []
         raise _told_to_all(_verdict(reports, group_ranks(self._group)), self._group) from self._error
 
@@ -308,20 +306,16 @@ class _Meeting:
         """Leave the meeting for later if a rank has failed before it: that rank may not come for long."""
         word = word_of(self._group, self._number)
         if word is not None:
-            self._ledger.left, self._told, self._next = self, True, None
+            self._ledger.left, self._told = self, True
             raise _told_to_all(_failure_of(*word), self._group)
 
     def _reports(self) -> list[Any]:
         failure = None if self._error is None else [type(self._error).__name__, str(self._error)]
-        report = json.dumps([_said(self._fields), failure, self._subject]).encode()
+        said = {name: str(value) for name, value in self._fields.items()}
+        report = json.dumps([said, failure, self._subject]).encode()
         sizes = _all_gather(self._group, len(report).to_bytes(8, "little"), [8] * self._group.size())
         lengths = [int.from_bytes(size, "little") for size in sizes]
         return [json.loads(entry) for entry in _all_gather(self._group, report, lengths)]
-
-
-def _said(fields: Fields) -> dict[str, str]:
-    """The fields as other ranks read them."""
-    return {name: str(value) for name, value in fields.items()}
 
 
 def raises_alone(process_group: ProcessGroup | None, error: Exception) -> None:
