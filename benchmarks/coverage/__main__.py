@@ -18,6 +18,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ops", default="", help="names or patterns, with commas: add,mul,linalg.*; default: all")
     parser.add_argument("--system", choices=("shardwise", "dtensor", "all"), default="all")
     parser.add_argument("--budget", default="default,0", help="gather budgets for shardwise: default, or bytes")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the shards; cuda: two NCCL ranks")
     parser.add_argument("--samples", type=int, default=12, help="at most so many calls per op (default 12)")
     parser.add_argument("--seconds", type=float, default=10.0, help="per op and system (default 10)")
     parser.add_argument("--json", type=Path, help="write all results to this file")
@@ -43,7 +44,7 @@ def main() -> int:
     options = arguments()
     warnings.simplefilter("ignore")  # ops under test warn of many things
     begin = time.monotonic()
-    survey = Survey(systems(options.system, options.budget), options.samples, options.seconds)
+    survey = Survey(systems(options.system, options.budget), options.samples, options.seconds, options.device)
     findings = survey.run([name for name in options.ops.split(",") if name], progress)
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)

@@ -123,17 +123,17 @@ def names(patterns: list[str]) -> list[str]:
     return [name for name, op in ops().items() if not patterns or fits(name, op)]
 
 
-def cases(name: str, most: int) -> list[Case]:
-    """At most so many calls of an op, spread over all that the database has; the same on every rank."""
+def cases(name: str, most: int, device: str) -> list[Case]:
+    """At most so many calls of an op on a device, spread over all that the database has; the same on every rank."""
     op = ops()[name]
-    supported = op.supported_dtypes("cpu")
+    supported = op.supported_dtypes(device)
     if not supported:
-        raise NoCases("not for CPU")
+        raise NoCases(f"not for {device.upper()}")
     dtype = next((dtype for dtype in DTYPES if dtype in supported), None) or min(supported, key=str)
-    grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    grad = op.supports_autograd and dtype in op.supported_backward_dtypes(device)
     seed()
     try:
-        samples = list(op.sample_inputs_func(op, "cpu", dtype, grad))  # without notes on where each comes from
+        samples = list(op.sample_inputs_func(op, device, dtype, grad))  # without notes on where each comes from
     except Exception as error:
         raise NoCases(f"no samples: {type(error).__name__}: {error}") from error
     found = [sample for sample in samples if any(map(can_be_cut, _arguments(sample)))]
@@ -145,6 +145,8 @@ def cases(name: str, most: int) -> list[Case]:
 def seed() -> None:
     """Set every random generator to the same state."""
     torch.default_generator.manual_seed(SEED)  # not those of devices that are not there, which takes long
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(SEED)
     np.random.seed(SEED % 2**32)
     random.seed(SEED)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.coverage.control import Control, Diverged
 from benchmarks.coverage.database import Case, NoCases, cases, names
-from benchmarks.coverage.systems import system
+from benchmarks.coverage.systems import System, system
 from benchmarks.coverage.trial import Judgement, Trial
 from benchmarks.coverage.truth import Truth, digest, truth_of
 from benchmarks.coverage.watch import Watch
@@ -43,14 +43,17 @@ def all_names(patterns: list[str]) -> list[str]:
     return names(patterns)
 
 
-def try_op(name: str, systems: list[str], path: str, most: int, seconds: float) -> None:
-    """Try an op on these systems; every rank calls it. Raises when the ranks diverge, for then they are of no use."""
+def try_op(name: str, systems: list[str], path: str, most: int, seconds: float, device: str) -> None:
+    """Try an op on these systems and this device; every rank calls it.
+
+    Raises when the ranks diverge, for then they are of no use.
+    """
     folder, rank = Path(path), dist.get_rank()
     journal = Journal(folder / "journal", writes=rank == 0)
     with Watch(folder / f"hung-{rank}") as watch, contextlib.closing(journal):
         control = Control(watch)
         try:
-            known = list(_known(cases(name, most)))
+            known = list(_known(cases(name, most, device)))
         except NoCases as error:
             journal.write(left_out=str(error))
             return
@@ -62,7 +65,7 @@ def try_op(name: str, systems: list[str], path: str, most: int, seconds: float) 
             return
         journal.write(differentiable=any(truth.gradients is not None for _, truth in known))
         for system_name in systems:
-            _try_system(system_name, known, control, journal, seconds)
+            _try_system(system(system_name, device), system_name, known, control, journal, seconds)
 
 
 def _known(found: list[Case]) -> Iterator[tuple[Case, Truth]]:
@@ -75,8 +78,10 @@ def _digest(known: list[tuple[Case, Truth]]) -> str:
     return digest([leaf for case, _ in known for leaf in case.arguments if not callable(leaf)])
 
 
-def _try_system(name: str, known: list[tuple[Case, Truth]], control: Control, journal: Journal, seconds: float) -> None:
-    chosen, begin = system(name), time.monotonic()
+def _try_system(
+    chosen: System, name: str, known: list[tuple[Case, Truth]], control: Control, journal: Journal, seconds: float
+) -> None:
+    begin = time.monotonic()
     for number, (case, truth) in enumerate(known):
         for cut in case.cuts():
             trial = Trial(chosen, case, truth, cut, control)

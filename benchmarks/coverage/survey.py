@@ -25,13 +25,14 @@ class Survey:
     systems: list[str]
     most: int
     seconds: float
+    device: str = "cpu"
 
     def run(self, patterns: list[str], progress: Callable[[int, int, str], None]) -> Findings:
         """Try every op that fits a pattern."""
-        if DATABASE not in pool.PRELOADED:
+        if DATABASE not in pool.PRELOADED and self.device == "cpu":  # loading it starts CUDA, which cannot be forked
             pool.PRELOADED.append(DATABASE)  # then new ranks need not load it
         findings = Findings(self.systems)
-        names: list[str] = run_on_ranks(WORLD_SIZE, all_names, patterns, timeout=180)[0]
+        names: list[str] = self._on_ranks(all_names, patterns, timeout=180)[0]
         if not names:
             raise SystemExit(f"torch's database has no op that fits {', '.join(patterns)}")
         for number, name in enumerate(names):
@@ -62,10 +63,14 @@ class Survey:
     def _attempt(self, name: str, systems: list[str], folder: str) -> str:
         """Run the op on the ranks; give what went wrong with them, if anything did."""
         try:
-            run_on_ranks(WORLD_SIZE, try_op, name, systems, folder, self.most, self.seconds, timeout=LIMIT)
+            self._on_ranks(try_op, name, systems, folder, self.most, self.seconds, self.device, timeout=LIMIT)
         except RankFailure as error:
             return str(error)
         return ""
+
+    def _on_ranks(self, function: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
+        backend = "nccl" if self.device == "cuda" else "gloo"
+        return run_on_ranks(WORLD_SIZE, function, *args, timeout=timeout, backend=backend)
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:

@@ -171,7 +171,7 @@ class ReplicatedTensor(torch.Tensor):
 
     def validate(self) -> bool:
         """Raise on every rank unless the tensor is the same on all of them. Every rank of the group calls it."""
-        plain = self.detach().as_subclass(torch.Tensor).contiguous()
+        plain = self.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().contiguous()
 
         def work() -> tuple[None, Fields]:
             return None, {"verb": "validate", "size": tuple(plain.shape), "dtype": plain.dtype}

@@ -157,12 +157,8 @@ def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -
 class Step(Generic[T]):
     """The same in two halves: `value` is there at once, while the ranks compare; `finish` before acting on it."""
 
-    def __init__(
-        self, process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]], *, validate: bool | None = None
-    ) -> None:
-        """``validate`` is what the settings say, unless given: in a backward, what they said in the forward."""
-        validate = settings.current().validate if validate is None else validate
-        self._asked = validate and talks(process_group)
+    def __init__(self, process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> None:
+        self._asked = settings.current().validate and talks(process_group)
         value, self._fields, self._error = _attempt(process_group, work)
         self._failed = self._error is not None
         self.value = cast(T, value)

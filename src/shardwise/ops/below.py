@@ -24,7 +24,7 @@ from shardwise.ops.carried import carry, holds_carried, put_down
 from shardwise.ops.compute import Prepared, UnknownResultError, compute, prepare
 from shardwise.ops.gathered import compute_gathered, needs_whole
 from shardwise.ops.recorder import watching
-from shardwise.ops.replay import remembered
+from shardwise.ops.replay import STEADY, remembered
 from shardwise.ops.rule import Rule
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.direct import call_directly
@@ -191,7 +191,7 @@ def _compute(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _under_rule(call: Call, maker: RuleMaker) -> Any:
     """The op under its rule, prepared once for calls that differ in their values only."""
     try:
-        key = (settings.current().gather_budget, call.where())
+        key = (settings.current().gather_budget, torch.get_default_dtype(), call.where())
         prepared = _prepared.get(key)
     except TypeError:  # an argument that cannot be hashed
         rule = maker(call)
@@ -302,6 +302,7 @@ def _go_straight(name: str) -> None:
         return remembered(method, args, kwargs, _descend)
 
     registry.built_in[method] = handler
+    STEADY.add(method)
     call_directly(name)
 
 

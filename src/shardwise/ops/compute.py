@@ -335,7 +335,7 @@ def _fields(call: Call) -> Fields:
 def expect(call: Call) -> list[tuple[torch.Size, torch.dtype]]:
     """Size and dtype of each result, known on every rank: the op on whole tensors without data."""
     try:
-        key = call.key()
+        key = torch.get_default_dtype(), call.key()
         found = _expected.get(key)
     except TypeError:  # an argument that cannot be hashed
         return _on_meta(call)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from shardwise import settings
 from shardwise.meeting import lost
 from shardwise.ops.embedding_route import Band, Span, make_route
 from shardwise.process_group import group_ranks, is_fake
@@ -54,7 +53,7 @@ class Table:
     def swap(self, given: torch.Tensor, out: list[int], into: list[int]) -> torch.Tensor:
         """What each member has for this rank, in exchange for what this rank has for each: so many elements."""
         itemsize = given.element_size()
-        sent = as_bytes(given.to(self.wire).contiguous())
+        sent = as_bytes(given.to(self.wire).resolve_conj().resolve_neg().contiguous())
         taken = torch.empty(sum(into), dtype=given.dtype, device=self.wire)
         if is_fake(self.group):  # the others ask for nothing, and have nothing
             taken.zero_().split_with_sizes(into)[self.here].copy_(given.reshape(-1).split_with_sizes(out)[self.here])
@@ -243,7 +242,6 @@ class Rows(torch.autograd.Function):
     def forward(ctx: Any, lookup: Lookup, *tensors: torch.Tensor) -> torch.Tensor:
         """The rows; the inputs are the local tensors, then an anchor."""
         rows, ctx.exchange = _fetched(lookup, tensors[:-1])
-        ctx.validate = settings.current().validate
         ctx.lookup, ctx.kinds = lookup, [(local.shape, local.device) for local in tensors[:-1]]
         return rows
 
@@ -255,7 +253,7 @@ class Rows(torch.autograd.Function):
         table = lookup.table
         if lookup.shared or not exchange.stays:
             fields = {"verb": "the gradient of an embedding", "weight": table.outline, "dtype": grad.dtype}
-            compared(table.group, fields, ctx.validate)()
+            compared(table.group, fields)()
         if lookup.shared:
             exchange = Exchange(lookup.table, lookup.ids, lookup.counts, everywhere=True)
         layout = torch.sparse_coo if lookup.sparse else torch.strided

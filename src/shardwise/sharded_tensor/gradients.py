@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise import settings
 from shardwise.process_group import Fields, Step
 from shardwise.transfer import Plan, Tell, empty_tensors, make_plan, move
 
@@ -31,14 +30,13 @@ class Way:
     ready: Callable[[], object] = _at_once
     fill: Any = None  # what elements hold that nothing is moved to
     tell: Tell | None = None  # by which a few bytes go instead
-    validate: bool = field(default_factory=lambda: settings.current().validate)  # also in the backward
 
     def backward(self, plan: Plan, dtype: torch.dtype) -> Way:
         """How a transfer of the backward goes: the ranks begin to compare at once which one it is."""
         if not plan.moved:
             return self
         fields = {"verb": "a transfer in the backward", "from": plan.src.outline, "to": plan.dst.outline}
-        return replace(self, ready=compared(self.group, {**fields, "dtype": dtype}, self.validate))
+        return replace(self, ready=compared(self.group, {**fields, "dtype": dtype}))
 
     def kept(self) -> Way:
         """What a graph keeps of it."""
@@ -55,9 +53,9 @@ class Way:
         }
 
 
-def compared(group: ProcessGroup, fields: Fields, validate: bool) -> Callable[[], object]:
+def compared(group: ProcessGroup, fields: Fields) -> Callable[[], object]:
     """Begin to compare these fields with all ranks; call the result before anything else is sent."""
-    return Step(group, lambda: (None, fields), validate=validate).finish
+    return Step(group, lambda: (None, fields)).finish
 
 
 class Differentiable(torch.autograd.Function):

@@ -19,7 +19,7 @@ from shardwise.errors import TransferError
 from shardwise.layout import Layout
 from shardwise.meeting import lost
 from shardwise.process_group import is_fake, without_data
-from shardwise.transfer.pieces import Piece, as_bytes, copy, pieces_of
+from shardwise.transfer.pieces import Piece, as_bytes, copy, is_as_it_lies, pieces_of
 from shardwise.transfer.plan import Plan
 from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
 
@@ -66,7 +66,7 @@ class _Carrier:
     def _fits(self, tensor: torch.Tensor) -> bool:
         """Whether this memory can be sent, or received into, as it lies."""
         same = tensor.dtype == self._dtype and tensor.device.type == self._wire.type
-        return same and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        return same and tensor.is_contiguous() and is_as_it_lies(tensor)
 
     def _packed(self, pieces: Sequence[Piece]) -> torch.Tensor:
         buffer = self._empty(sum(piece.count for piece in pieces))
