@@ -87,16 +87,14 @@ class Gathering:
 
     def _is_over(self, patience: float) -> bool:
         """Whether all ranks have come within so many seconds, or it is known that one will not."""
-        if self._mine.device.type == "cpu":
-            try:
-                self._work.wait(timedelta(seconds=patience))
-            except RuntimeError:  # it takes longer, or has failed, which whoever waits for it will find
-                return bool(self._work.is_completed())
-            return True
         begun = time.monotonic()
+        if self._mine.device.type == "cpu":
+            with suppress(RuntimeError):  # it takes longer; or it has failed, which whoever waits for it will find
+                self._work.wait(timedelta(seconds=patience))
+                return True
         while not self._work.is_completed():  # of NCCL, whose own waiting with a time limit ends the group
             waited = time.monotonic() - begun
-            if waited > patience:
+            if waited >= patience:
                 return False
             time.sleep(0 if waited < 0.001 else 0.0001)
         return True
