@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from shardwise import settings
 from shardwise.dispatch import Distributed, refuse_collective, refuse_mixed, registry, unsupported
 from shardwise.errors import CollectiveOpError, PropertyError, UnsupportedOpError, ViewWriteError
-from shardwise.ops.call import Aten, Call
+from shardwise.ops.call import Aten, Call, function
 from shardwise.ops.carried import carry, holds_carried, put_down
 from shardwise.ops.compute import Prepared, UnknownResultError, compute, prepare
 from shardwise.ops.gathered import compute_gathered, needs_whole
@@ -79,6 +79,9 @@ def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     before, before_carries, before_given = _outside.state, _outside.carries, _outside.given
     _outside.state, _outside.carries = _dispatch_state(), carries
     _outside.given = (tuple(args), kwargs)
+    outermost = function.called is None
+    if outermost:
+        function.called = (op, args, kwargs)
     try:
         with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
             found = op(*given, **named)
@@ -89,6 +92,8 @@ def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         refused = error
     finally:
         _outside.state, _outside.carries, _outside.given = before, before_carries, before_given
+        if outermost:
+            function.called = None
     name = getattr(op, "__name__", "")
     tensors = [leaf for leaf in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(leaf, torch.Tensor)]
     if name in ("__get__", "__set__"):
