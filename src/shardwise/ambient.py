@@ -43,9 +43,11 @@ class Ambient(Generic[T]):
 
     def _of_the_caller(self) -> T:
         if CONTEXT_IS_TAKEN_ALONG:
-            context = _taken_along(CONTEXT) if _is_taken_along(CONTEXT) else {}
-            return context.get(self._here, self._default)
-        return _taken_along(self._name) if _is_taken_along(self._name) else self._default  # type: ignore[no-any-return] # the same
+            context: Any = _taken_along(CONTEXT) if _is_taken_along(CONTEXT) else {}
+            value: T = context.get(self._here, self._default)
+        else:
+            value = _taken_along(self._name) if _is_taken_along(self._name) else self._default
+        return value
 
     @contextmanager
     def set(self, value: T) -> Iterator[None]:

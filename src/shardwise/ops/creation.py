@@ -16,7 +16,7 @@ from shardwise.ops.below import HANDLERS
 from shardwise.ops.call import Call
 from shardwise.ops.compute import assemble, frame_of, places_of
 from shardwise.ops.schedule import chunked
-from shardwise.placement import WITHOUT_INDEX, rank_device
+from shardwise.placement import rank_device
 from shardwise.random import Draw, current_generator
 from shardwise.sharded_tensor.drawing import drawn_here
 from shardwise.sharded_tensor.movement import whole_on
@@ -42,13 +42,13 @@ FORMATS = (None, torch.preserve_format, torch.contiguous_format)
 
 def _placed(layout: Layout, device: Any) -> Layout:
     """The layout on this device; on one of each rank's own if it has no number."""
-    wanted = None if device is None else torch.device(device)
-    if wanted is None or all(place.device == wanted for place in layout.places):
+    if device is None:
         return layout
-    if wanted.index is None and all(place.device.type == wanted.type for place in layout.places):
+    wanted = torch.device(device)
+    has_number = wanted != torch.device(wanted.type)
+    if all(place.device == wanted if has_number else place.device.type == wanted.type for place in layout.places):
         return layout
-    by_rank = wanted.index is None and wanted.type not in WITHOUT_INDEX
-    return layout.moved(lambda place: place.on(rank_device(place.rank or 0, wanted.type) if by_rank else wanted))
+    return layout.moved(lambda place: place.on(wanted if has_number else rank_device(place.rank or 0, wanted.type)))
 
 
 def _register(op: Op) -> None:
