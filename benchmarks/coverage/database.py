@@ -102,13 +102,18 @@ class NoCases(Exception):
     """There is nothing to try for an op; says why."""
 
 
-@functools.cache
-def ops() -> dict[str, Any]:
-    """Every entry of the database by its name, with the variant behind a second dot."""
-    if importlib.util.find_spec("expecttest") is None:  # which torch's tests want and we do not need
+def stand_in_for_expecttest() -> None:
+    """Give torch's tests a package that they want and we do not need."""
+    if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
         stand_in = ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined] # made here
         sys.modules["expecttest"] = stand_in
+
+
+@functools.cache
+def ops() -> dict[str, Any]:
+    """Every entry of the database by its name, with the variant behind a second dot."""
+    stand_in_for_expecttest()
     from torch.testing._internal.common_methods_invocations import op_db
 
     return {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
@@ -139,16 +144,16 @@ def cases(name: str, most: int, device: str) -> list[Case]:
     found = [sample for sample in samples if any(map(can_be_cut, _arguments(sample)))]
     if not found:
         raise NoCases("no tensor to shard")
-    return [_case(op, sample) for sample in _spread(found, most)]
+    return [_case(op, sample) for sample in spread(found, most)]
 
 
-def seed() -> None:
+def seed(offset: int = 0) -> None:
     """Set every random generator to the same state."""
-    torch.default_generator.manual_seed(SEED)  # not those of devices that are not there, which takes long
+    torch.default_generator.manual_seed(SEED + offset)  # not those of devices that are not there, which takes long
     if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(SEED)
-    np.random.seed(SEED % 2**32)
-    random.seed(SEED)
+        torch.cuda.manual_seed_all(SEED + offset)
+    np.random.seed((SEED + offset) % 2**32)
+    random.seed(SEED + offset)
 
 
 def is_dense(leaf: object) -> bool:
@@ -170,7 +175,8 @@ def _arguments(sample: Any) -> list[Any]:
     return pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
 
 
-def _spread(samples: list[Any], most: int) -> Iterator[Any]:
+def spread(samples: list[Any], most: int) -> Iterator[Any]:
+    """At most so many of the samples, the first and the last among them."""
     if len(samples) <= most:
         yield from samples
     else:

@@ -67,14 +67,15 @@ def _weights(case: Case, outputs: list[Any], tree: pytree.TreeSpec) -> list[torc
     for out in pytree.tree_leaves(case.outputs_for_loss(pytree.tree_unflatten(starts, tree))):
         if isinstance(out, torch.Tensor) and out.requires_grad:
             real = torch.view_as_real(out) if out.is_complex() else out
-            part = (real * _waves(real)).sum()
+            part = (real * waves(real)).sum()
             loss = part if loss is None else loss + part
     leaves = [start for start, flow in zip(starts, flows, strict=True) if flow]
     found = iter(torch.autograd.grad(loss, leaves, allow_unused=True) if leaves and loss is not None else ())
     return [next(found, None) if flow else None for flow in flows]
 
 
-def _waves(tensor: torch.Tensor) -> torch.Tensor:
+def waves(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers of its size that differ from element to element, for a gradient to start from."""
     return (torch.arange(tensor.numel(), device=tensor.device) * 0.7 + 0.3).cos().reshape(tensor.shape).to(tensor.dtype)
 
 

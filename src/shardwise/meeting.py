@@ -46,6 +46,8 @@ def collective_device(process_group: ProcessGroup) -> torch.device:
     for device in process_group._device_types:
         if device.type == "cpu":
             return device
+    if not process_group._device_types:  # a group written in Python, such as torch's threaded one, moves all by itself
+        return torch.device("cpu")
     device = process_group._device_types[0]
     return torch.device(device.type, torch.get_device_module(device.type).current_device())
 

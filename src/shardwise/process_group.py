@@ -74,9 +74,24 @@ def is_member(process_group: ProcessGroup) -> bool:
     return dist.get_rank(process_group) >= 0
 
 
+def _require_member(process_group: ProcessGroup) -> None:
+    if not is_member(process_group):
+        raise ProcessGroupError(
+            "this rank is not in the process group of the tensor: it may make, save and load the tensor, of which it "
+            "holds nothing, and has no part in what the ranks of the group compute"
+        )
+
+
 def group_ranks(process_group: ProcessGroup) -> list[int]:
     """The global ranks of a group that the calling rank belongs to, in group order."""
+    _require_member(process_group)
     return dist.get_process_group_ranks(process_group)
+
+
+def sends(process_group: ProcessGroup) -> bool:
+    """Whether the group can send from one rank to another; one written in Python may have collectives only."""
+    kind = type(process_group)
+    return kind is ProcessGroup or kind.send is not ProcessGroup.send
 
 
 def without_data() -> bool:
@@ -220,6 +235,7 @@ def talks(process_group: ProcessGroup) -> bool:
 
 def is_fake(process_group: ProcessGroup) -> bool:
     """Whether this is a group of torch's `fake` backend, whose other ranks are not there."""
+    _require_member(process_group)
     return dist.get_backend(process_group) == "fake"
 
 

@@ -50,10 +50,35 @@ def _parts(plain: Any, model: Any) -> list[Any]:
 
 
 def _one_by_one(op: Op, args: Any, kwargs: Any) -> list[Any]:
-    """The same for each tensor alone, as plain values that want a gradient need it: all ranks then take part."""
-    function = getattr(torch, op.__name__.removeprefix("_foreach_"))
+    """The same for each tensor alone: all ranks then take part, and shards are moved where they must be."""
+    name = op.__name__.removeprefix("_foreach_")
+    function = getattr(torch.Tensor if name.endswith("_") else torch, name)
     columns = [arg if isinstance(arg, list | tuple) else [arg] * len(args[0]) for arg in args]
+    if name.rstrip("_") in ("addcmul", "addcdiv") and len(columns) == 4:
+        *columns, values = columns  # which these take by its name
+        return [function(*row, value=value) for *row, value in zip(*columns, _numbers(values), strict=True)]
     return [function(*row, **kwargs) for row in zip(*columns, strict=True)]
+
+
+def _numbers(values: Any) -> list[Any]:
+    return [one.item() if isinstance(one, torch.Tensor) else one for one in values]
+
+
+def _apart(first: Any, args: Any) -> bool:
+    """Whether an entry of another list is cut otherwise than the tensor that it goes with."""
+    lists = [arg for arg in args if isinstance(arg, list | tuple)]
+    return any(
+        isinstance(one, ShardedTensorBase) and not _cut_alike(one, model)
+        for arg in lists
+        for one, model in zip(arg, first, strict=False)
+    )
+
+
+def _cut_alike(one: ShardedTensorBase, model: Any) -> bool:
+    if not isinstance(model, ShardedTensorBase):
+        return False
+    same = one._frame is model._frame or one._layout == model._layout
+    return same or model._layout.order_of(one._layout) is not None
 
 
 def _wants_gradients(values: Any) -> bool:
@@ -79,8 +104,11 @@ def _register(op: Op, *, in_place: bool) -> None:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         if not isinstance(args[0], list | tuple):
             raise PropertyError(f"{op.__name__} needs a list of tensors first")
-        if not in_place and any(_wants_gradients(value) for value in (*args[1:], *kwargs.values())):
-            return _one_by_one(op, args, kwargs)
+        others = (*args[1:], *kwargs.values())
+        alone = not in_place and any(_wants_gradients(value) for value in others)
+        if alone or (op.__name__.startswith("_foreach_") and _apart(args[0], others)):
+            made = _one_by_one(op, args, kwargs)
+            return None if in_place else made
         # With gradients, those of replicas are for all of them: see `recorded`.
         first = args[0] if in_place else [_ready(one) for one in args[0]]
         args = (first, *args[1:])

@@ -52,7 +52,7 @@ class SumOverRanks(torch.autograd.Function):
 
 def shared_plain(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
     """A plain operand, ready to be used on every rank for another part of the result."""
-    if group is None or not torch.is_grad_enabled() or not tensor.requires_grad or group.size() == 1:
+    if group is None or not torch.is_grad_enabled() or not tensor.requires_grad or dist.get_world_size(group) == 1:
         return tensor
     made: torch.Tensor = SharedPlain.apply(tensor, group)  # type: ignore[no-untyped-call] # torch's
     return made

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import ProcessGroup, rpc
 
 from shardwise.dispatch import Distributed, distributed_in, refuse_mixed, registry, summary, unsupported
-from shardwise.errors import LocalTensorError, PropertyError, ViewWriteError
+from shardwise.errors import DimRangeError, LocalTensorError, PropertyError, ViewWriteError
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.placement import same_device
@@ -173,6 +173,12 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
     def _sharding_spec(self) -> ShardingSpec:
         return self._frame.spec
 
+    @_sharding_spec.setter
+    def _sharding_spec(self, spec: ShardingSpec) -> None:
+        # Clients name the rule that they cut by; where the boxes lie is the layout's to say, and stays.
+        assembly.require_spec(spec)
+        self._frame = replace(self._frame, spec=spec)
+
     @property
     def _process_group(self) -> ProcessGroup | None:
         return self._frame.process_group
@@ -233,7 +239,12 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
 
     def size(self, dim: int | None = None) -> Any:
         """The size of the whole tensor, or of one dim."""
-        return self._frame.size if dim is None else self._frame.size[dim]
+        try:
+            return self._frame.size if dim is None else self._frame.size[dim]
+        except IndexError:
+            ndim = len(self._frame.size)
+            reach = f"expected to be in range of [{-max(ndim, 1)}, {max(ndim, 1) - 1}], but got {dim}"
+            raise DimRangeError(f"Dimension out of range ({reach}) of a tensor of {ndim} dims") from None
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override] # torch declares an attribute

@@ -240,22 +240,26 @@ def reshard(tensor: ShardedTensor, spec: ShardingSpec) -> None:
     def work() -> tuple[Frame, Fields, bool]:
         require_spec(spec)
         require_movable(tensor)
-        layout = locate_all(spec.layout(tensor.size()), group)
-        if not tensor.is_leaf:
-            raise SpecError(
-                "reshard changes a tensor in place, so it cannot be the result of a recorded op: redistribute it"
-            )
+        layout = locate_all(spec.layout(tensor.size()), group).in_rank_order
         frame = Frame.of(layout, spec, layout.rows_on(dist.get_rank()), tensor.dtype, group)
         outlines = {**about(tensor), "sharding_spec": f"{type(spec).__name__} {layout.outline}"}
-        has_grad = any(local.grad is not None for local in tensor._local_tensors())
-        return frame, {"verb": "reshard", **outlines, "requires_grad": tensor.requires_grad}, has_grad
+        leaf = tensor.is_leaf
+        has_grad = leaf and any(local.grad is not None for local in tensor._local_tensors())
+        return frame, {"verb": "reshard", **outlines, "requires_grad": tensor.requires_grad, "leaf": leaf}, has_grad
 
     frame, have_grads = in_step_sharing(group, work)
+    if tensor.sharding_spec() == spec and frame.layout.order_of(tensor._layout) is not None:
+        return
     if not is_member(group):
         tensor._become(frame, [])
         return
-    wants_grad = tensor.requires_grad
     plan = make_plan(tensor._layout, frame.layout)
+    if not tensor.is_leaf:  # a result that autograd records goes on as one
+        tensors, anchor = moved_tensors(tensor, plan, Way(group))
+        tensor._become(frame, tensors)
+        tensor._anchor = None if tensors else anchor
+        return
+    wants_grad = tensor.requires_grad
     locals_ = tensor._local_tensors()
     news = move(plan, locals_, group, dtype=tensor.dtype).wait()
     grads: list[torch.Tensor | None] = [None] * len(news)

@@ -62,7 +62,9 @@ def _prepare(rank: int, world_size: int, folder: Path, backend: str) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text file; for those who listen
-    faulthandler.register(signal.SIGUSR1, file=open(folder / f"stack-{rank}", "w"), all_threads=True)  # noqa: SIM115
+    stacks = open(folder / f"stack-{rank}", "w")  # noqa: SIM115 # until the process ends
+    faulthandler.enable(file=stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started the pool
     torch.set_num_threads(1)
     if Path("/sys/class/net/lo").exists():

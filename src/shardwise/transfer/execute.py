@@ -18,7 +18,7 @@ from torch.distributed import P2POp, ProcessGroup
 from shardwise.errors import TransferError
 from shardwise.layout import Layout
 from shardwise.meeting import lost
-from shardwise.process_group import is_fake, without_data
+from shardwise.process_group import is_fake, sends, without_data
 from shardwise.transfer.pieces import Piece, as_bytes, copy, is_as_it_lies, pieces_of
 from shardwise.transfer.plan import Plan
 from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
@@ -155,7 +155,8 @@ class AllToAll(_Carrier):
         return self.outs
 
 
-_unfinished: list[PointToPoint] = []  # in the order in which they were begun, which is the same on every rank
+# In the order in which they were begun, which is the same on every rank; ranks may be threads of one process.
+_unfinished: list[PointToPoint] = []
 
 
 class PointToPoint(_Carrier):
@@ -205,7 +206,7 @@ class PointToPoint(_Carrier):
         """
         with torch.no_grad():
             while self in _unfinished:
-                _unfinished[0]._finish_all()
+                next(other for other in _unfinished if other._rank == self._rank)._finish_all()
         return self.outs
 
     def _finish_all(self) -> None:
@@ -313,7 +314,7 @@ def move(
         if not plan.moved or is_fake(process_group):
             ready()
             return copy_own(plan, tensors, outs)
-        if max_bytes is None:
+        if max_bytes is None or not sends(process_group):
             return AllToAll(plan, tensors, outs, process_group, dtype, ready)
         return PointToPoint(plan, tensors, outs, process_group, dtype, ready, max_bytes)
 
