@@ -62,7 +62,6 @@ def test_a_function_sees_that_a_plain_operand_wants_a_gradient() -> None:
     """Also torch's own, which leave out the gradients of operands that want none."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(size, dtype=torch.float64, generator=generator) for size in ((5, 6), (7, 6), (7,))]
-
     for spec in ALL.values():
         plain = values[1].clone().requires_grad_()
         looked_at(shard_tensor(PLAIN.double(), spec), plain).sum().backward()
