@@ -25,6 +25,8 @@ with warnings.catch_warnings():
     from torch.distributed._shard.metadata import ShardMetadata as OldShardMetadata
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec as OldChunkShardingSpec
     from torch.distributed._shard.sharding_spec import _infer_sharding_spec_from_shards_metadata, _internals
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.utils import find_state_dict_object
 
 Box = tuple[list[int], list[int]]
 
@@ -65,11 +67,10 @@ def test_boxes_are_accepted_and_refused_alike(boxes: list[Box], size: list[int])
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(1, 6), st.data())
 def test_chunks_are_the_same(size: list[int], count: int, data: st.DataObject) -> None:
-    """Wherever the old system puts no chunk behind the end of the tensor."""
+    """Also empty ones, which are said to begin beyond the end of the tensor."""
     dim = data.draw(st.integers(-len(size), len(size) - 1))
     where = places(*range(count))
     theirs = OldChunkShardingSpec(dim, list(where)).build_metadata(torch.Size(size), old.TensorProperties())
-    assume(all(s.shard_offsets[dim] <= size[dim] for s in theirs.shards_metadata))
     spec = shardwise.ChunkShardingSpec(dim, where)
     ours = spec.build_metadata(torch.Size(size), shardwise.TensorProperties())
     assert [str(s) for s in ours.shards_metadata] == [str(s) for s in theirs.shards_metadata]
@@ -128,3 +129,35 @@ def test_local_shards_are_put_together_alike() -> None:
         assert str(ours.metadata().shards_metadata) == str(theirs.metadata().shards_metadata)
         assert ours.metadata().size == theirs.metadata().size
         assert type(ours.sharding_spec()).__name__ == type(theirs.sharding_spec()).__name__
+
+
+@ranks(4)
+def test_resharded_tensors_say_the_same() -> None:
+    """By rank, whatever the order of the placements; an empty chunk now begins where the tensor ends."""
+    warnings.simplefilter("ignore")
+    ways = [
+        ((8, 8), 0, 1, [1, 0, 3, 2]),
+        ((8, 8), 0, 0, [1, 0, 2, 3]),
+        ((5, 4), 0, 0, [1, 0, 3, 2]),
+        ((5, 4), 0, 0, [0, 1, 2, 3]),
+    ]
+    for size, before, after, order in ways:
+        ours = shardwise.ones(shardwise.ChunkShardingSpec(before, places(0, 1, 2, 3)), *size)
+        theirs = old.ones(OldChunkShardingSpec(before, places(0, 1, 2, 3)), *size)
+        assert str(ours.metadata().shards_metadata) == str(theirs.metadata().shards_metadata)
+        ours.reshard(shardwise.ChunkShardingSpec(after, places(*order)))
+        theirs.reshard(OldChunkShardingSpec(after, places(*order)))
+        assert str(ours.metadata().shards_metadata) == str(theirs.metadata().shards_metadata)
+        assert str(ours.local_shards()[0].metadata) == str(theirs.local_shards()[0].metadata)
+
+
+@ranks(2)
+def test_a_checkpoint_index_needs_an_offset() -> None:
+    """The same error, where it is not said which shard is meant."""
+    warnings.simplefilter("ignore")
+    ours = shardwise.ones(shardwise.ChunkShardingSpec(0, places(0, 1, 0, 1)), 4)
+    for tensor in (ours, old.ones(OldChunkShardingSpec(0, places(0, 1, 0, 1)), 4)):
+        with pytest.raises(ValueError, match="no offset was provided"):
+            find_state_dict_object({"w": tensor}, MetadataIndex("w"))
+        found = find_state_dict_object({"w": tensor}, MetadataIndex("w", [dist.get_rank()]))
+        assert torch.equal(found, torch.ones(1))

@@ -102,13 +102,18 @@ class NoCases(Exception):
     """There is nothing to try for an op; says why."""
 
 
-@functools.cache
-def ops() -> dict[str, Any]:
-    """Every entry of the database by its name, with the variant behind a second dot."""
-    if importlib.util.find_spec("expecttest") is None:  # which torch's tests want and we do not need
+def stand_in_for_expecttest() -> None:
+    """Give torch's tests a package that they want and we do not need."""
+    if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
         stand_in = ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined] # made here
         sys.modules["expecttest"] = stand_in
+
+
+@functools.cache
+def ops() -> dict[str, Any]:
+    """Every entry of the database by its name, with the variant behind a second dot."""
+    stand_in_for_expecttest()
     from torch.testing._internal.common_methods_invocations import op_db
 
     return {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
@@ -123,30 +128,32 @@ def names(patterns: list[str]) -> list[str]:
     return [name for name, op in ops().items() if not patterns or fits(name, op)]
 
 
-def cases(name: str, most: int) -> list[Case]:
-    """At most so many calls of an op, spread over all that the database has; the same on every rank."""
+def cases(name: str, most: int, device: str) -> list[Case]:
+    """At most so many calls of an op on a device, spread over all that the database has; the same on every rank."""
     op = ops()[name]
-    supported = op.supported_dtypes("cpu")
+    supported = op.supported_dtypes(device)
     if not supported:
-        raise NoCases("not for CPU")
+        raise NoCases(f"not for {device.upper()}")
     dtype = next((dtype for dtype in DTYPES if dtype in supported), None) or min(supported, key=str)
-    grad = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    grad = op.supports_autograd and dtype in op.supported_backward_dtypes(device)
     seed()
     try:
-        samples = list(op.sample_inputs_func(op, "cpu", dtype, grad))  # without notes on where each comes from
+        samples = list(op.sample_inputs_func(op, device, dtype, grad))  # without notes on where each comes from
     except Exception as error:
         raise NoCases(f"no samples: {type(error).__name__}: {error}") from error
     found = [sample for sample in samples if any(map(can_be_cut, _arguments(sample)))]
     if not found:
         raise NoCases("no tensor to shard")
-    return [_case(op, sample) for sample in _spread(found, most)]
+    return [_case(op, sample) for sample in spread(found, most)]
 
 
-def seed() -> None:
+def seed(offset: int = 0) -> None:
     """Set every random generator to the same state."""
-    torch.default_generator.manual_seed(SEED)  # not those of devices that are not there, which takes long
-    np.random.seed(SEED % 2**32)
-    random.seed(SEED)
+    torch.default_generator.manual_seed(SEED + offset)  # not those of devices that are not there, which takes long
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(SEED + offset)
+    np.random.seed((SEED + offset) % 2**32)
+    random.seed(SEED + offset)
 
 
 def is_dense(leaf: object) -> bool:
@@ -168,7 +175,8 @@ def _arguments(sample: Any) -> list[Any]:
     return pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
 
 
-def _spread(samples: list[Any], most: int) -> Iterator[Any]:
+def spread(samples: list[Any], most: int) -> Iterator[Any]:
+    """At most so many of the samples, the first and the last among them."""
     if len(samples) <= most:
         yield from samples
     else:

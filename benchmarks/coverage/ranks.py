@@ -6,15 +6,15 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from benchmarks.coverage.control import Control, Diverged
 from benchmarks.coverage.database import Case, NoCases, cases, names
-from benchmarks.coverage.systems import system
+from benchmarks.coverage.systems import System, system
 from benchmarks.coverage.trial import Judgement, Trial
 from benchmarks.coverage.truth import Truth, digest, truth_of
 from benchmarks.coverage.watch import Watch
@@ -43,14 +43,61 @@ def all_names(patterns: list[str]) -> list[str]:
     return names(patterns)
 
 
-def try_op(name: str, systems: list[str], path: str, most: int, seconds: float) -> None:
-    """Try an op on these systems; every rank calls it. Raises when the ranks diverge, for then they are of no use."""
+class Tried(Protocol):
+    """Something to be tried, forward and then backward."""
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether it is tried backward."""
+
+    def forward(self) -> Judgement:
+        """How it goes forward."""
+
+    def backward(self) -> Judgement:
+        """How it goes backward."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """What the trials of one op share: the line between the ranks, and the journal."""
+
+    control: Control
+    journal: Journal
+
+    def attempt(self, trial: Tried, where: dict[str, Any]) -> None:
+        """Try one thing, and tell how it went. Raises when the ranks diverge."""
+        forward = _noted(trial, "forward", self.journal, where)
+        if not trial.differentiable:
+            return
+        if forward.verdict == "refused":
+            self.journal.write(**where, way="backward", **asdict(forward))
+        else:
+            _noted(trial, "backward", self.journal, where)
+
+    def late(self, begin: float, seconds: float) -> bool:
+        """Whether it is so many seconds since the beginning, on any rank."""
+        late: bool = max(self.control.exchange("time", time.monotonic() - begin)) > seconds
+        return late
+
+
+@contextlib.contextmanager
+def session(path: str) -> Iterator[Session]:
+    """A session that is told in files of this folder; a rank that hangs in it is ended."""
     folder, rank = Path(path), dist.get_rank()
     journal = Journal(folder / "journal", writes=rank == 0)
     with Watch(folder / f"hung-{rank}") as watch, contextlib.closing(journal):
-        control = Control(watch)
+        yield Session(Control(watch), journal)
+
+
+def try_op(name: str, systems: list[str], path: str, most: int, seconds: float, device: str) -> None:
+    """Try an op on these systems and this device; every rank calls it.
+
+    Raises when the ranks diverge, for then they are of no use.
+    """
+    with session(path) as here:
+        control, journal = here.control, here.journal
         try:
-            known = list(_known(cases(name, most)))
+            known = list(_known(cases(name, most, device)))
         except NoCases as error:
             journal.write(left_out=str(error))
             return
@@ -62,7 +109,7 @@ def try_op(name: str, systems: list[str], path: str, most: int, seconds: float) 
             return
         journal.write(differentiable=any(truth.gradients is not None for _, truth in known))
         for system_name in systems:
-            _try_system(system_name, known, control, journal, seconds)
+            _try_system(system(system_name, device), system_name, known, here, seconds)
 
 
 def _known(found: list[Case]) -> Iterator[tuple[Case, Truth]]:
@@ -75,29 +122,20 @@ def _digest(known: list[tuple[Case, Truth]]) -> str:
     return digest([leaf for case, _ in known for leaf in case.arguments if not callable(leaf)])
 
 
-def _try_system(name: str, known: list[tuple[Case, Truth]], control: Control, journal: Journal, seconds: float) -> None:
-    chosen, begin = system(name), time.monotonic()
+def _try_system(chosen: System, name: str, known: list[tuple[Case, Truth]], here: Session, seconds: float) -> None:
+    begin = time.monotonic()
     for number, (case, truth) in enumerate(known):
         for cut in case.cuts():
-            trial = Trial(chosen, case, truth, cut, control)
-            _try(trial, journal, {"system": name, "sample": number, "cut": cut, "of": str(case)})
-        if max(control.exchange("time", time.monotonic() - begin)) > seconds:
-            journal.write(system=name, capped=len(known) - number - 1)
+            trial = Trial(chosen, case, truth, cut, here.control)
+            where = {"system": name, "sample": number, "cut": f"cut in the {cut} dim", "of": str(case)}
+            here.attempt(trial, where)
+        if here.late(begin, seconds):
+            here.journal.write(system=name, capped=len(known) - number - 1)
             break
-    journal.write(system=name, seconds=time.monotonic() - begin)
+    here.journal.write(system=name, seconds=time.monotonic() - begin)
 
 
-def _try(trial: Trial, journal: Journal, where: dict[str, Any]) -> None:
-    forward = _noted(trial, "forward", journal, where)
-    if trial.truth.gradients is None:
-        return
-    if forward.verdict == "refused":
-        journal.write(**where, way="backward", **asdict(forward))
-    else:
-        _noted(trial, "backward", journal, where)
-
-
-def _noted(trial: Trial, way: str, journal: Journal, where: dict[str, Any]) -> Judgement:
+def _noted(trial: Tried, way: str, journal: Journal, where: dict[str, Any]) -> Judgement:
     journal.write(**where, begins=way)
     try:
         judgement = trial.forward() if way == "forward" else trial.backward()

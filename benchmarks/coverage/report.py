@@ -8,7 +8,16 @@ from collections.abc import Iterator
 
 from benchmarks.coverage.verdict import VERDICTS, WAYS, Findings
 
-TITLES = {"dtensor": "DTensor", "shardwise": "shardwise", "shardwise:0": "shardwise, never gathering"}
+TITLES = {
+    "dtensor": "DTensor",
+    "shardwise": "shardwise",
+    "shardwise:0": "shardwise, never gathering",
+    "sharded": "ShardedOptimizer",
+    "direct": "torch's optimizer",
+    "direct:0": "torch's, never gathering",
+}
+# What is tried first and second, where it is not forward and backward.
+WORDS = {"optimizers": {"forward": "values", "backward": "state"}}
 
 
 def title(system: str) -> str:
@@ -18,14 +27,14 @@ def title(system: str) -> str:
 
 def table(findings: Findings) -> Iterator[str]:
     """For each system and way, how many ops have which verdict."""
-    yield f"{len(findings.results)} ops tried, {len(findings.left_out)} left out" + _reasons(findings)
+    yield f"{len(findings.results)} {findings.kind} tried, {len(findings.left_out)} left out" + _reasons(findings)
     yield ""
     width = max(len(title(system)) for system in findings.systems)
     yield " " * width + "".join(f"  {name:>9}" for name in ("", *VERDICTS, "of"))
     for system in findings.systems:
         for way in WAYS:
             counts = Counter(verdict for _, verdict, _ in verdicts(findings, system, way))
-            row = [way, *(str(counts[verdict]) for verdict in VERDICTS), str(counts.total())]
+            row = [_word(findings, way), *(str(counts[verdict]) for verdict in VERDICTS), str(counts.total())]
             label = title(system) if way == WAYS[0] else ""
             yield label.ljust(width) + "".join(f"  {text:>9}" for text in row)
 
@@ -44,7 +53,7 @@ def worst(findings: Findings) -> Iterator[str]:
         for way in WAYS:
             for verdict in ("wrong", "diverged"):
                 found = [name for name, it_is, _ in verdicts(findings, system, way) if it_is == verdict]
-                yield from _named(f"{title(system)}, {way}, {verdict}", found)
+                yield from _named(f"{title(system)}, {_word(findings, way)}, {verdict}", found)
         gathered = [
             name for name, results in findings.results.items() if system in results and results[system].gathered
         ]
@@ -59,14 +68,18 @@ def details(findings: Findings) -> Iterator[str]:
         for way in WAYS:
             lines = [line for line in verdicts(findings, system, way) if line[1] != "right"]
             if lines:
-                yield f"\n{title(system)}, {way}"
+                yield f"\n{title(system)}, {_word(findings, way)}"
             for name, verdict, note in lines:
                 tally = findings.results[name][system].way(way)
-                yield f"  {verdict:8}  {name} ({tally.right}/{tally.trials})  {' '.join(note.split())[:300]}"
+                yield f"  {verdict:8}  {name} ({tally.right}/{tally.trials})  {' '.join(note.split())[:1500]}"
     if findings.left_out:
         yield "\nleft out"
     for name, reason in findings.left_out.items():
         yield f"  {name}  {' '.join(reason.split())[:200]}"
+
+
+def _word(findings: Findings, way: str) -> str:
+    return WORDS.get(findings.kind, {}).get(way, way)
 
 
 def _reasons(findings: Findings) -> str:

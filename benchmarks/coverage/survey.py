@@ -9,13 +9,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.coverage import layouts
+from benchmarks.coverage.module_ranks import module_names, try_module
+from benchmarks.coverage.optimizer_ranks import optimizer_names, try_optimizer
 from benchmarks.coverage.ranks import all_names, try_op
 from benchmarks.coverage.verdict import Findings, OpResult
 from shardwise.testing import RankFailure, pool, run_on_ranks
 
-WORLD_SIZE = 2
-LIMIT = 600.0  # seconds for an op on all systems; a rank that hangs is ended long before by its watch
+LIMIT = 1800.0  # seconds for an op on all systems; a rank that hangs is ended long before by its watch
 DATABASE = "benchmarks.coverage.loaded"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of things to try: how many ranks try it, how its names are found, and what each rank does for one."""
+
+    ranks: int
+    names: Callable[[list[str]], list[str]]
+    attempt: Callable[[str, list[str], str, int, float, str], None]
+
+
+KINDS = {
+    "ops": Kind(2, all_names, try_op),
+    "modules": Kind(layouts.WORLD_SIZE, module_names, try_module),
+    "optimizers": Kind(layouts.WORLD_SIZE, optimizer_names, try_optimizer),
+}
 
 
 @dataclass(frozen=True)
@@ -25,15 +43,17 @@ class Survey:
     systems: list[str]
     most: int
     seconds: float
+    device: str = "cpu"
+    kind: str = "ops"
 
     def run(self, patterns: list[str], progress: Callable[[int, int, str], None]) -> Findings:
         """Try every op that fits a pattern."""
-        if DATABASE not in pool.PRELOADED:
+        if DATABASE not in pool.PRELOADED and self.device == "cpu":  # loading it starts CUDA, which cannot be forked
             pool.PRELOADED.append(DATABASE)  # then new ranks need not load it
-        findings = Findings(self.systems)
-        names: list[str] = run_on_ranks(WORLD_SIZE, all_names, patterns, timeout=180)[0]
+        findings = Findings(self.systems, self.kind)
+        names: list[str] = self._on_ranks(KINDS[self.kind].names, patterns, timeout=180)[0]
         if not names:
-            raise SystemExit(f"torch's database has no op that fits {', '.join(patterns)}")
+            raise SystemExit(f"torch's database of {self.kind} has none that fits {', '.join(patterns)}")
         for number, name in enumerate(names):
             progress(number, len(names), name)
             self._try(name, findings)
@@ -62,10 +82,16 @@ class Survey:
     def _attempt(self, name: str, systems: list[str], folder: str) -> str:
         """Run the op on the ranks; give what went wrong with them, if anything did."""
         try:
-            run_on_ranks(WORLD_SIZE, try_op, name, systems, folder, self.most, self.seconds, timeout=LIMIT)
+            self._on_ranks(
+                KINDS[self.kind].attempt, name, systems, folder, self.most, self.seconds, self.device, timeout=LIMIT
+            )
         except RankFailure as error:
             return str(error)
         return ""
+
+    def _on_ranks(self, function: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
+        backend = "nccl" if self.device == "cuda" else "gloo"
+        return run_on_ranks(KINDS[self.kind].ranks, function, *args, timeout=timeout, backend=backend)
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
@@ -79,7 +105,7 @@ def _result(records: list[dict[str, Any]], failure: str) -> OpResult:
     for record in records:
         open_way = record.get("begins", "")
         if "cut" in record:
-            where = f"of ({record['of']}) cut in the {record['cut']} dim"
+            where = f"of ({record['of']}), {record['cut']}"
         if "verdict" in record:
             result.way(record["way"]).add(record["verdict"], f"{where}: {record['note']}")
             if record["way"] == "forward":  # a gradient may well be spread to all
@@ -98,4 +124,5 @@ def _last_words(failure: str, folder: Path) -> str:
         return "; ".join(hung)
     lines = [line.strip() for line in failure.splitlines() if line.strip()]
     telling = [line for line in lines if "exit code" in line or "did not finish" in line]
-    return "; ".join(telling or lines[-2:])[:400]
+    where = [line.removeprefix("File ") for line in lines if line.startswith("File ")]  # of a crash, innermost first
+    return "; ".join([*telling, *where[:8]] if telling else lines[-2:])[:1200]

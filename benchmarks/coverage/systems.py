@@ -53,17 +53,20 @@ class Shardwise:
 
     calls = 2  # the second is done as it is remembered of the first
 
-    def __init__(self, budget: int | None) -> None:
-        self._budget = budget
+    def __init__(self, device: str, budget: int | None) -> None:
+        self._device, self._budget = device, budget
         self.gathers = Gathers() if budget == 0 else None
 
     def shard(self, tensor: torch.Tensor, dim: int) -> Any:
-        places = [f"rank:{rank}/cpu" for rank in range(dist.get_world_size())]
+        places = [f"rank:{rank}/{self._place(rank)}" for rank in range(dist.get_world_size())]
         if tensor.ndim == 0 and tensor.dtype == torch.int64:  # a plain id would be this rank's own batch
             return shardwise.shard_tensor(tensor, shardwise.ReplicatedShardingSpec(places))
         if tensor.ndim == 0:
             return tensor
         return shardwise.shard_tensor(tensor, shardwise.ChunkShardingSpec(dim, places))
+
+    def _place(self, rank: int) -> str:
+        return f"cuda:{rank % torch.cuda.device_count()}" if self._device == "cuda" else self._device
 
     def whole(self, value: Any) -> Any:
         return value.full_tensor() if isinstance(value, shardwise.ShardedTensor) else value
@@ -98,7 +101,7 @@ class Shardwise:
         with torch.no_grad():
             for leaf, grad, *there in zip(leaves, grads, *told, strict=True):
                 if not any(there):
-                    wholes.append(torch.zeros(leaf.shape, dtype=leaf.dtype))
+                    wholes.append(torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device))
                 else:
                     wholes.append((_zeros(leaf) if grad is None else grad.detach()).full_tensor())
         return wholes
@@ -118,9 +121,12 @@ class DTensors:
     calls = 1
     gathers = None
 
+    def __init__(self, device: str) -> None:
+        self._mesh = _mesh(device)
+
     def shard(self, tensor: torch.Tensor, dim: int) -> Any:
         placement = Shard(dim) if tensor.ndim else Replicate()
-        return distribute_tensor(tensor, _mesh(), [placement])
+        return distribute_tensor(tensor, self._mesh, [placement])
 
     def whole(self, value: Any) -> Any:
         return value.full_tensor() if isinstance(value, DTensor) else value
@@ -142,15 +148,15 @@ class DTensors:
 
     def gradients(self, leaves: list[Any], control: Control) -> list[torch.Tensor]:
         with torch.no_grad():
-            return [torch.zeros(t.shape, dtype=t.dtype) if t.grad is None else self.whole(t.grad) for t in leaves]
+            return [torch.zeros_like(self.whole(t)) if t.grad is None else self.whole(t.grad) for t in leaves]
 
 
 @functools.cache
-def _mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+def _mesh(device: str) -> DeviceMesh:
+    return init_device_mesh(device, (dist.get_world_size(),))
 
 
-def system(name: str) -> System:
-    """The system of this name: `dtensor`, `shardwise`, or `shardwise:BUDGET`."""
+def system(name: str, device: str) -> System:
+    """The system of this name, `dtensor`, `shardwise`, or `shardwise:BUDGET`, with shards on this kind of device."""
     kind, _, budget = name.partition(":")
-    return DTensors() if kind == "dtensor" else Shardwise(int(budget) if budget else None)
+    return DTensors(device) if kind == "dtensor" else Shardwise(device, int(budget) if budget else None)

@@ -47,6 +47,11 @@ class Trial:
     cut: str
     control: Control
 
+    @property
+    def differentiable(self) -> bool:
+        """Whether there are gradients to compare."""
+        return self.truth.gradients is not None
+
     def forward(self) -> Judgement:
         """Whether the op gives what it gives on plain tensors."""
         return self._judged(functools.partial(self._repeated, self._forward))

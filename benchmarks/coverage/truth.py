@@ -63,18 +63,20 @@ def _weights(case: Case, outputs: list[Any], tree: pytree.TreeSpec) -> list[torc
     """The gradient of a fixed weighted sum of the outputs, or of what the database makes of them, for each output."""
     flows = [isinstance(out, torch.Tensor) and out.requires_grad for out in outputs]
     starts = [out.detach().requires_grad_() if flow else out for out, flow in zip(outputs, flows, strict=True)]
-    loss = torch.zeros(())
+    loss: Any = None
     for out in pytree.tree_leaves(case.outputs_for_loss(pytree.tree_unflatten(starts, tree))):
         if isinstance(out, torch.Tensor) and out.requires_grad:
             real = torch.view_as_real(out) if out.is_complex() else out
-            loss = loss + (real * _waves(real)).sum()
+            part = (real * waves(real)).sum()
+            loss = part if loss is None else loss + part
     leaves = [start for start, flow in zip(starts, flows, strict=True) if flow]
-    found = iter(torch.autograd.grad(loss, leaves, allow_unused=True) if leaves and loss.requires_grad else ())
+    found = iter(torch.autograd.grad(loss, leaves, allow_unused=True) if leaves and loss is not None else ())
     return [next(found, None) if flow else None for flow in flows]
 
 
-def _waves(tensor: torch.Tensor) -> torch.Tensor:
-    return (torch.arange(tensor.numel()) * 0.7 + 0.3).cos().reshape(tensor.shape).to(tensor.dtype)
+def waves(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers of its size that differ from element to element, for a gradient to start from."""
+    return (torch.arange(tensor.numel(), device=tensor.device) * 0.7 + 0.3).cos().reshape(tensor.shape).to(tensor.dtype)
 
 
 def difference(found: list[Any], expected: list[Any], *, values: bool) -> str:
@@ -111,6 +113,8 @@ def _difference(found: Any, expected: Any, values: bool, scale: float) -> str:
         return f"size {tuple(found.shape)} instead of {tuple(expected.shape)}"
     if found.dtype != expected.dtype:
         return f"{found.dtype} instead of {expected.dtype}"
+    if values and found.device.type != expected.device.type:
+        return f"on {found.device} instead of {expected.device}"
     return _off(_dense(found), _dense(expected), scale) if values else ""
 
 
@@ -138,7 +142,7 @@ def digest(leaves: list[Any]) -> str:
         if isinstance(leaf, torch.Tensor):
             dense = _dense(leaf).detach().resolve_conj().resolve_neg().contiguous()
             made.update(f"{tuple(dense.shape)} {dense.dtype}".encode())
-            made.update(dense.reshape(-1).view(torch.uint8).numpy().tobytes())
+            made.update(dense.reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
         else:
             made.update(repr(leaf).encode())
     return made.hexdigest()

@@ -76,10 +76,11 @@ class Findings:
     """Everything that was found: per op why it was left out, or per system how it went."""
 
     systems: list[str]
+    kind: str = "ops"
     left_out: dict[str, str] = field(default_factory=dict)
     results: dict[str, dict[str, OpResult]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """All of it."""
         results = {name: {s: r.to_json() for s, r in by_system.items()} for name, by_system in self.results.items()}
-        return {"systems": self.systems, "left_out": self.left_out, "results": results}
+        return {"kind": self.kind, "systems": self.systems, "left_out": self.left_out, "results": results}

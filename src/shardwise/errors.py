@@ -12,6 +12,7 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     ├── PlacementError(ValueError, RuntimeError)
     │                                       a placement that names no place
     ├── PropertyError(ValueError)           a local shard that contradicts its metadata
+    │   ├── DimRangeError(IndexError)       a dim that the tensor does not have
     │   ├── IdRangeError(IndexError)        an id that is no row of the table
     │   └── MemoryFormatError(RuntimeError) a memory format that sharded tensors do not have
     ├── RankMismatchError(ValueError)       ranks that disagree about one tensor
@@ -83,6 +84,10 @@ class PlacementError(ShardwiseError, ValueError, RuntimeError):
 
 class PropertyError(ShardwiseError, ValueError):
     """A local shard whose tensor contradicts its metadata or its neighbours."""
+
+
+class DimRangeError(PropertyError, IndexError):
+    """A dim that the tensor does not have."""
 
 
 class IdRangeError(PropertyError, IndexError):

@@ -34,6 +34,7 @@ class Layout:
     boxes: Boxes
     places: tuple[Placement, ...]  # each distinct place once
     place_of: IntArray  # for each box, the index of its place
+    said_offsets: IntArray | None = None  # those of the records, where they say that an empty box lies beyond the end
 
     @staticmethod
     def of(size: torch.Size, boxes: Boxes, placements: Sequence[PlacementLike | Placement | None]) -> Layout:
@@ -49,8 +50,11 @@ class Layout:
             if number is None:
                 number = seen[said] = numbers.setdefault(Placement.of(placement), len(numbers))
             place_of[k] = number
-        frozen = Boxes(read_only(boxes.offsets), read_only(boxes.sizes))
-        return Layout(size, frozen, tuple(numbers), read_only(place_of))
+        # The old system's records let empty chunks begin beyond the end; in here, no box does.
+        inside = np.minimum(boxes.offsets, np.array(size, dtype=np.int64))
+        said = None if (inside == boxes.offsets).all() else read_only(boxes.offsets)
+        frozen = Boxes(read_only(boxes.offsets if said is None else inside), read_only(boxes.sizes))
+        return Layout(size, frozen, tuple(numbers), read_only(place_of), said)
 
     @staticmethod
     def from_metadata(shards: Sequence[ShardMetadata], size: Sequence[int]) -> Layout:
@@ -135,6 +139,17 @@ class Layout:
         volumes = self.boxes.volumes
         return {rank: int(volumes[list(rows)].sum()) for rank, rows in sorted(self._rows_by_rank.items())}
 
+    @property
+    def offsets_to_say(self) -> IntArray:
+        """The offsets that records give."""
+        return self.boxes.offsets if self.said_offsets is None else self.said_offsets
+
+    @cached_property
+    def in_rank_order(self) -> Layout:
+        """The same boxes on the same places, listed by their ranks; those of one rank in the order that they have."""
+        order = np.argsort(self.ranks, kind="stable")
+        return Layout.of(self.size, self.boxes.take(order), [self.place(int(row)) for row in order])
+
     def moved(self, place: Callable[[Placement], Placement]) -> Layout:
         """The same boxes, each place replaced by the function's answer."""
         places = [place(old) for old in self.places]
@@ -144,13 +159,13 @@ class Layout:
 
     def shard_metadata(self, row: int) -> ShardMetadata:
         """A new record of one box."""
-        offsets, sizes = self.boxes.offsets[row].tolist(), self.boxes.sizes[row].tolist()
+        offsets, sizes = self.offsets_to_say[row].tolist(), self.boxes.sizes[row].tolist()
         return ShardMetadata.trusted(offsets, sizes, self.place(row).remote_device())
 
     def metadata(self, properties: TensorProperties) -> ShardedTensorMetadata:
         """New records of the whole tensor."""
         devices = [place.remote_device() for place in self.places]
-        rows = zip(self.boxes.offsets.tolist(), self.boxes.sizes.tolist(), self.place_of.tolist(), strict=True)
+        rows = zip(self.offsets_to_say.tolist(), self.boxes.sizes.tolist(), self.place_of.tolist(), strict=True)
         shards = [ShardMetadata.trusted(offsets, sizes, devices[place]) for offsets, sizes, place in rows]
         return ShardedTensorMetadata(shards, self.size, properties)
 
@@ -237,10 +252,10 @@ def shard_names(shards: Sequence[ShardMetadata]) -> Callable[[int], str]:
 
 
 def require_inside(boxes: Boxes, size: torch.Size, name: Callable[[int], str]) -> None:
-    """Raise unless the boxes have the tensor's number of dims and end inside it."""
+    """Raise unless the boxes have the tensor's number of dims and end inside it, in dims that they are not empty in."""
     if boxes.ndim != len(size):
         raise LayoutError(f"Rank of tensor is {len(size)}, but shards rank is {boxes.ndim}")
-    beyond = np.argwhere(boxes.ends > np.array(size, dtype=np.int64))
+    beyond = np.argwhere((boxes.ends > np.array(size, dtype=np.int64)) & (boxes.sizes > 0))
     if len(beyond):
         row, dim = (int(k) for k in beyond[0])
         raise LayoutError(

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.overrides import get_default_nowrap_functions
 from torch.utils import _pytree as pytree
 
+from shardwise import settings
 from shardwise.dispatch import Distributed, refuse_collective, refuse_mixed, require_plain
-from shardwise.errors import PropertyError, RankMismatchError
+from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout
 from shardwise.placement import Placement, rank_device
@@ -171,7 +173,7 @@ class ReplicatedTensor(torch.Tensor):
 
     def validate(self) -> bool:
         """Raise on every rank unless the tensor is the same on all of them. Every rank of the group calls it."""
-        plain = self.detach().as_subclass(torch.Tensor).contiguous()
+        plain = self.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().contiguous()
 
         def work() -> tuple[None, Fields]:
             return None, {"verb": "validate", "size": tuple(plain.shape), "dtype": plain.dtype}
@@ -193,4 +195,26 @@ class ReplicatedTensor(torch.Tensor):
         if any(issubclass(kind, Distributed) for kind in types):
             return NotImplemented  # theirs to compute
         refuse_mixed(func, args, kwargs, "ReplicatedTensor")
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call] # torch's
+        operands = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        groups = [one._process_group for one in operands if isinstance(one, ReplicatedTensor)]
+        if any(group is not groups[0] for group in groups):
+            name = getattr(func, "__name__", func)
+            raise ProcessGroupError(f"ReplicatedTensor operands must be in the same process group, here of {name}")
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func in get_default_nowrap_functions():
+            return result
+        # Where a plain tensor may be each rank's own, what is computed with one is each rank's own too.
+        alike = len(groups) == len(operands) or not settings.current().own_batches
+        return pytree.tree_map_only(torch.Tensor, lambda one: _marked(one, groups[0] if alike else None), result)
+
+
+def _marked(tensor: torch.Tensor, process_group: ProcessGroup | None) -> torch.Tensor:
+    """A result as a ReplicatedTensor of this group, or as a plain tensor."""
+    if isinstance(tensor, ReplicatedTensor):  # a function in place gives what it was given
+        return tensor
+    if process_group is None:
+        return tensor.as_subclass(torch.Tensor)
+    made = tensor.as_subclass(ReplicatedTensor)
+    made._process_group = process_group
+    return made

@@ -14,10 +14,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 
+from shardwise.ambient import Ambient
 from shardwise.layout import Layout
 
 TILE = 1 << 16  # elements of a tile, at most
@@ -112,7 +112,7 @@ def _seed(seed: int, stream: int, place: tuple[int, ...]) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-_current: ContextVar[TileGenerator | None] = ContextVar("shardwise.random", default=None)
+_current: Ambient[TileGenerator | None] = Ambient("shardwise.random", None)
 
 
 @contextmanager
@@ -122,11 +122,8 @@ def layout_independent(seed: int) -> Iterator[TileGenerator]:
     Every rank enters it with the same seed, and makes the same tensors in the same order.
     """
     generator = TileGenerator(seed)
-    token = _current.set(generator)
-    try:
+    with _current.set(generator):
         yield generator
-    finally:
-        _current.reset(token)
 
 
 def current_generator() -> TileGenerator | None:

@@ -3,12 +3,14 @@ rule for plain batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from shardwise.ambient import Ambient
+
+T = TypeVar("T")
 MIB = 2**20
 
 
@@ -30,7 +32,7 @@ class _Within(NamedTuple):
     settings: Settings
 
 
-_within: ContextVar[_Within | None] = ContextVar("shardwise", default=None)
+_within: Ambient[_Within | None] = Ambient("shardwise.settings", None)
 _outside = Settings()  # what holds outside of every context, in the whole process
 
 
@@ -53,11 +55,19 @@ def changed(**changes: Any) -> Iterator[None]:
     """Within this context, other settings."""
     around = _within.get()
     changes = changes if around is None else {**around.changes, **changes}
-    token = _within.set(_Within(changes, _outside, replace(_outside, **changes)))
-    try:
+    with _within.set(_Within(changes, _outside, replace(_outside, **changes))):
         yield
-    finally:
-        _within.reset(token)
+
+
+def carried(function: Callable[[], T]) -> Callable[[], T]:
+    """The function, as if called here: with the settings that hold now, wherever it is called."""
+    within = _within.get()
+
+    def there() -> T:
+        with _within.set(within):
+            return function()
+
+    return there
 
 
 @contextmanager

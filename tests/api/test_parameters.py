@@ -128,12 +128,14 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = "words"
-        self.plain = torch.zeros(4)
+        self.plain = torch.arange(4.0, requires_grad=True)
+        self.tilted = torch.zeros(4, 6).t()
         self.inner = nn.Linear(2, 2, bias=False)
         self.slanted = nn.Parameter(torch.zeros(4, 6).t())
         self.weight = nn.Parameter(torch.zeros(4, 6))
         self.lazy = nn.LazyLinear(3)
-        self.register_buffer("running", torch.zeros(4))
+        self.register_buffer("running", torch.arange(4))
+        self.inner.running = self.running
 
 
 ERRORS: dict[str, tuple[str, Any, type[Exception], str]] = {
@@ -149,9 +151,8 @@ ERRORS: dict[str, tuple[str, Any, type[Exception], str]] = {
         "Expected Linear.bias to be a Tensor, but found NoneType, at 'inner.bias'",
     ),
     "a module": ("inner", ROWS, ValueError, "Expected Odd.inner to be a Tensor, .* such as 'inner.weight'"),
-    "a buffer": ("running", ROWS, ValueError, "Expected Odd.running to be a Parameter, but found a buffer"),
-    "an attribute": ("plain", ROWS, ValueError, "to be a Parameter, but found a tensor that is no parameter"),
     "not contiguous": ("slanted", ROWS, ValueError, "param: slanted is not a contiguous Tensor"),
+    "plain and not contiguous": ("tilted", ROWS, ValueError, "param: tilted is not a contiguous Tensor"),
     "lazy": ("lazy.weight", ROWS, ValueError, "'lazy.weight' has no size yet"),
     "no spec": ("weight", "rows", ValueError, "Expecting ShardingSpec but got"),
     "wrong dim": (
@@ -176,6 +177,22 @@ def test_what_cannot_be_sharded_is_an_error(case: str) -> None:
         with pytest.raises(kind, match=message):
             shard_parameter(module, name if errs else "weight", spec if errs else ROWS)
         assert not any(isinstance(one, ShardedTensor) for one in module.parameters())
+
+
+@ranks(2)
+def test_tensors_that_are_no_parameters() -> None:
+    """A buffer stays one, in all places where it hangs, and a plain attribute stays plain."""
+    module = Odd()
+    names = [name for name, _ in module.named_parameters()]
+    for name in ("running", "plain"):
+        shard_parameter(module, name, ROWS)
+        found = getattr(module, name)
+        assert type(found) is ShardedTensor
+        assert holds(found, getattr(Odd(), name).detach())
+        assert found.requires_grad == (name == "plain")
+    assert [name for name, _ in module.named_parameters()] == names
+    assert dict(module.named_buffers())["running"] is module.inner.running
+    assert "plain" not in module.state_dict()
 
 
 @ranks(2)

@@ -6,7 +6,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import ALL, PLAIN, SIZE, assert_close, chunks, holds, places
@@ -17,10 +16,13 @@ from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedOptimizer
 from shardwise.testing import ranks
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@ranks(2, fresh=True)
-def test_fsdp_trains_on_from_a_sharded_state_dict(use_orig_params: bool, tmp_path: Path) -> None:
-    """SHARDED_STATE_DICT of model and optimizer, saved and loaded by DCP; its tensors are ours, and hold the values."""
+@ranks(4, fresh=True)
+def test_fsdp_trains_on_from_a_sharded_state_dict(tmp_path: Path) -> None:
+    """SHARDED_STATE_DICT of model and optimizer, saved and loaded by DCP; its tensors are ours, and hold the values.
+
+    In the whole world, in two groups beside each other, and with HYBRID_SHARD, where FSDP names the ranks of local
+    shards by their numbers in the group.
+    """
     dropin.install()
     warnings.simplefilter("ignore")  # FSDP uses what torch deprecates
     import torch.distributed.checkpoint as dcp
@@ -31,12 +33,22 @@ def test_fsdp_trains_on_from_a_sharded_state_dict(use_orig_params: bool, tmp_pat
         set_state_dict,
     )
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817 # what everyone calls it
-    from torch.distributed.fsdp import StateDictType
+    from torch.distributed.fsdp import ShardingStrategy, StateDictType
 
-    def made(seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
+    hybrid = {"process_group": (pair, across), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    ways: dict[str, tuple[dict[str, Any], list[int]]] = {
+        "flat": ({"use_orig_params": False}, [0, 1, 2, 3]),
+        "world": ({}, [0, 1, 2, 3]),
+        "pairs": ({"process_group": pair}, dist.get_process_group_ranks(pair)),
+        "hybrid": (hybrid, dist.get_process_group_ranks(pair)),
+    }
+
+    def made(seed: int, way: str) -> tuple[FSDP, torch.optim.Optimizer]:
         torch.manual_seed(seed)
         layers = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)).double()
-        model = FSDP(layers, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+        model = FSDP(layers, device_id=torch.device("cpu"), **{"use_orig_params": True, **ways[way][0]})
         return train(model, torch.optim.Adam(model.parameters(), lr=0.1))
 
     def train(model: FSDP, optimizer: torch.optim.Optimizer) -> tuple[FSDP, torch.optim.Optimizer]:
@@ -54,32 +66,37 @@ def test_fsdp_trains_on_from_a_sharded_state_dict(use_orig_params: bool, tmp_pat
         with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
             return {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
 
-    one, adam = made(0)
-    state = sharded(one, adam)
-    for name, value in full(one).items():
-        assert type(state["model"][name]) is ShardedTensor
-        assert holds(state["model"][name], value)
-    assert isinstance(state["optimizer"]["state"]["0.weight"]["exp_avg"], ShardedTensor)
-    dcp.save(state, checkpoint_id=tmp_path)
+    for way, (_, members) in ways.items():
+        path = tmp_path / way
+        one, adam = made(0, way)
+        state = sharded(one, adam)
+        for name, value in full(one).items():
+            assert type(state["model"][name]) is ShardedTensor
+            assert torch.equal(state["model"][name].full_tensor(), value)
+            found = [shard.placement.rank() for shard in state["model"][name].metadata().shards_metadata]
+            assert found == members[: len(found)]
+        assert isinstance(state["optimizer"]["state"]["0.weight"]["exp_avg"], ShardedTensor)
+        dcp.save(state, checkpoint_id=path)
 
-    two, other = made(1)
-    loaded = sharded(two, other)
-    dcp.load(loaded, checkpoint_id=tmp_path)
-    with FSDP.state_dict_type(two, StateDictType.SHARDED_STATE_DICT):
-        two.load_state_dict(loaded["model"])
-        other.load_state_dict(FSDP.optim_state_dict_to_load(two, other, loaded["optimizer"]))
-
-    three, third = made(2)
-    model_state, optim_state = get_state_dict(three, third)
-    dcp.load({"model": model_state, "optimizer": optim_state}, checkpoint_id=tmp_path)
-    set_state_dict(three, third, model_state_dict=model_state, optim_state_dict=optim_state)
-    whole = get_model_state_dict(three, options=StateDictOptions(full_state_dict=True))
-    torch.testing.assert_close(whole, dict(full(one)), rtol=0, atol=0)
-
-    train(one, adam)
-    for model, optimizer in ((two, other), (three, third)):
-        train(model, optimizer)
-        assert_close(full(model), full(one))
+        two, other = made(1, way)
+        loaded = sharded(two, other)
+        dcp.load(loaded, checkpoint_id=path)
+        with FSDP.state_dict_type(two, StateDictType.SHARDED_STATE_DICT):
+            two.load_state_dict(loaded["model"])
+            other.load_state_dict(FSDP.optim_state_dict_to_load(two, other, loaded["optimizer"]))
+        restored = [(two, other)]
+        if way in ("flat", "world"):
+            three, third = made(2, way)
+            model_state, optim_state = get_state_dict(three, third)
+            dcp.load({"model": model_state, "optimizer": optim_state}, checkpoint_id=path)
+            set_state_dict(three, third, model_state_dict=model_state, optim_state_dict=optim_state)
+            whole = get_model_state_dict(three, options=StateDictOptions(full_state_dict=True))
+            torch.testing.assert_close(whole, dict(full(one)), rtol=0, atol=0)
+            restored.append((three, third))
+        train(one, adam)
+        for model, optimizer in restored:
+            train(model, optimizer)
+            assert_close(full(model), full(one))
 
 
 @ranks(4, fresh=True)

@@ -22,7 +22,7 @@ PLAIN = torch.arange(7 * 6.0).reshape(7, 6)
 
 
 @pytest.mark.parametrize("staged", [16, 2**24])
-@ranks(4)
+@ranks(4, timeout=120, backend="nccl")
 def test_to_and_from_a_gpu(tmp_path: Path, staged: int) -> None:
     """Any layout, from the GPU to the host and back, a few bytes at a time or all at once."""
     with pytest.MonkeyPatch.context() as patch:
@@ -45,7 +45,7 @@ def test_to_and_from_a_gpu(tmp_path: Path, staged: int) -> None:
             assert torch.equal(back["plain"].full_tensor().cpu(), PLAIN.t())
 
 
-@ranks(1)
+@ranks(1, backend="nccl")
 def test_large_tensors_go_through_a_small_buffer(tmp_path: Path) -> None:
     """And come back bit by bit."""
     plain = torch.rand(3000, 5000, device="cuda")

@@ -1,4 +1,4 @@
-"""On a GPU: four gloo ranks that share it through host memory, and one NCCL rank."""
+"""On a GPU: four ranks that share it, by NCCL, or by gloo through host memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,19 @@ def holds(tensor: ShardedTensor, plain: torch.Tensor) -> bool:
 
 @ranks(4, timeout=120)
 def test_gloo_ranks_share_a_gpu() -> None:
-    """Scatter, redistribute (whole, in rounds, async), gather and gradients, staged through host memory."""
+    """Every verb, staged through host memory."""
+    _move_all()
+
+
+@ranks(4, timeout=120, backend="nccl")
+def test_nccl_ranks_share_a_gpu() -> None:
+    """Every verb, by the GPU's own library."""
+    assert dist.get_backend() == "nccl"
+    _move_all()
+
+
+def _move_all() -> None:
+    """Scatter, redistribute (whole, in rounds, async), gather and gradients."""
     for source in specs().values():
         tensor = shard_tensor(PLAIN.cuda(), source)
         assert holds(tensor, PLAIN)
@@ -72,7 +84,7 @@ def test_gloo_ranks_share_a_gpu() -> None:
     assert holds(tensor.grad, torch.full(SIZE, 2.0))
 
 
-@ranks(4, timeout=120)
+@ranks(4, timeout=120, backend="nccl")
 def test_to_and_from_the_gpu() -> None:
     """Every rank learns where the others' shards went."""
     tensor = shard_tensor(PLAIN, specs("cpu")["uneven"])
@@ -86,7 +98,7 @@ def test_to_and_from_the_gpu() -> None:
     assert there.to("cuda") is there
 
 
-@ranks(4, timeout=120)
+@ranks(4, timeout=120, backend="nccl")
 def test_random_values_do_not_depend_on_the_sharding() -> None:
     """On the GPU's own generator."""
     found = []
@@ -96,24 +108,7 @@ def test_random_values_do_not_depend_on_the_sharding() -> None:
     assert all(torch.equal(value, found[0]) for value in found)
 
 
-@ranks(1, fresh=True, timeout=120)
-def test_one_nccl_rank() -> None:
-    """Several shards on the one rank move among themselves, and the group's backend is NCCL."""
-    torch.cuda.set_device(0)
-    group = dist.new_group([0], backend="nccl")
-    here = ["rank:0/cuda:0"]
-    rows, grid = ChunkShardingSpec(0, here * 3), GridShardingSpec((0, 1), [here * 2, here * 2])
-    tensor = shard_tensor(PLAIN.cuda(), rows, process_group=group)
-    assert holds(tensor.redistribute(grid), PLAIN)
-    assert holds(tensor.redistribute(grid, max_bytes=8), PLAIN)
-    out = torch.empty(SIZE, device="cuda")
-    tensor.gather(0, out)
-    assert torch.equal(out.cpu(), PLAIN)
-    assert torch.equal(tensor.full_tensor().cpu(), PLAIN)
-    assert holds(tensor.reshard(grid), PLAIN)
-
-
-@ranks(4)
+@ranks(4, timeout=120, backend="nccl")
 def test_a_module_goes_to_the_device_by_any_of_its_names() -> None:
     """From the CPU to cuda; there, cuda and the current cuda device are the same, and nothing is copied."""
     layer = torch.nn.Linear(6, 8)

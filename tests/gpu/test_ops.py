@@ -1,4 +1,4 @@
-"""Ops on shards in CUDA memory: gloo ranks that share one GPU."""
+"""Ops on shards in CUDA memory: NCCL ranks that share one GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPECS = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", SPECS)
-@ranks(4, timeout=120)
+@ranks(4, timeout=120, backend="nccl")
 def test_the_matrix_on_a_gpu(layout: str, family: str) -> None:
     """Forward and backward, compared with the plain tensor on the same GPU."""
     # Torch compiles some kernels at their first call; ranks that make the folder for them all at once get a warning.

@@ -1,4 +1,4 @@
-"""Optimizers over shards in CUDA memory: gloo ranks that share one GPU."""
+"""Optimizers over shards in CUDA memory: NCCL ranks that share one GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLUMNS = ChunkShardingSpec(1, [f"rank:{rank}/cuda:0" for rank in (1, 0, 1)])
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@ranks(2, timeout=120)
+@ranks(2, timeout=120, backend="nccl")
 def test_training_on_a_gpu(kind: str) -> None:
     """With loss scaling, and the state moved to another layout in between: as on the plain twin."""
     name, options = OPTIMIZERS[kind]

@@ -9,7 +9,7 @@ from tests.cases import ALL, PLAIN, SIZE, chunks, holds
 from torch._decomp import decomposition_table
 
 import shardwise
-from shardwise import PartialTensor, ReplicatedTensor, shard_tensor
+from shardwise import PartialTensor, ReplicatedTensor, own_batches, shard_tensor
 from shardwise.errors import ProcessGroupError, RankMismatchError, UnsupportedOpError
 from shardwise.testing import ranks
 
@@ -106,6 +106,24 @@ def test_a_replicated_tensor_keeps_its_promise_or_raises() -> None:
     assert holds(tensor + same, PLAIN * 2)
     with pytest.raises(ValueError, match="have different values on rank 0 and 1"):
         ReplicatedTensor(PLAIN + dist.get_rank()).validate()
+
+
+@ranks(2)
+def test_what_is_computed_with_replicated_tensors() -> None:
+    """Is replicated; with a plain tensor too, but for where that is each rank's own, as in the old system."""
+    group = dist.new_group([0, 1])
+    same = ReplicatedTensor(PLAIN.clone(), group)
+    for setting, kind in ((False, ReplicatedTensor), (True, torch.Tensor)):
+        with own_batches(setting):
+            assert type(same + PLAIN) is type(PLAIN + same) is type(torch.cat([same, PLAIN])) is kind
+            for result in (same * 2, same + same, torch.matmul(same, same.t()), *same.split(3), same.max(0).values):
+                assert type(result) is ReplicatedTensor
+                assert result._process_group is group
+                assert result.validate()
+            assert same.shape == SIZE
+            assert type(same.add_(PLAIN * 0)) is ReplicatedTensor
+    with pytest.raises(RuntimeError, match="must be in the same process group"):
+        same + ReplicatedTensor(PLAIN)
 
 
 @ranks(2)

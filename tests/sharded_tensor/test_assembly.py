@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from shardwise import (
     ShardMetadata,
     TensorProperties,
     init_from_local_shards,
+    shard_tensor,
     zeros,
 )
 from shardwise.sharded_tensor.joining import build_global_metadata, build_metadata_from_local_shards
+from shardwise.sharded_tensor.shard import narrow_tensor
 from shardwise.testing import ranks
 
 PLAIN = torch.arange(42.0).reshape(SIZE)
@@ -88,6 +91,32 @@ def test_a_size_that_is_not_known_is_worked_out() -> None:
     assert torch.equal(whole(init_from_local_shards([shard], (None, None))), expected)
     column = Shard.from_tensor_and_offsets(torch.full((4, rows), float(rank)), [0, 0], rank)
     assert torch.equal(whole(init_from_local_shards([column], 4, None)), expected.T)
+
+
+@ranks(4)
+def test_records_of_empty_chunks_beyond_the_end_are_taken() -> None:
+    """Those that a spec gives, in every way that shards are put together, and in pickles."""
+    plain = torch.arange(10.0).reshape(5, 2)
+    spec = chunks(0, 3, 2, 0, 1)  # the chunk of rank 1 is empty, and said to begin at 6
+    metadata = spec.build_metadata(plain.size(), TensorProperties())
+    records = metadata.shards_metadata
+    assert [record.shard_offsets for record in records] == [[0, 0], [2, 0], [4, 0], [6, 0]]
+    mine = next(record for record in records if record.placement.rank() == dist.get_rank())
+    shard = Shard(narrow_tensor(plain, mine).clone(), mine)
+    made = [
+        init_from_local_shards([shard], 5, 2),
+        init_from_local_shards([shard], None, 2),
+        ShardedTensor._init_from_local_shards_and_global_metadata([shard], metadata),
+        ShardedTensor._init_from_local_tensor(shard.tensor, spec, 5, 2),
+        shard_tensor(plain, EnumerableShardingSpec(records)),
+        shard_tensor(plain, spec),
+    ]
+    made.append(pickle.loads(pickle.dumps(made[-1])))
+    for tensor in made:
+        assert sorted(map(str, tensor.metadata().shards_metadata)) == sorted(map(str, records))
+        assert str(tensor.local_shards()[0].metadata) == str(mine)
+        assert torch.equal(tensor.full_tensor(), plain)
+        assert torch.equal((tensor[1:] * 2).full_tensor(), plain[1:] * 2)
 
 
 @ranks(4)

@@ -172,15 +172,28 @@ def test_reshard_in_place() -> None:
         assert holds(tensor, PLAIN)
         assert tensor.is_leaf
         assert tensor.requires_grad
-        assert tensor.metadata().shards_metadata == spec.build_metadata(torch.Size(SIZE), None).shards_metadata
+        records = spec.build_metadata(torch.Size(SIZE), None).shards_metadata  # by rank, as the old system lists them
+        assert tensor.metadata().shards_metadata == sorted(records, key=lambda record: record.placement.rank())
         if tensor.local_shards():
             assert tensor.grad is not None
             assert holds(tensor.grad, PLAIN * 2)
-    result = tensor.clone()
-    if dist.get_rank() == 3:
-        assert not result.is_leaf
-    with pytest.raises(ValueError, match="redistribute it"):
-        result.reshard(chunks(0, 0))
+    before = [shard.tensor for shard in tensor.local_shards()]
+    tensor.reshard(chunks(0, 3))  # as it is
+    assert all(shard.tensor is other for shard, other in zip(tensor.local_shards(), before, strict=True))
+
+
+@ranks(4)
+def test_reshard_of_a_recorded_result_is_recorded() -> None:
+    """The gradient comes back through it, whoever held shards before and after; the plain tensor has the same."""
+    for name, spec in ALL.items():
+        tensor = shard_tensor(PLAIN, chunks(0, 0, 3)).requires_grad_()
+        result = tensor * 2
+        assert result.reshard(spec) is result
+        assert not result.is_leaf, name
+        assert holds(result, PLAIN * 2)
+        (result * PLAIN).sum().backward()
+        assert tensor.grad is not None, name
+        assert holds(tensor.grad, PLAIN * 2), name
 
 
 @ranks(4)

@@ -12,6 +12,7 @@ from tests.cases import SPECS, chunks, whole
 
 import shardwise
 from shardwise import load_with_process_group
+from shardwise.errors import ProcessGroupError
 from shardwise.testing import ranks
 
 
@@ -45,17 +46,35 @@ def test_state_dict_and_back() -> None:
 
 @ranks(4)
 def test_state_dict_of_a_sub_group() -> None:
-    """Loaded within the group's context."""
+    """Loaded within the group's context; a rank that is not in the group makes, saves and loads what it has none of."""
     group = dist.new_group([0, 3])
-    if dist.get_rank() in (0, 3):
-        module = Holder(shardwise.rand(chunks(1, 0, 3), 2, 5, process_group=group))
-        file = io.BytesIO()
-        torch.save(module.state_dict(), file)
-        file.seek(0)
-        target = Holder(None)
-        with load_with_process_group(group):
-            target.load_state_dict(torch.load(file, weights_only=True), strict=False)
+    inside = dist.get_rank() in (0, 3)
+    assert inside or group == dist.GroupMember.NON_GROUP_MEMBER
+    for make in (shardwise.empty, shardwise.zeros, shardwise.ones, shardwise.randn):
+        assert len(make(chunks(1, 0, 3), 2, 5, process_group=group).local_shards()) == inside
+    assert len(shardwise.full(chunks(1, 0, 3), (2, 5), 1, process_group=group).local_shards()) == inside
+    module = Holder(shardwise.rand(chunks(1, 0, 3), 2, 5, process_group=group))
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    target = Holder(None)
+    with load_with_process_group(group):
+        target.load_state_dict(torch.load(file, weights_only=True), strict=False)
+    assert len(target.table.local_shards()) == inside
+    assert target.table.metadata() == module.table.metadata()
+    assert (target.table + 1).shape == (2, 5)
+    if inside:
         assert torch.equal(whole(target.table), whole(module.table))
+    else:
+        linear = torch.nn.functional.linear
+        for call in (
+            module.table.sum,
+            lambda: module.table.equal(module.table),
+            module.table.full_tensor,
+            lambda: linear(torch.ones(3, 5), module.table),
+        ):
+            with pytest.raises(ProcessGroupError, match=r"this rank is not in the .*process group"):
+                call()
 
 
 @ranks(2)

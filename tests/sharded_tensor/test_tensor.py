@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import SIZE, SPECS, boxes, chunks, whole
+from tests.cases import PLAIN, SIZE, SPECS, boxes, chunks, holds, places, whole
+from torch import nn
 
 import shardwise
-from shardwise import ShardedTensor
+from shardwise import ChunkShardingSpec, ShardedTensor
 from shardwise.testing import ranks
 
 PROPERTIES = ["shape", "dtype", "ndim", "layout", "device", "is_cuda", "is_meta", "is_sparse", "itemsize", "nbytes"]
@@ -36,9 +37,51 @@ def test_it_describes_the_whole_tensor() -> None:
     assert torch.numel(tensor) == 42
     assert tensor.contiguous() is tensor
     assert not tensor.is_pinned()
-    with pytest.raises(IndexError):
-        tensor.size(2)
+    for dim in (2, 7, -3):
+        with pytest.raises(IndexError, match=rf"Dimension out of range \(expected .* of \[-2, 1\], .* {dim}"):
+            tensor.size(dim)
     assert isinstance(tensor, torch.Tensor)
+
+
+class Mine(ChunkShardingSpec):
+    """A spec of a user's own, which shards by its own function."""
+
+    def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> Any:
+        """One more than the tensor."""
+        return super().shard(tensor + 1, src_rank, process_group)
+
+
+@ranks(4)
+def test_a_spec_of_a_users_own_shards_by_its_own_function() -> None:
+    """Asked by shard_tensor and shard_parameter, if the ranks agree whom to ask."""
+    spec, plain = Mine(1, places(0, 1, 3)), PLAIN.clone()
+    tensor = shardwise.shard_tensor(plain, spec, src_rank=2)
+    assert tensor.sharding_spec() is spec
+    assert holds(tensor, PLAIN + 1)
+    layer = nn.Linear(6, 7)
+    weight = layer.weight.detach().clone()
+    shardwise.shard_parameter(layer, "weight", spec)
+    dist.broadcast(weight, 0)
+    assert holds(layer.weight, weight + 1)
+    for rank_spec, source in ((spec if dist.get_rank() else chunks(1, 0, 1, 3), 0), (spec, dist.get_rank() // 3)):
+        with pytest.raises(ValueError, match="does not match from different ranks"):
+            shardwise.shard_tensor(plain, rank_spec, source)
+
+
+@ranks(4)
+def test_a_spec_can_be_assigned() -> None:
+    """It names the rule; the boxes stay where they are, also in a pickle."""
+    tensor = shardwise.shard_tensor(PLAIN, chunks(0, 0, 1, 2, 3))
+    for spec in (boxes(([0, 0], [7, 6], 2)), UNEVEN):
+        tensor._sharding_spec = spec
+        assert tensor.sharding_spec() is spec
+        assert tensor._sharding_spec is spec
+        assert holds(tensor + 0, PLAIN)
+        again = pickle.loads(pickle.dumps(tensor))
+        assert holds(again, PLAIN)
+        assert again.metadata() == tensor.metadata()
+    with pytest.raises(ValueError, match="Expecting ShardingSpec but got"):
+        tensor._sharding_spec = "rows"
 
 
 @ranks(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.cases import chunks, places
 
-from shardwise import ChunkShardingSpec, TensorProperties
+from shardwise import ChunkShardingSpec, ReplicatedShardingSpec, TensorProperties
 from shardwise.sharding_spec.chunking import get_chunk_sharding_params, get_chunked_dim_size, get_split_size
 
 
@@ -61,6 +62,17 @@ def test_specs_are_values() -> None:
     """Equal when they say the same, also after a pickle."""
     assert chunks(0, 1, 2) == chunks(0, 1, 2) != chunks(0, 2, 1)
     assert pickle.loads(pickle.dumps(chunks(0, 1, 2))) == chunks(0, 1, 2)
+
+
+@pytest.mark.parametrize("spec", [chunks(0, 1, 2), ReplicatedShardingSpec(places(1, 2))])
+def test_placements_can_be_assigned(spec: Any) -> None:
+    """They are parsed as those of the constructor are."""
+    spec.placements = ["rank:3/cuda:1", "rank:0/cpu"]
+    assert [(place.rank(), str(place.device())) for place in spec.placements] == [(3, "cuda:1"), (0, "cpu")]
+    assert str(spec.build_metadata(torch.Size([4]), TensorProperties()).shards_metadata[0].placement) == "rank:3/cuda:1"
+    for wrong, message in (([], "at least one placement"), (["rank:x"], "parse"), ("rank:0/cpu", "a sequence")):
+        with pytest.raises(ValueError, match=message):
+            spec.placements = wrong
 
 
 def test_the_arithmetic_of_chunks() -> None:

@@ -31,7 +31,8 @@ def shard_parameter(
     Every rank of the group calls it, with a parameter of the same size and dtype; each shard is sent once, to its rank.
     ``param_name`` may lead into submodules, as in "layers.0.weight". The new parameter requires grad as the old one
     did, and has its attributes; its gradient, if there was one, is left behind. Where the module uses the parameter
-    in several places, it is replaced in all of them.
+    in several places, it is replaced in all of them. A buffer, or a tensor that is a plain attribute, is sharded too,
+    and stays what it is.
 
     If the parameter is on the ``meta`` device on every rank, nothing is sent and the shards are uninitialised; where
     only the source has values, the others may have it there. A parameter that is sharded already is resharded in place,
@@ -41,7 +42,7 @@ def shard_parameter(
 
     def steps() -> list[ParameterStep]:
         require_spec(sharding_spec)
-        return [parameter_step(ModuleTree(module), param_name, sharding_spec, group)]
+        return [parameter_step(ModuleTree(module), param_name, sharding_spec, group, any_tensor=True)]
 
     agree(steps, src_rank, group).shard()
 
@@ -106,7 +107,7 @@ def _fields_of(step: ParameterStep) -> dict[str, Any]:
 def _reshard(step: ParameterStep) -> None:
     parameter = step.parameter
     assert isinstance(parameter, ShardedTensor)
-    if parameter.sharding_spec() != step.spec or parameter._layout != step.layout:
+    if parameter.sharding_spec() != step.spec or step.layout.order_of(parameter._layout) is None:
         parameter.reshard(step.spec)
 
 
@@ -117,7 +118,8 @@ def _replace(step: ParameterStep, without_data: bool, src_rank: int, group: Proc
         values = empty(step.spec, old.shape, dtype=old.dtype, process_group=group)
     else:
         values = shard_tensor(old.detach(), step.spec, src_rank, group)
-    new = nn.Parameter(values, old.requires_grad)
+    wants = old.requires_grad
+    new = nn.Parameter(values, wants) if isinstance(old, nn.Parameter) else values.requires_grad_(wants)
     vars(new).update(vars(old))  # what others hung on it
     for place in step.places:
         place.put(new)

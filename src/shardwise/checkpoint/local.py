@@ -16,7 +16,7 @@ from shardwise.layout import Layout
 from shardwise.placement import Placement
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.movement import require_movable
-from shardwise.transfer.pieces import as_bytes
+from shardwise.transfer.pieces import as_bytes, is_as_it_lies
 from shardwise.transfer.plan import cut
 
 STAGED = 16 * 2**20  # bytes that are copied at a time where memory cannot be written or read as it lies
@@ -106,7 +106,7 @@ def buffer_of(tensor: torch.Tensor) -> memoryview:
 
 def lies_plain(tensor: torch.Tensor) -> bool:
     """Whether the memory of a tensor is, as it lies, the bytes of its values in order."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and is_as_it_lies(tensor)
 
 
 def view_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import LayoutError, ProcessGroupError
-from shardwise.metadata import ShardMetadata
+from shardwise.metadata import ShardMetadata, TensorProperties
 from shardwise.placement import Placement, PlacementLike
 from shardwise.process_group import group_ranks
 from shardwise.sharded_tensor import Shard, ShardedTensor
@@ -37,7 +37,7 @@ def build_reshard_metadata(
             f"expected one shard on each of {world_size} ranks, found shards on ranks {ranks}: "
             "use ShardedTensor.reshard, which takes any layout"
         )
-    return [layout.shard_metadata(ranks.index(rank)) for rank in range(world_size)], ranks
+    return layout.in_rank_order.metadata(TensorProperties()).shards_metadata, ranks
 
 
 def reshuffle_local_shard(

@@ -3,6 +3,7 @@
 from shardwise.ops import (
     along,
     amp,
+    attention,
     attributes,
     autograd,
     below,
@@ -35,6 +36,7 @@ from shardwise.ops import (
 __all__ = [
     "along",
     "amp",
+    "attention",
     "attributes",
     "autograd",
     "below",

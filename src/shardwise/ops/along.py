@@ -129,30 +129,6 @@ def _padding(call: Call) -> Sequence[int]:
     return [call.operands[0].ndim - 1 - k // 2 for k, amount in enumerate(call["pad"]) if amount]
 
 
-def _attention(call: Call) -> Rule | None:
-    """Samples and heads go apart."""
-    query = call["query"]
-    if query.ndim != 4 or len(call.operands) > 4 or call["key"].shape[:2] != query.shape[:2]:
-        return None
-    labels = Labels()
-    sample, head = labels.new(query.shape[0]), labels.new(query.shape[1])
-    operands: list[list[Along | None]] = []
-    for number, shape in enumerate(call.shapes):
-        lead: list[Along | None] = [sample, head]
-        if number == 3:  # a mask is broadcast
-            if len(shape) < 4:
-                operands.append(labels.along(shape, whole=range(len(shape))))
-                continue
-            lead = [None if size == 1 else along for size, along in zip(shape[:2], (sample, head), strict=True)]
-        operands.append([*lead, *labels.along(shape[2:], whole=range(2))])
-    results = []
-    for size, _ in expect(call):
-        if tuple(size[:2]) != tuple(query.shape[:2]):
-            return None
-        results.append([sample, head, *labels.along(size[2:], whole=range(len(size) - 2))])
-    return labels.rule(operands, results)
-
-
 def _cross(call: Call) -> Rule | None:
     x, y = call.operands
     if x.shape != y.shape:
@@ -256,16 +232,4 @@ RULES.update(
 )
 
 
-def _flash(call: Call) -> Any:
-    """Attention; a mask that wants a gradient is for the formula that gives it one."""
-    mask = call["attn_mask"]
-    if mask is not None and mask.requires_grad:
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        result, _ = aten._scaled_dot_product_attention_math(*(call[name] for name in names), scale=call["scale"])
-        return result, result.detach().sum(-1)
-    rule = _attention(call)
-    return NotImplemented if rule is None else compute(call, rule)
-
-
-HANDLERS[aten._scaled_dot_product_flash_attention_for_cpu] = _flash
 HANDLERS[aten.cumsum] = _cumsum

@@ -19,12 +19,12 @@ from torch.utils import _pytree as pytree
 from shardwise import settings
 from shardwise.dispatch import Distributed, refuse_collective, refuse_mixed, registry, unsupported
 from shardwise.errors import CollectiveOpError, PropertyError, UnsupportedOpError, ViewWriteError
-from shardwise.ops.call import Aten, Call
+from shardwise.ops.call import Aten, Call, function
 from shardwise.ops.carried import carry, holds_carried, put_down
 from shardwise.ops.compute import Prepared, UnknownResultError, compute, prepare
 from shardwise.ops.gathered import compute_gathered, needs_whole
 from shardwise.ops.recorder import watching
-from shardwise.ops.replay import remembered
+from shardwise.ops.replay import STEADY, remembered
 from shardwise.ops.rule import Rule
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.direct import call_directly
@@ -79,6 +79,9 @@ def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     before, before_carries, before_given = _outside.state, _outside.carries, _outside.given
     _outside.state, _outside.carries = _dispatch_state(), carries
     _outside.given = (tuple(args), kwargs)
+    outermost = function.called is None
+    if outermost:
+        function.called = (op, args, kwargs)
     try:
         with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
             found = op(*given, **named)
@@ -89,6 +92,8 @@ def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         refused = error
     finally:
         _outside.state, _outside.carries, _outside.given = before, before_carries, before_given
+        if outermost:
+            function.called = None
     name = getattr(op, "__name__", "")
     tensors = [leaf for leaf in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(leaf, torch.Tensor)]
     if name in ("__get__", "__set__"):
@@ -186,7 +191,7 @@ def _compute(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _under_rule(call: Call, maker: RuleMaker) -> Any:
     """The op under its rule, prepared once for calls that differ in their values only."""
     try:
-        key = (settings.current().gather_budget, call.where())
+        key = (settings.current().gather_budget, torch.get_default_dtype(), call.where())
         prepared = _prepared.get(key)
     except TypeError:  # an argument that cannot be hashed
         rule = maker(call)
@@ -313,6 +318,7 @@ def _go_straight(name: str) -> None:
         return remembered(method, args, kwargs, _descend)
 
     registry.built_in[method] = handler
+    STEADY.add(method)
     call_directly(name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.dispatch import registry
 from shardwise.errors import PropertyError
@@ -39,7 +40,7 @@ def _item(call: Call) -> Any:
         raise PropertyError(f"a Tensor with {x.numel()} elements cannot be converted to Scalar")
     layout, group = x._layout, x._frame.process_group
     with torch.no_grad():
-        if group is None or len(set(layout.ranks[layout.boxes.filled].tolist())) == group.size():
+        if group is None or len(set(layout.ranks[layout.boxes.filled].tolist())) == dist.get_world_size(group):
             return next(local.item() for local in x._local_tensors() if local.numel())
         return x.full_tensor().item()  # type: ignore[attr-defined] # it has a group
 

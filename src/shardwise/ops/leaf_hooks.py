@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from shardwise import settings
+from shardwise.ambient import Ambient
 from shardwise.ops.nodes import Whole
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.frame import Parts
@@ -54,7 +56,7 @@ def at_the_end(ending: Ending) -> int:
     task = _running.task if _running.task != -1 else torch._C._current_graph_task_id()
     if task not in _pending:
         _pending[task], records = [], torch.is_grad_enabled()  # as the backward does, not as its caller does
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _finish(task, records))
+        torch.autograd.Variable._execution_engine.queue_callback(settings.carried(lambda: _finish(task, records)))
     if ending not in _pending[task]:
         _pending[task].append(ending)
     return task
@@ -118,7 +120,7 @@ class LeafHooks:
 
     def note(self, k: int, local: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
         """Keep a gradient for the end, and let zeros be accumulated if it may yet be changed."""
-        if self.tensor() is None or _capture.active or not (self.before or self.after):
+        if self.tensor() is None or _capture.get() or not (self.before or self.after):
             return None
         self.came.setdefault(at_the_end(self), {})[k] = grad
         return torch.zeros_like(local) if self.before else None
@@ -160,23 +162,15 @@ def _accumulate(local: torch.Tensor, piece: torch.Tensor) -> None:
 # Gradients that are asked for -------------------------------------------------------------------------------------
 
 
-class _Capture(threading.local):
-    """Whether `torch.autograd.grad` is running, which gives gradients to its caller and accumulates none."""
-
-    active = False
-
-
-_capture = _Capture()
+# Whether `torch.autograd.grad` is running, which gives gradients to its caller and accumulates none.
+_capture: Ambient[bool] = Ambient("shardwise.capture", False)
 
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
     """Leave gradients of leaves within it to the caller, who calls `changed_by_hooks`."""
-    before, _capture.active = _capture.active, True
-    try:
+    with _capture.set(True):
         yield
-    finally:
-        _capture.active = before
 
 
 def changed_by_hooks(leaf: ShardedTensorBase, grad: Any) -> Any:

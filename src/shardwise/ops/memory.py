@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from shardwise.dispatch import Distributed, Op, op_name, registry
+from shardwise.dispatch import Distributed, op_name, registry
 from shardwise.errors import UnsupportedOpError
 
 # Not `data_ptr`, which is 0: by that, torch's checkpoints tell tensors without memory.
@@ -19,26 +19,38 @@ def _refuse(name: str) -> None:
     method = getattr(torch.Tensor, name)
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-        raise _no_memory(method, args[0])
+        raise _no_memory(op_name(method), args[0])
 
     registry.built_in[method] = handler
 
 
-def _no_memory(op: Op, tensor: object) -> UnsupportedOpError:
+def _no_memory(name: str, tensor: object) -> UnsupportedOpError:
     return UnsupportedOpError(
-        f"{op_name(op)} was called on {tensor!r}, which has no memory of its own. Take the tensors of local_shards(), "
+        f"{name} was called on {tensor!r}, which has no memory of its own. Take the tensors of local_shards(), "
         "each rank's part, or full_tensor(), a plain tensor; shardwise.save writes sharded tensors to files"
     )
 
 
+JITERATOR = "_cuda_jiterator_compile_and_launch_kernel"
 _to_dlpack: Any = torch._C._to_dlpack  # torch's own
 
 
 @functools.wraps(_to_dlpack)
 def _to_dlpack_of_memory(tensor: Any) -> Any:
     if isinstance(tensor, Distributed):
-        raise _no_memory(_to_dlpack, tensor)
+        raise _no_memory(op_name(_to_dlpack), tensor)
     return _to_dlpack(tensor)
+
+
+_launch: Any = getattr(torch._C, JITERATOR, None)  # in builds with CUDA
+
+
+@functools.wraps(_launch or print)
+def _launch_on_memory(code: Any, name: Any, by_reference: Any, count: Any, tensors: Any, *args: Any) -> Any:
+    for tensor in tensors:
+        if isinstance(tensor, Distributed):
+            raise _no_memory(name, tensor)
+    return _launch(code, name, by_reference, count, tensors, *args)
 
 
 def _share_memory(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
@@ -55,6 +67,8 @@ def _is_shared(types: Any, args: Any, kwargs: Any, process_group: Any) -> bool:
 
 for _module in (torch, torch.utils.dlpack):  # nothing dispatches it, and what it gives crashes who uses it
     vars(_module)["to_dlpack"] = _to_dlpack_of_memory
+if _launch is not None:  # nor this, which would read an address that is none, and end all work on the device
+    vars(torch._C)[JITERATOR] = _launch_on_memory
 for _name in ADDRESSES:
     _refuse(_name)
 registry.built_in[torch.Tensor.share_memory_] = _share_memory

@@ -185,8 +185,15 @@ def _with_running_statistics(call: Call) -> Any:
     return made, *(torch.empty(0, dtype=mean.dtype, device=x.device) for _ in range(2))
 
 
+def _any_batch_norm(call: Call) -> Any:
+    """The op that users call, which picks a kernel by device; here it is always the one of this page."""
+    names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+    return aten.native_batch_norm(*(call[name] for name in names))[0]
+
+
 HANDLERS.update(
     {
+        aten.batch_norm: _any_batch_norm,
         aten.native_layer_norm: _layer_norm,
         aten.native_group_norm: _group_norm,
         **dict.fromkeys((aten.native_batch_norm, aten._native_batch_norm_legit), _batch_norm),

@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardwise.meeting import lost
+from shardwise.sharded_tensor.gradients import compared
+
 
 class SharedPlain(torch.autograd.Function):
     """A plain tensor that is the same on every rank; its gradient is the sum of what all ranks made of it."""
@@ -31,8 +34,14 @@ class SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         """An all-reduce."""
         ctx.group = group
-        total = tensor.contiguous().clone()
-        dist.all_reduce(total, group=group)
+        fields = {"verb": "the gradient of a plain operand", "size": tuple(tensor.shape), "dtype": tensor.dtype}
+        ready = compared(group, fields)
+        total = tensor.resolve_conj().resolve_neg().contiguous().clone()
+        ready()
+        try:
+            dist.all_reduce(total, group=group)
+        except RuntimeError as error:
+            raise lost(f"add up {total.nbytes:,} bytes of the gradient of a plain operand", error, group) from error
         return total
 
     @staticmethod
@@ -43,7 +52,7 @@ class SumOverRanks(torch.autograd.Function):
 
 def shared_plain(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
     """A plain operand, ready to be used on every rank for another part of the result."""
-    if group is None or not torch.is_grad_enabled() or not tensor.requires_grad or group.size() == 1:
+    if group is None or not torch.is_grad_enabled() or not tensor.requires_grad or dist.get_world_size(group) == 1:
         return tensor
     made: torch.Tensor = SharedPlain.apply(tensor, group)  # type: ignore[no-untyped-call] # torch's
     return made

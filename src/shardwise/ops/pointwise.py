@@ -27,6 +27,7 @@ ALSO = [
     "copy",
     "floor_divide",
     "hardswish",
+    "log_sigmoid",  # whole: its kernels give more beside it, and on each device something else
     "log_sigmoid_forward",
     "masked_fill",
     "native_dropout",

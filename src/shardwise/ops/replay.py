@@ -17,9 +17,9 @@ from torch.nn import Parameter
 
 from shardwise import settings
 from shardwise.dispatch import registry
+from shardwise.meeting import traffic
 from shardwise.ops.recorder import Recorder, is_pure, recording, watch
 from shardwise.ops.tape import Tape
-from shardwise.process_group import traffic
 from shardwise.sharded_tensor import ShardedTensorBase
 
 MOST = 4096  # kinds of calls that are remembered
@@ -30,6 +30,24 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _autocasts = torch._C._is_any_autocast_enabled
 _grad_enabled = torch.is_grad_enabled
 _default_dtype = torch.get_default_dtype
+
+
+# What torch looks at on the way from a function to the ops that it comes down to. Not autocast, default devices and
+# other modes, under which nothing is remembered; nor what kernels look at, such as the precision of products: they
+# still do.
+FLAGS: tuple[Callable[[], Any], ...] = (
+    torch.is_inference_mode_enabled,
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_deterministic_fill_uninitialized_memory,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_cudnn_sdp_enabled,
+    lambda: tuple(torch._C._get_sdp_priority_order()),
+    torch._C._get_cudnn_enabled,
+    torch._C._get_mkldnn_enabled,
+)
+STEADY: set[Any] = set()  # functions that look at none of these themselves; the kernels of their shards may
 
 
 class Unfit(Exception):
@@ -61,6 +79,8 @@ def _key(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...
     grad = _grad_enabled()
     here = settings.current()
     parts = [op, grad, here.gather_budget, here.own_batches, _default_dtype(), registry.version]
+    if op not in STEADY:
+        parts += [told() for told in FLAGS]
     tensors: list[torch.Tensor] = []
     for value in args:
         _tell(value, parts, tensors, grad)

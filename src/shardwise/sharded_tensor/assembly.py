@@ -291,20 +291,26 @@ def _require_matching(shard: Shard, properties: TensorProperties) -> None:
 
 
 def rows_of(local_shards: list[Shard], layout: Layout, candidates: list[int]) -> tuple[int, ...]:
-    """The row of the layout that each local shard fills."""
-    free: dict[tuple[Any, ...], list[int]] = {}
+    """The row of the layout, among those of this rank, that each local shard fills: that of its box.
+
+    Who holds it is the layout's to say: in a local shard's record, FSDP1 names the rank by its number in the group.
+    """
+    free: dict[tuple[int, ...], list[int]] = {}
     for row in candidates:
-        free.setdefault(_key(layout.shard_metadata(row)), []).append(row)
+        free.setdefault(_box(layout.shard_metadata(row), layout.size), []).append(row)
     rows = []
     for shard in local_shards:
-        if not free.get(_key(shard.metadata)):
+        same, place = free.get(_box(shard.metadata, layout.size)), Placement.of(shard.metadata.placement)
+        if not same:
             raise SpecError(f"local shard {shard.metadata} is not among this rank's shards in the global metadata")
-        rows.append(free[_key(shard.metadata)].pop(0))
+        rows.append(next((row for row in same if layout.place(row) == place), same[0]))  # several if they are empty
+        same.remove(rows[-1])
     return tuple(rows)
 
 
-def _key(metadata: ShardMetadata) -> tuple[Any, ...]:
-    return *metadata.shard_offsets, *metadata.shard_sizes, Placement.of(metadata.placement)
+def _box(metadata: ShardMetadata, size: torch.Size) -> tuple[int, ...]:
+    """A box by its offsets and sizes; an empty one may be said to lie beyond the end."""
+    return *(min(pair) for pair in zip(metadata.shard_offsets, size, strict=False)), *metadata.shard_sizes
 
 
 def fields_of(layout: Layout, spec: ShardingSpec, properties: TensorProperties) -> Fields:

@@ -15,12 +15,13 @@ import torch
 from torch.distributed import ProcessGroup, rpc
 
 from shardwise.dispatch import Distributed, distributed_in, refuse_mixed, registry, summary, unsupported
-from shardwise.errors import LocalTensorError, PropertyError, ViewWriteError
+from shardwise.errors import DimRangeError, LocalTensorError, PropertyError, ViewWriteError
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.placement import same_device
 from shardwise.sharded_tensor import assembly, pickling
 from shardwise.sharded_tensor.checkpointable import Checkpointable
+from shardwise.sharded_tensor.failure import ENTRANCES, leaves
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import new_anchor
 from shardwise.sharded_tensor.shard import Shard
@@ -172,6 +173,12 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
     def _sharding_spec(self) -> ShardingSpec:
         return self._frame.spec
 
+    @_sharding_spec.setter
+    def _sharding_spec(self, spec: ShardingSpec) -> None:
+        # Clients name the rule that they cut by; where the boxes lie is the layout's to say, and stays.
+        assembly.require_spec(spec)
+        self._frame = replace(self._frame, spec=spec)
+
     @property
     def _process_group(self) -> ProcessGroup | None:
         return self._frame.process_group
@@ -232,7 +239,12 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
 
     def size(self, dim: int | None = None) -> Any:
         """The size of the whole tensor, or of one dim."""
-        return self._frame.size if dim is None else self._frame.size[dim]
+        try:
+            return self._frame.size if dim is None else self._frame.size[dim]
+        except IndexError:
+            ndim = len(self._frame.size)
+            reach = f"expected to be in range of [{-max(ndim, 1)}, {max(ndim, 1) - 1}], but got {dim}"
+            raise DimRangeError(f"Dimension out of range ({reach}) of a tensor of {ndim} dims") from None
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override] # torch declares an attribute
@@ -406,17 +418,24 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
                 raise unsupported(func, args, kwargs, "no sharded tensor was found among the arguments")
         frame = tensor._frame
         handler = registry.find(func, frame.spec)
-        if handler is None:
-            return registry.verbs["descend"](func, args, kwargs or {})
-        if not args and kwargs:  # handlers find the first argument in its place
-            name = next((name for name in FIRST if name in kwargs), None)
-            if name is None:
-                return registry.verbs["descend"](func, args, kwargs)
-            args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
-        return handler(types, args, kwargs or {}, frame.process_group)
+        try:
+            if handler is None:
+                return registry.verbs["descend"](func, args, kwargs or {})
+            if not args and kwargs:  # handlers find the first argument in its place
+                name = next((name for name in FIRST if name in kwargs), None)
+                if name is None:
+                    return registry.verbs["descend"](func, args, kwargs)
+                args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
+            return handler(types, args, kwargs or {}, frame.process_group)
+        except Exception as error:
+            leaves(error, frame.process_group)
+            raise
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's is no method
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return registry.verbs["aten"](func, args, kwargs or {})
+
+
+ENTRANCES.add(ShardedTensorBase.__torch_function__.__code__)

@@ -48,6 +48,8 @@ class Checkpointable:
 
     def __get_tensor_shard__(self: Any, index: MetadataIndex) -> torch.Tensor:
         """The memory of the box that begins there."""
+        if index.offset is None:
+            raise LayoutError(f"cannot look up '{index.fqn}': it is a ShardedTensor, and no offset was provided")
         held = _offered(self)
         for offsets, _, tensor in held:
             if offsets == index.offset:

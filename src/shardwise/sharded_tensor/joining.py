@@ -110,7 +110,8 @@ def work_out(metadata: ShardedTensorMetadata, size: list[int | None]) -> None:
     if boxes.ndim != len(size):
         raise LayoutError(f"Rank of tensor is {len(size)}, but shards rank is {boxes.ndim}")
     along = size.index(None)
-    ends = boxes.ends.max(axis=0).tolist()
+    holding = boxes.take(boxes.filled) if len(boxes.filled) else boxes  # an empty one may be said to lie beyond the end
+    ends = holding.ends.max(axis=0).tolist()
     try:
         metadata.size = torch.Size([ends[dim] if given is None else given for dim, given in enumerate(size)])
         Layout.from_metadata(shards, metadata.size)

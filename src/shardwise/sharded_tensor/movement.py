@@ -71,6 +71,11 @@ def require_movable(tensor: ShardedTensorBase) -> None:
             raise PropertyError("a shard without data, on the meta device, cannot be moved")
 
 
+def about(tensor: ShardedTensorBase, name: str = "tensor") -> dict[str, object]:
+    """What every rank must say alike of a tensor that moves: where its boxes lie, and what their bytes mean."""
+    return {name: tensor._layout.outline, "dtype" if name == "tensor" else f"dtype of {name}": tensor.dtype}
+
+
 # Whole tensors ----------------------------------------------------------------------------------------------------
 
 
@@ -137,7 +142,7 @@ def gather(
             raise PropertyError("gather: there is no data on the meta device")
         if out is not None and tuple(out.size()) != tuple(tensor.size()):
             raise PropertyError(f"gather: ``out`` has size {tuple(out.size())}, but should be {tuple(tensor.size())}")
-        return target, {"verb": "gather", "dst": dst, "dtype": dtype, "tensor": tensor._layout.outline}
+        return target, {"verb": "gather", "dst": dst, "rounded to": dtype, **about(tensor)}
 
     target = in_step(group, work)
     if not is_member(group):
@@ -163,8 +168,7 @@ def full_tensor(tensor: ShardedTensor) -> torch.Tensor:
 
     def work() -> tuple[None, Fields]:
         require_movable(tensor)
-        outline = {"verb": "full_tensor", "tensor": tensor._layout.outline}
-        return None, {**outline, "requires_grad": wants_graph(tensor)}
+        return None, {"verb": "full_tensor", **about(tensor), "requires_grad": wants_graph(tensor)}
 
     step = Step(group, work)
     device = tensor.device
@@ -200,7 +204,7 @@ def _agreed_target(tensor: ShardedTensor, request: Request) -> tuple[Frame, Way]
             spec = placed(spec, layout)
         rows = layout.rows_on(dist.get_rank()) if is_member(group) else ()
         frame = Frame.of(layout, spec, rows, tensor.dtype, group)
-        outlines = {"tensor": tensor._layout.outline, "sharding_spec": f"{type(spec).__name__} {layout.outline}"}
+        outlines = {**about(tensor), "sharding_spec": f"{type(spec).__name__} {layout.outline}"}
         options = {"max_bytes": request.max_bytes, "async_op": request.async_op}
         return frame, {"verb": "redistribute", **outlines, **options, "requires_grad": wants_graph(tensor)}
 
@@ -236,22 +240,26 @@ def reshard(tensor: ShardedTensor, spec: ShardingSpec) -> None:
     def work() -> tuple[Frame, Fields, bool]:
         require_spec(spec)
         require_movable(tensor)
-        layout = locate_all(spec.layout(tensor.size()), group)
-        if not tensor.is_leaf:
-            raise SpecError(
-                "reshard changes a tensor in place, so it cannot be the result of a recorded op: redistribute it"
-            )
+        layout = locate_all(spec.layout(tensor.size()), group).in_rank_order
         frame = Frame.of(layout, spec, layout.rows_on(dist.get_rank()), tensor.dtype, group)
-        outlines = {"tensor": tensor._layout.outline, "sharding_spec": f"{type(spec).__name__} {layout.outline}"}
-        has_grad = any(local.grad is not None for local in tensor._local_tensors())
-        return frame, {"verb": "reshard", **outlines, "requires_grad": tensor.requires_grad}, has_grad
+        outlines = {**about(tensor), "sharding_spec": f"{type(spec).__name__} {layout.outline}"}
+        leaf = tensor.is_leaf
+        has_grad = leaf and any(local.grad is not None for local in tensor._local_tensors())
+        return frame, {"verb": "reshard", **outlines, "requires_grad": tensor.requires_grad, "leaf": leaf}, has_grad
 
     frame, have_grads = in_step_sharing(group, work)
+    if tensor.sharding_spec() == spec and frame.layout.order_of(tensor._layout) is not None:
+        return
     if not is_member(group):
         tensor._become(frame, [])
         return
-    wants_grad = tensor.requires_grad
     plan = make_plan(tensor._layout, frame.layout)
+    if not tensor.is_leaf:  # a result that autograd records goes on as one
+        tensors, anchor = moved_tensors(tensor, plan, Way(group))
+        tensor._become(frame, tensors)
+        tensor._anchor = None if tensors else anchor
+        return
+    wants_grad = tensor.requires_grad
     locals_ = tensor._local_tensors()
     news = move(plan, locals_, group, dtype=tensor.dtype).wait()
     grads: list[torch.Tensor | None] = [None] * len(news)
@@ -299,8 +307,8 @@ def copy_into(into: Any, source: Any, non_blocking: bool = False) -> None:
         records = torch.is_grad_enabled() and (source.requires_grad or into.requires_grad)
         if records and into.requires_grad and into.is_leaf:
             raise PropertyError("copy_ into a leaf that requires grad: use torch.no_grad()")
-        outlines = {"verb": "copy_", "into": into._layout.outline, "source": source._layout.outline}
-        return records, {**outlines, "requires_grad": wants_graph(source)}
+        said = {"verb": "copy_", **about(into, "into"), **about(source, "source")}
+        return records, {**said, "requires_grad": wants_graph(source)}
 
     records = in_step(joint, work)
     if not is_member(joint):
@@ -342,7 +350,11 @@ def converted(
             target = torch.device(kind, torch.get_device_module(kind).current_device())
 
         def work() -> tuple[None, Fields, list[Any]]:
-            return None, {"verb": "to", "device": kind, "dtype": dtype}, [dist.get_rank(), str(target)]
+            return (
+                None,
+                {"verb": "to", "device": kind, "to dtype": dtype, **about(tensor)},
+                [dist.get_rank(), str(target)],
+            )
 
         _, told = in_step_sharing(group, work)
         devices = {rank: torch.device(name) for rank, name in told}

@@ -14,12 +14,10 @@ from torch.distributed import ProcessGroup
 
 from shardwise.errors import PropertyError
 from shardwise.layout import Layout
-from shardwise.metadata import ShardMetadata
 from shardwise.process_group import locate_all
 from shardwise.sharded_tensor.assembly import rows_of
 from shardwise.sharded_tensor.frame import Parts
 from shardwise.sharded_tensor.pickling import checked_parts, group_as_saved
-from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharding_spec import ShardingSpec, infer_chunk_or_enumerable
 
 
@@ -49,14 +47,13 @@ def restore(state: Any, device: torch.device) -> Parts:
 
 
 def _parts(local_shards: Any, metadata: Any, spec: Any, probe: torch.Tensor, group: ProcessGroup) -> Parts:
-    records = [_inside(record, metadata.size) for record in metadata.shards_metadata]
+    records = metadata.shards_metadata
     layout = locate_all(Layout.from_metadata(records, metadata.size), group)
     if not isinstance(spec, ShardingSpec) or spec.layout(layout.size).order_of(layout) is None:
         spec = infer_chunk_or_enumerable(records)  # the old system did not look whether they agree
-    shards = [Shard.trusted(shard.tensor, _inside(shard.metadata, metadata.size)) for shard in local_shards]
-    rows = rows_of(shards, layout, list(layout.rows_on(dist.get_rank())))
+    rows = rows_of(local_shards, layout, list(layout.rows_on(dist.get_rank())))
     order = sorted(range(len(rows)), key=rows.__getitem__)
-    held = {rows[k]: shards[k].tensor for k in order}
+    held = {rows[k]: local_shards[k].tensor for k in order}
     # Nor whether the records are those of the shards; and what is read lies in ordinary memory.
     said = next(iter(held.values()), metadata.tensor_properties)
     return checked_parts(
@@ -70,11 +67,3 @@ def _parts(local_shards: Any, metadata: Any, spec: Any, probe: torch.Tensor, gro
         requires_grad=said.requires_grad,
         pin_memory=False,
     )
-
-
-def _inside(record: ShardMetadata, size: torch.Size) -> ShardMetadata:
-    """The record of a shard; of an empty chunk, which the old system lets begin behind the end, one that ends there."""
-    if 0 not in record.shard_sizes:
-        return record
-    offsets = [min(pair) for pair in zip(record.shard_offsets, size, strict=False)]
-    return ShardMetadata(offsets, record.shard_sizes, record.placement)

@@ -19,7 +19,7 @@ from shardwise.layout import Layout, parse_size
 from shardwise.placement import Placement, rank_device
 from shardwise.process_group import current_process_group
 from shardwise.sharded_tensor.frame import Frame, Parts
-from shardwise.sharding_spec import ReplicatedShardingSpec, ShardingSpec, placed
+from shardwise.sharding_spec import ReplicatedShardingSpec, ShardingSpec, placed, spec_of
 
 if TYPE_CHECKING:
     from shardwise.sharded_tensor.base import ShardedTensorBase
@@ -33,7 +33,7 @@ def state_of(tensor: ShardedTensorBase) -> dict[str, Any]:
     return {
         "version": VERSION,
         "size": list(layout.size),
-        "offsets": layout.boxes.offsets.tolist(),
+        "offsets": layout.offsets_to_say.tolist(),
         "sizes": layout.boxes.sizes.tolist(),
         "places": [str(place) for place in layout.places],
         "ranks": [place.rank for place in layout.places],
@@ -43,12 +43,18 @@ def state_of(tensor: ShardedTensorBase) -> dict[str, Any]:
         "dtype": tensor.dtype,
         "requires_grad": tensor.requires_grad,
         "pin_memory": tensor._pinned,
-        "spec": tensor._sharding_spec,
+        "spec": tensor._sharding_spec if _makes(tensor._sharding_spec, layout) else spec_of(layout),
         "group": None if tensor._frame.process_group is None else _whereabouts(tensor._frame.process_group),
         "probe": torch.empty(0, device=tensor.device),  # where `map_location` sends this rank's shards, if it had any
         "init_rrefs": tensor._init_rrefs,
         "is_param": bool(getattr(tensor, "_is_param", False)),
     }
+
+
+def _makes(spec: ShardingSpec, layout: Layout) -> bool:
+    """Whether a spec makes these boxes on these places: somebody may have assigned another one."""
+    made = spec.layout(layout.size)
+    return made == layout or made.order_of(layout) is not None
 
 
 def _whereabouts(process_group: Any) -> dict[str, int]:
@@ -94,7 +100,7 @@ def checked_parts(
 
     ``probe`` is an empty tensor from the same file: it tells a rank without shards where `map_location` sends them.
     """
-    if not isinstance(spec, ShardingSpec) or spec.layout(layout.size).order_of(layout) is None:
+    if not isinstance(spec, ShardingSpec) or not _makes(spec, layout):
         raise PropertyError("a pickled ShardedTensor whose spec does not make its layout")
     here = rows if group is None else layout.rows_on(dist.get_rank())
     if rows != here or len(rows) != len(tensors):

@@ -58,7 +58,7 @@ def narrow_tensor_by_index(tensor: torch.Tensor, offsets: Sequence[int], sizes: 
     """The part of a plain tensor that a box holds, as a view."""
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         if size < tensor.size(dim):
-            tensor = tensor.narrow(dim, offset, size)
+            tensor = tensor.narrow(dim, min(offset, tensor.size(dim)), size)  # an empty chunk may be said to lie beyond
     return tensor
 
 

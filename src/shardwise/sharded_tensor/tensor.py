@@ -316,12 +316,26 @@ def shard_tensor(
     """Cut the tensor that the group's rank ``src_rank`` has. Every rank calls it, with a tensor of that size and dtype.
 
     Only the source's values matter: the others may pass a tensor on the ``meta`` device. Each shard is sent once, to
-    its rank. The shards are leaves, and require grad as the tensor does.
+    its rank. The shards are leaves, and require grad as the tensor does. A spec whose class has a `shard` of its own is
+    asked for the sharded tensor.
     """
-    return ShardedTensor._wrap(movement.scattered(tensor, sharding_spec, src_rank, process_group))
+    if not isinstance(sharding_spec, ShardingSpec) or type(sharding_spec).shard is ShardingSpec.shard:
+        return _scatter(tensor, sharding_spec, src_rank, process_group)
+    group = or_default(process_group)
+
+    def work() -> tuple[None, Fields]:
+        return None, {"verb": "shard", "src_rank": src_rank, "sharding_spec": type(sharding_spec).__name__}
+
+    in_step(group, work)
+    made: ShardedTensor = sharding_spec.shard(tensor, src_rank=src_rank, process_group=group)
+    return made
 
 
-registry.verbs["shard"] = shard_tensor
+def _scatter(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, group: ProcessGroup | None) -> ShardedTensor:
+    return ShardedTensor._wrap(movement.scattered(tensor, spec, src_rank, group))
+
+
+registry.verbs["shard"] = _scatter
 
 
 # The old system's signature, by which its clients know the method; torch's two names are taken all the same.

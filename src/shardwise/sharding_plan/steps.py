@@ -58,19 +58,26 @@ class OutputStep:
     spec: ShardingSpec | None
 
 
-def parameter_step(tree: ModuleTree, name: str, spec: ShardingSpec, group: ProcessGroup) -> ParameterStep:
-    """The step for the parameter of this name, or the error that says why it cannot be sharded so."""
-    if name not in tree.parameters:
+def parameter_step(
+    tree: ModuleTree, name: str, spec: ShardingSpec, group: ProcessGroup, *, any_tensor: bool = False
+) -> ParameterStep:
+    """The step for the parameter of this name, or the error that says why it cannot be sharded so.
+
+    With ``any_tensor`` it may be any tensor that hangs in the tree: a buffer, or a plain attribute.
+    """
+    places = tree.places_of_tensor(name) if any_tensor else ()
+    if name in tree.parameters:
+        places = tree.places(tree.names_of_parameter(name))
+    elif not places:
         raise no_parameter(tree, name)
-    names = tree.names_of_parameter(name)
-    parameter = tree.parameters[name].get()
+    parameter = places[0].get()
     _require_shardable(name, parameter, group)
     try:
         layout = locate_all(spec.layout(parameter.shape), group)
     except Exception as error:
         said = f"{name!r} of size {tuple(parameter.shape)} cannot be cut by {type(spec).__name__}: {error}"
         raise same_kind(type(error).__name__, said) from error
-    return ParameterStep(name, tree.places(names), spec, layout)
+    return ParameterStep(name, places, spec, layout)
 
 
 def no_parameter(tree: ModuleTree, name: str) -> Exception:

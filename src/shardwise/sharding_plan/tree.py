@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.errors import PlanNameError
@@ -59,6 +60,16 @@ class ModuleTree:
     def places(self, names: list[str]) -> tuple[Place, ...]:
         """Where a parameter hangs that has these names: each attribute of each module once."""
         return tuple(dict.fromkeys(self.parameters[name] for name in names))
+
+    def places_of_tensor(self, name: str) -> tuple[Place, ...]:
+        """Where a buffer or plain tensor attribute of this name hangs, first there; none where there is no such."""
+        owner, last = self.owner(name)
+        found = owner._buffers.get(last, vars(owner).get(last))
+        if not isinstance(found, torch.Tensor):
+            return ()
+        held = ((module, (*module._buffers.items(), *vars(module).items())) for module in self.modules.values())
+        all_places = (Place(module, key) for module, items in held for key, value in items if value is found)
+        return tuple(dict.fromkeys((Place(owner, last), *all_places)))
 
     def parents(self, paths: list[str]) -> tuple[Place, ...]:
         """The same for a module that has these paths."""

@@ -10,20 +10,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from shardwise.errors import SpecError
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout, parse_size
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
-from shardwise.placement import Placement, PlacementLike, RemoteDevice, mesh_placements, parse_all
-from shardwise.sharding_spec.chunking import even_cut, parse_dim, require_number
-from shardwise.sharding_spec.spec import ShardingSpec
+from shardwise.placement import Placement, PlacementLike, RemoteDevice, mesh_placements
+from shardwise.sharding_spec.chunking import even_cut, get_split_size, parse_dim, require_number
+from shardwise.sharding_spec.spec import PlacedShardingSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(init=False)
-class ChunkShardingSpec(ShardingSpec):
+class ChunkShardingSpec(PlacedShardingSpec):
     """One dim cut as `torch.chunk` cuts it, one chunk per placement, in the order of the placements.
 
     A rank may be named several times, or not at all; chunks may be short or empty::
@@ -39,9 +38,7 @@ class ChunkShardingSpec(ShardingSpec):
     def __init__(self, dim: int, placements: Sequence[PlacementLike]) -> None:
         require_number("ChunkShardingSpec", dim)
         self.dim = dim
-        self.placements = parse_all(placements)
-        if not self.placements:
-            raise SpecError("ChunkShardingSpec needs at least one placement")
+        self.placements = placements  # type: ignore[assignment] # parsed there
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, dim: int, *, axis: int | str = 0) -> ChunkShardingSpec:
@@ -66,5 +63,7 @@ def _layout(size: torch.Size, dim: int, places: tuple[Placement, ...]) -> Layout
     dim = parse_dim(dim, len(size))
     sizes = np.tile(np.array(size, dtype=np.int64), (len(places), 1))
     offsets = np.zeros_like(sizes)
-    offsets[:, dim], sizes[:, dim] = even_cut(size[dim], len(places))
+    sizes[:, dim] = even_cut(size[dim], len(places))[1]
+    # An empty chunk is said to begin at its number times the chunk size, even beyond the end, as the old records do.
+    offsets[:, dim] = np.arange(len(places)) * get_split_size(size[dim], len(places))
     return Layout.of(size, Boxes(offsets, sizes), places)

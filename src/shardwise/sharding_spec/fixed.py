@@ -57,4 +57,4 @@ class FixedShardingSpec(ShardingSpec):
     def _plain_arguments(self) -> tuple[Any, ...]:
         layout = self._layout
         places = [str(layout.place(row)) for row in range(len(layout))]
-        return list(layout.size), layout.boxes.offsets.tolist(), layout.boxes.sizes.tolist(), places
+        return list(layout.size), layout.offsets_to_say.tolist(), layout.boxes.sizes.tolist(), places

@@ -14,12 +14,12 @@ from shardwise.errors import SpecError
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout, parse_size
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
-from shardwise.placement import Placement, PlacementLike, RemoteDevice, parse_all
-from shardwise.sharding_spec.spec import ShardingSpec
+from shardwise.placement import Placement, PlacementLike, RemoteDevice
+from shardwise.sharding_spec.spec import PlacedShardingSpec
 
 
 @dataclass(init=False)
-class ReplicatedShardingSpec(ShardingSpec):
+class ReplicatedShardingSpec(PlacedShardingSpec):
     """Every placement holds all of the tensor; each rank at most once.
 
     Each replica has a gradient of its own, of what was computed from it; the tensor's gradient is their sum.
@@ -28,12 +28,14 @@ class ReplicatedShardingSpec(ShardingSpec):
     placements: list[RemoteDevice]
 
     def __init__(self, placements: Sequence[PlacementLike]) -> None:
-        self.placements = parse_all(placements)
-        if not self.placements:
-            raise SpecError("ReplicatedShardingSpec needs at least one placement")
-        names = [(placement.rank(), placement.worker_name()) for placement in self.placements]
+        self.placements = placements  # type: ignore[assignment] # parsed there
+
+    def _parsed(self, placements: Sequence[PlacementLike]) -> list[RemoteDevice]:
+        parsed = super()._parsed(placements)
+        names = [(placement.rank(), placement.worker_name()) for placement in parsed]
         if len(set(names)) != len(names):
             raise SpecError("ReplicatedShardingSpec names a rank twice: one replica on a rank is enough")
+        return parsed
 
     def layout(self, size: Sequence[int]) -> Layout:
         """One box, as large as the tensor, for each placement."""

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from shardwise.dispatch import registry
+from shardwise.errors import SpecError
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
-from shardwise.placement import RemoteDevice, parse
+from shardwise.placement import PlacementLike, RemoteDevice, parse, parse_all
 
 
 class PlacementSpec(ABC):  # noqa: B024 - an open base, nothing to implement
@@ -51,7 +52,10 @@ class ShardingSpec(ABC):
         return Layout.from_metadata(metadata.shards_metadata, metadata.size)
 
     def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> Any:
-        """The tensor that the group's rank ``src_rank`` has, cut by this spec: see `shardwise.shard_tensor`."""
+        """The tensor that the group's rank ``src_rank`` has, cut by this spec: see `shardwise.shard_tensor`.
+
+        A class may have its own; `shard_tensor` then asks it, on every rank of the group.
+        """
         return registry.verbs["shard"](tensor, self, src_rank, process_group)
 
     def _plain_arguments(self) -> tuple[Any, ...] | None:
@@ -62,3 +66,18 @@ class ShardingSpec(ABC):
         # A subclass may hold more than its base's arguments: unless it says otherwise, it travels as any object.
         arguments = self._plain_arguments() if "_plain_arguments" in vars(type(self)) else None
         return super().__reduce_ex__(protocol) if arguments is None else (type(self), arguments)
+
+
+class PlacedShardingSpec(ShardingSpec):
+    """Base of specs with a list of placements, which are parsed whenever a list is assigned."""
+
+    placements: list[RemoteDevice]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, self._parsed(value) if name == "placements" else value)
+
+    def _parsed(self, placements: Sequence[PlacementLike]) -> list[RemoteDevice]:
+        parsed = parse_all(placements)
+        if not parsed:
+            raise SpecError(f"{type(self).__name__} needs at least one placement")
+        return parsed

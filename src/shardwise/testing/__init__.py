@@ -1,4 +1,4 @@
-"""Real ranks for tests, examples and experiments on one machine: gloo processes that are started once."""
+"""Real ranks for tests, examples and experiments on one machine: processes that are started once."""
 
 from shardwise.testing.decorator import ranks
 from shardwise.testing.pool import Pool, RankFailure, run_on_ranks

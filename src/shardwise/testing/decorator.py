@@ -12,9 +12,9 @@ P = ParamSpec("P")
 
 
 def ranks(
-    world_size: int, *, timeout: float = 60, fresh: bool = False
+    world_size: int, *, timeout: float = 60, fresh: bool = False, backend: str = "gloo"
 ) -> Callable[[Callable[P, Any]], Callable[P, None]]:
-    """Decorator: call the function on so many gloo ranks, where the default process group is already there.
+    """Decorator: call the function on so many ranks, where the default process group is already there.
 
     What pytest gives the function (parameters, fixtures) is sent to every rank, so it must be picklable::
 
@@ -23,7 +23,8 @@ def ranks(
             spec = ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(4)])
             assert zeros(spec, 8, 2).local_tensor().shape == (2, 2)
 
-    With ``fresh``, the test gets new processes of its own. A rank that raises or hangs fails the test with that
+    The group is of this backend; with ``nccl``, ranks may share a GPU. With ``fresh``, the test gets new processes of
+    its own. A rank that raises or hangs fails the test with that
     rank's own traceback, or with every hung rank's stack.
     """
 
@@ -31,7 +32,9 @@ def ranks(
         @functools.wraps(function)
         def on_ranks(*args: P.args, **kwargs: P.kwargs) -> None:
             __tracebackhide__ = True  # pytest then shows the rank's own traceback only
-            run_on_ranks(world_size, function, *args, timeout=timeout, fresh=fresh, echo=False, **kwargs)
+            run_on_ranks(
+                world_size, function, *args, timeout=timeout, fresh=fresh, echo=False, backend=backend, **kwargs
+            )
 
         on_ranks.on_this_rank = function  # type: ignore[attr-defined] # how a rank finds what to run
         return on_ranks

@@ -1,4 +1,4 @@
-"""A pool of gloo ranks on this machine.
+"""A pool of ranks on this machine.
 
 The processes are forked from a server that has torch loaded, meet through a file, and wait for work. A task that fails,
 or that one rank never finishes, costs the pool: the report holds the failing rank's traceback, or every rank's
@@ -22,15 +22,22 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from shardwise.testing.task import Task
 from shardwise.testing.worker import Outcome, serve
 
 PRELOADED = ["torch", "torch.distributed", "shardwise", "shardwise.testing.worker"]
 START_TIMEOUT = 60.0
 GRACE = 6.0  # seconds that the other ranks get to fail too, once one has
-MACHINERY = ("/multiprocessing/", "/shardwise/testing/", "<string>")  # frames that are in every stack
+MACHINERY = (
+    "/multiprocessing/",
+    "/shardwise/testing/",
+    "<string>",
+    "Extension modules",
+)  # frames that are in every stack
 BEFORE_JOINING = "a script that starts ranks must do so under `if __name__ == '__main__':`"
-MOST_POOLS = 4  # kept alive at once, each of another size
+MOST_POOLS = 4  # kept alive at once, each of another size or backend
 
 
 class RankFailure(AssertionError):
@@ -40,9 +47,11 @@ class RankFailure(AssertionError):
 class Pool:
     """Ranks that run tasks together. Use `run_on_ranks` or `shardwise.testing.ranks`, which share pools."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
         if world_size < 1:
             raise ValueError(f"a pool needs at least one rank, not {world_size}")
+        if "nccl" in backend and not torch.cuda.is_available():
+            raise ValueError("ranks of the backend nccl need a GPU, and torch finds none")
         self.world_size = world_size
         self.folder = tempfile.TemporaryDirectory(prefix="shardwise-ranks-")
         context = multiprocessing.get_context("forkserver")
@@ -53,7 +62,7 @@ class Pool:
             here, there = context.Pipe()
             process = context.Process(
                 target=serve,
-                args=(there, rank, world_size, self.folder.name),
+                args=(there, rank, world_size, self.folder.name, backend),
                 name=f"rank {rank}",
                 daemon=True,
             )
@@ -117,7 +126,9 @@ class Pool:
             process = self.processes[rank]
             process.join(1)
             hint = "" if self._joined else f"; {BEFORE_JOINING}"
-            return Outcome(None, f"the process ended with exit code {process.exitcode}, without a word{hint}\n")
+            stack = self._told(rank)
+            words = f"; it was here:\n{stack}" if stack else f", without a word{hint}\n"
+            return Outcome(None, f"the process ended with exit code {process.exitcode}{words}")
         return outcome
 
     def _report(self, outcomes: dict[int, Outcome], timeout: float) -> str:
@@ -150,9 +161,14 @@ class Pool:
                 if file.stat().st_size and file.read_text().endswith("\n"):
                     break
                 time.sleep(0.01)
-        lines = file.read_text(errors="replace").splitlines(keepends=True)
+        return self._told(rank) or "(it gave no stack)\n"
+
+    def _told(self, rank: int) -> str:
+        """What its fault handler has written."""
+        file = self._file(rank, "stack")
+        lines = file.read_text(errors="replace").splitlines(keepends=True) if file.exists() else []
         own = [line for line in lines if not any(name in line for name in MACHINERY)]
-        return "".join(own) or "(it gave no stack)\n"
+        return "".join(own)
 
     def _file(self, rank: int, kind: str) -> Path:
         return Path(self.folder.name) / f"{kind}-{rank}"
@@ -189,7 +205,7 @@ class _Echo:
         print(self._decoder.decode(new), end="", flush=True)
 
 
-_pools: dict[int, Pool] = {}
+_pools: dict[tuple[int, str], Pool] = {}
 
 
 def run_on_ranks(
@@ -199,9 +215,13 @@ def run_on_ranks(
     timeout: float = 60,
     fresh: bool = False,
     echo: bool = False,
+    backend: str = "gloo",
     **kwargs: Any,
 ) -> list[Any]:
-    """Call a module-level function on so many gloo ranks; give what each returned, by rank.
+    """Call a module-level function on so many ranks; give what each returned, by rank.
+
+    The ranks' default group is of this backend of torch.distributed. With ``nccl``, each rank's current device is a GPU
+    of its own while there are enough of them; else ranks share them, talking as if they were on different hosts.
 
     With ``fresh``, the ranks are new and end afterwards: for what cannot be undone in a process, such as RPC. With
     ``echo``, what rank 0 prints is printed here as it comes; else it is told only if the function fails.
@@ -214,20 +234,20 @@ def run_on_ranks(
     __tracebackhide__ = True
     task = Task.of(function, args, kwargs)
     if fresh:
-        with contextlib.closing(Pool(world_size)) as pool:
+        with contextlib.closing(Pool(world_size, backend)) as pool:
             return pool.run(task, timeout, echo=echo)
-    pool = _shared(world_size)
+    pool = _shared(world_size, backend)
     return pool.run(task, timeout, echo=echo)
 
 
-def _shared(world_size: int) -> Pool:
-    """The living pool of this size, or a new one; the longest unused ones make room for it."""
-    pool = _pools.pop(world_size, None)
+def _shared(world_size: int, backend: str) -> Pool:
+    """The living pool of this size and backend, or a new one; the longest unused ones make room for it."""
+    pool = _pools.pop((world_size, backend), None)
     if pool is None or not pool.alive:
         while len(_pools) >= MOST_POOLS:
             _pools.pop(next(iter(_pools))).close()
-        pool = Pool(world_size)
-    _pools[world_size] = pool  # last used, last to go
+        pool = Pool(world_size, backend)
+    _pools[world_size, backend] = pool  # last used, last to go
     return pool
 
 

@@ -19,9 +19,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from shardwise.meeting import forget_failure
 from shardwise.testing.task import Task
 
 _start_folder = os.getcwd()
+# NCCL refuses ranks that share a GPU, unless it takes them for different hosts: then they talk through the loopback.
+APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 COLLECTIVE_TIMEOUT = timedelta(seconds=300)  # the pool's own time limits come long before
 
 
@@ -34,9 +37,9 @@ class Outcome:
     skipped: str | None = None
 
 
-def serve(connection: Connection, rank: int, world_size: int, folder: str) -> None:
+def serve(connection: Connection, rank: int, world_size: int, folder: str, backend: str) -> None:
     """Join the group, say so, and run what is sent until the pool goes away."""
-    _prepare(rank, world_size, Path(folder))
+    _prepare(rank, world_size, Path(folder), backend)
     connection.send(Outcome(None, None))
     while True:
         try:
@@ -54,25 +57,37 @@ def serve(connection: Connection, rank: int, world_size: int, folder: str) -> No
     os._exit(0)  # threads of a half-finished collective must not keep the process
 
 
-def _prepare(rank: int, world_size: int, folder: Path) -> None:
+def _prepare(rank: int, world_size: int, folder: Path, backend: str) -> None:
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text file; for those who listen
-    faulthandler.register(signal.SIGUSR1, file=open(folder / f"stack-{rank}", "w"), all_threads=True)  # noqa: SIM115
+    stacks = open(folder / f"stack-{rank}", "w")  # noqa: SIM115 # until the process ends
+    faulthandler.enable(file=stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started the pool
     torch.set_num_threads(1)
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    if "nccl" in backend:
+        _take_gpu(rank, world_size)
     dist.init_process_group(
-        "gloo",
+        backend,
         store=FileStore(str(folder / "store"), world_size),
         rank=rank,
         world_size=world_size,
         timeout=COLLECTIVE_TIMEOUT,
     )
     gc.freeze()  # what is loaded by now stays: collecting after each task then looks at the task's own objects only
+
+
+def _take_gpu(rank: int, world_size: int) -> None:
+    """Make a GPU this rank's device, for NCCL to talk by."""
+    count = torch.cuda.device_count()
+    torch.cuda.set_device(rank % count)
+    if count < world_size:
+        os.environ.update(APART, NCCL_HOSTID=f"rank-{rank}")
 
 
 def _attempt(task: Task) -> Outcome:
@@ -85,6 +100,8 @@ def _attempt(task: Task) -> Outcome:
     random.seed(0)
     torch.manual_seed(0)
     default = dist.group.WORLD
+    if default is not None:
+        forget_failure(default)  # an error that one rank caught in the task before
     try:
         value = task.run()
     except BaseException as error:  # a rank reports whatever ends its task, pytest's outcomes included

@@ -17,22 +17,14 @@ from torch.distributed import P2POp, ProcessGroup
 
 from shardwise.errors import TransferError
 from shardwise.layout import Layout
-from shardwise.process_group import is_fake, without_data
-from shardwise.transfer.pieces import Piece, as_bytes, copy, pieces_of
+from shardwise.meeting import lost
+from shardwise.process_group import is_fake, sends, without_data
+from shardwise.transfer.pieces import Piece, as_bytes, copy, is_as_it_lies, pieces_of
 from shardwise.transfer.plan import Plan
 from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
 
 Write = Callable[[torch.Tensor, torch.Tensor], object]  # into a view of the destination, what arrived for it
 Ready = Callable[[], object]  # called once, after packing and before anything is sent
-
-
-def lost(what: str, error: Exception) -> TransferError:
-    """The error of a rank that could not do this with others, and why torch says so."""
-    why = str(error).strip().partition("\n")[0]
-    return TransferError(
-        f"rank {dist.get_rank()} could not {what}: a rank has died, left, or taken longer than the group's timeout "
-        f"(torch says: {why})"
-    )
 
 
 class Moving(Protocol):
@@ -74,7 +66,7 @@ class _Carrier:
     def _fits(self, tensor: torch.Tensor) -> bool:
         """Whether this memory can be sent, or received into, as it lies."""
         same = tensor.dtype == self._dtype and tensor.device.type == self._wire.type
-        return same and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        return same and tensor.is_contiguous() and is_as_it_lies(tensor)
 
     def _packed(self, pieces: Sequence[Piece]) -> torch.Tensor:
         buffer = self._empty(sum(piece.count for piece in pieces))
@@ -92,7 +84,8 @@ class _Carrier:
             position += piece.count
 
     def _lost(self, what: str, count: int, error: Exception) -> TransferError:
-        return lost(f"{what} {count * self._dtype.itemsize:,} bytes of a tensor on its way to another layout", error)
+        size = count * self._dtype.itemsize
+        return lost(f"{what} {size:,} bytes of a tensor on its way to another layout", error, self._group)
 
 
 class AllToAll(_Carrier):
@@ -162,7 +155,8 @@ class AllToAll(_Carrier):
         return self.outs
 
 
-_unfinished: list[PointToPoint] = []  # in the order in which they were begun, which is the same on every rank
+# In the order in which they were begun, which is the same on every rank; ranks may be threads of one process.
+_unfinished: list[PointToPoint] = []
 
 
 class PointToPoint(_Carrier):
@@ -212,7 +206,7 @@ class PointToPoint(_Carrier):
         """
         with torch.no_grad():
             while self in _unfinished:
-                _unfinished[0]._finish_all()
+                next(other for other in _unfinished if other._rank == self._rank)._finish_all()
         return self.outs
 
     def _finish_all(self) -> None:
@@ -320,7 +314,7 @@ def move(
         if not plan.moved or is_fake(process_group):
             ready()
             return copy_own(plan, tensors, outs)
-        if max_bytes is None:
+        if max_bytes is None or not sends(process_group):
             return AllToAll(plan, tensors, outs, process_group, dtype, ready)
         return PointToPoint(plan, tensors, outs, process_group, dtype, ready, max_bytes)
 
