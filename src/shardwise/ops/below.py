@@ -254,8 +254,9 @@ def _in_place(call: Call, written: list[int]) -> Any:
     if functional is None:
         return compute_gathered(call.op, (), call.arguments, needs_whole(call), written)
     names = {argument.name for argument in functional._schema.arguments}
+    arguments = _unchanged(call, outs)
     with torch._C._EnableTorchFunction():
-        result = aten(functional, (), {name: value for name, value in call.arguments.items() if name in names})
+        result = aten(functional, (), {name: value for name, value in arguments.items() if name in names})
     for out, value in zip(outs, pytree.tree_leaves(result), strict=True):
         if not torch.can_cast(value.dtype, out.dtype):
             raise PropertyError(f"result type {value.dtype} can't be cast to the desired output type {out.dtype}")
@@ -269,6 +270,21 @@ def _in_place(call: Call, written: list[int]) -> Any:
         else:  # which every rank has, and is given all of it
             out.copy_(value.full_tensor() if isinstance(value, ShardedTensorBase) else value)  # type: ignore[attr-defined] # on a group
     return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def _unchanged(call: Call, outs: list[torch.Tensor]) -> dict[str, Any]:
+    """The arguments; where they are recorded, with copies of what will be written into, which a backward may need."""
+    if not torch.is_grad_enabled() or not any(operand.requires_grad for operand in call.operands):
+        return call.arguments
+    roots = [_base_of(out) for out in outs]
+    return call.bound([one.clone() if any(_base_of(one) is root for root in roots) else one for one in call.operands])
+
+
+def _base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory this one shows a part of."""
+    while isinstance(tensor, ShardedTensorBase) and tensor._view_of is not None:
+        tensor = tensor._view_of
+    return tensor
 
 
 def _is_given(tensor: torch.Tensor) -> bool:
