@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise import settings
-from shardwise.dispatch import require_plain
+from shardwise.dispatch import Distributed, require_plain
 from shardwise.errors import ProcessGroupError, PropertyError, SpecError
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout
@@ -93,8 +93,9 @@ def scattered(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_g
     def work() -> tuple[tuple[Layout, int], Fields]:
         require_spec(spec)
         require_plain(tensor, "what shard_tensor cuts")
-        if not isinstance(tensor, torch.Tensor) or not tensor.is_contiguous():
-            raise PropertyError(f"input tensor is not a contiguous Tensor: {type(tensor).__name__}")
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            kind = getattr(tensor, "layout", type(tensor).__name__)
+            raise PropertyError(f"Only torch.strided layout is currently supported, in any strides: found {kind}")
         properties = TensorProperties.create_from_tensor(tensor)
         layout = locate_all(spec.layout(tensor.size()), group)
         source = global_rank(src_rank, group, "src_rank")
@@ -116,6 +117,28 @@ def scattered(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_g
     for out in outs:
         out.requires_grad_(tensor.requires_grad)
     return Parts(frame, outs, None, tensor.requires_grad)
+
+
+INDICES = (torch.int64, torch.int32)  # the dtypes of indices
+
+
+def gives_indices(tensor: ShardedTensor, given: Any, *, rounds: bool) -> bool:
+    """Whether the second argument of a `gather` is a tensor of indices, and not what is to be filled.
+
+    Every rank of the group calls it. Only for a tensor of integers they talk.
+    """
+    if isinstance(given, Distributed):
+        return True
+    integers = isinstance(given, torch.Tensor) and given.dtype in INDICES and not rounds
+    if tensor.dtype not in INDICES:
+        return integers
+    group = tensor._process_group
+    if not is_member(group):
+        return False
+    if group.size() == 1:
+        filled = settings.current().own_batches and given is not None and given.shape == tensor.shape
+        return integers and not filled
+    return all(in_step_sharing(group, lambda: (None, {"verb": "gather"}, integers))[1])
 
 
 def gather(
