@@ -16,6 +16,7 @@ from shardwise.process_group import (
     in_step_sharing,
     load_with_process_group,
     parse_and_validate_remote_device,
+    raises_alone,
 )
 from shardwise.testing import ranks
 
@@ -169,3 +170,72 @@ def test_verbs_within_verbs_fail_together() -> None:
     with pytest.raises(ValueError, match=r"not on this rank\n.found on rank 1"):
         in_step(group, work)
     assert verb("three") == "three"  # and all are in step again
+
+
+def verb(name: str, group: Any = None) -> str:
+    """What ranks do together: its name, or the error that it raises."""
+    try:
+        return in_step(group or world(), lambda: (name, {"verb": name}))
+    except Exception as error:
+        return f"{type(error).__name__} {error}"
+
+
+@ranks(3)
+def test_an_error_of_one_rank_alone_reaches_the_others() -> None:
+    """At their next meeting, whether or not that rank comes; each raises it once, and then all are in step."""
+    told = "ZeroDivisionError alone\n(found on rank 1; every rank of the group stops)"
+    here = dist.get_rank()
+    for number in range(2):  # the same verb again, as in a loop
+        if here == 1:
+            raises_alone(world(), ZeroDivisionError("alone"))
+            raises_alone(world(), ValueError("and again"))  # before the first one is told: of no account
+            if number == 0:
+                store().get("raised")  # until the others have heard of it
+        else:
+            assert verb("one") == told
+            store().set("raised", "")
+        assert verb("one") == "one"
+    raises_alone(world(), ZeroDivisionError("everywhere"))
+    assert verb("two") == "two"  # all ranks have raised it by themselves
+    if here == 1:
+        raises_alone(world(), ZeroDivisionError("alone"))
+    assert verb("three").partition("=")[0] == (told if here != 1 else MISMATCH).partition("=")[0]  # one verb too many
+    if here != 1:
+        assert verb("four").startswith(MISMATCH)
+    assert verb("five") == "five"
+
+
+MISMATCH = "RankMismatchError ShardedTensor verb property does not match from different ranks! verb"
+
+
+def store() -> Any:
+    """By which ranks wait for each other without a meeting."""
+    return dist.distributed_c10d._world.pg_map[world()][1]
+
+
+@ranks(3)
+def test_word_is_left_for_those_whom_it_concerns() -> None:
+    """The ranks of the group, unless they know already, or can tell by themselves, or do not compare."""
+    group, here = dist.new_group([0, 1]), dist.get_rank()
+    if here == 1:
+        raises_alone(group, ZeroDivisionError("alone"))
+    assert verb("world") == "world"
+    if here < 2:
+        assert here == 1 or verb("pair", group).startswith("ZeroDivisionError alone")
+        assert verb("pair", group) == "pair"
+    if here == 1:
+        raises_alone(world(), ShardCountError("found by what all ranks know"))
+        raises_alone(world(), TypeError("in the form of the call"))
+        raises_alone(None, ZeroDivisionError("without a group"))
+        with validation(False):
+            raises_alone(world(), ZeroDivisionError("not compared"))
+    assert verb("world") == "world"
+    with pytest.raises(ValueError, match="told to all") as caught:
+        in_step(world(), lambda: raised(ValueError("told to all")))
+    raises_alone(world(), caught.value)
+    assert verb("world") == "world"
+
+
+def raised(error: Exception) -> Any:
+    """As work that fails."""
+    raise error

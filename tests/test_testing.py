@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.process_group import in_step, raises_alone
 from shardwise.testing import RankFailure, ranks, run_on_ranks
 
 
@@ -57,6 +58,21 @@ def warns() -> None:
 def prints(text: str) -> None:
     """On every rank, who it is and a text."""
     print(f"rank {dist.get_rank()} says {text}", end="")
+
+
+def catches_an_error(rank: int, meets: bool) -> str:
+    """One rank raises by itself; the others may hear of it."""
+    if dist.get_rank() == rank:
+        raises_alone(dist.group.WORLD, ZeroDivisionError("caught"))
+    elif meets:
+        with pytest.raises(ZeroDivisionError):
+            in_step(dist.group.WORLD, lambda: (None, {}))
+    return "done"
+
+
+def meets() -> str:
+    """All ranks agree."""
+    return in_step(dist.group.WORLD, lambda: ("met", {}))
 
 
 def unpicklable() -> object:
@@ -183,3 +199,10 @@ def test_the_decorator_passes_what_pytest_gives(number: int) -> None:
     """Parameters reach every rank."""
     assert number in (1, 2)
     assert dist.get_world_size() == 2
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_an_error_that_a_rank_has_caught_is_not_the_next_tasks(heard: bool) -> None:
+    """Whether or not the others have heard of it."""
+    assert run_on_ranks(2, catches_an_error, 1, heard) == ["done"] * 2
+    assert run_on_ranks(2, meets) == ["met"] * 2

@@ -71,7 +71,7 @@ def details(findings: Findings) -> Iterator[str]:
                 yield f"\n{title(system)}, {_word(findings, way)}"
             for name, verdict, note in lines:
                 tally = findings.results[name][system].way(way)
-                yield f"  {verdict:8}  {name} ({tally.right}/{tally.trials})  {' '.join(note.split())[:300]}"
+                yield f"  {verdict:8}  {name} ({tally.right}/{tally.trials})  {' '.join(note.split())[:1500]}"
     if findings.left_out:
         yield "\nleft out"
     for name, reason in findings.left_out.items():

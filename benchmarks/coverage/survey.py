@@ -124,4 +124,5 @@ def _last_words(failure: str, folder: Path) -> str:
         return "; ".join(hung)
     lines = [line.strip() for line in failure.splitlines() if line.strip()]
     telling = [line for line in lines if "exit code" in line or "did not finish" in line]
-    return "; ".join(telling or lines[-2:])[:400]
+    where = [line.removeprefix("File ") for line in lines if line.startswith("File ")]  # of a crash, innermost first
+    return "; ".join([*telling, *where[:8]] if telling else lines[-2:])[:1200]

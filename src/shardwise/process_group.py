@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,21 +24,29 @@ from shardwise.errors import (
     ProcessGroupError,
     RankMismatchError,
     RpcError,
-    TransferError,
+    ShardwiseError,
     same_kind,
 )
 from shardwise.layout import Layout
+from shardwise.meeting import (
+    AT_MOST,
+    HEADER,
+    PATIENCE,
+    Gathering,
+    Ledger,
+    leave_word,
+    ledger_of,
+    take_word_back,
+    word_of,
+)
 from shardwise.placement import Placement, RemoteDevice
 
 T = TypeVar("T")
 Fields = Mapping[str, object]  # what must be the same on every rank, by name
 
-# torch 2.13 gave the collective a new name and deprecated the old one, the only one before.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 DIGEST = 16
 SUBJECT = "ShardedTensor"  # what an error says has the fields that differ
-HEADER = 128  # bytes: digest, whether this rank failed, length of what it brings, and that itself if there is room
+# A header: digest, whether this rank failed, length of what it brings, and that itself if there is room.
 ROOM = HEADER - DIGEST - 1 - 8
 
 
@@ -79,17 +86,6 @@ def group_ranks(process_group: ProcessGroup) -> list[int]:
     """The global ranks of a group that the calling rank belongs to, in group order."""
     _require_member(process_group)
     return dist.get_process_group_ranks(process_group)
-
-
-def collective_device(process_group: ProcessGroup) -> torch.device:
-    """Where a tensor must lie for this group's backend to move it."""
-    for device in process_group._device_types:
-        if device.type == "cpu":
-            return device
-    if not process_group._device_types:  # a group written in Python, such as torch's threaded one, moves all by itself
-        return torch.device("cpu")
-    device = process_group._device_types[0]
-    return torch.device(device.type, torch.get_device_module(device.type).current_device())
 
 
 def sends(process_group: ProcessGroup) -> bool:
@@ -169,7 +165,7 @@ def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -
     if not settings.current().validate or not talks(process_group):
         return work()[0]
     value, fields, error = _attempt(process_group, work)
-    _compare(process_group, fields, error, b"")
+    _meet(process_group, fields, error, b"").end()
     return cast(T, value)
 
 
@@ -177,21 +173,19 @@ class Step(Generic[T]):
     """The same in two halves: `value` is there at once, while the ranks compare; `finish` before acting on it."""
 
     def __init__(self, process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> None:
-        self._group = process_group
         self._asked = settings.current().validate and talks(process_group)
         value, self._fields, self._error = _attempt(process_group, work)
         self._failed = self._error is not None
         self.value = cast(T, value)
         if self._asked:
-            header = _header(self._fields, self._error, b"")
-            self._headers = _Gathering(process_group, header, [HEADER] * process_group.size())
+            self._meeting = _meet(process_group, self._fields, self._error, b"")
         if self._failed:
             self.finish()
 
     def finish(self) -> None:
         """Raise the same error on every rank unless it went well on every rank and all agree."""
         if self._asked:
-            _judge(self._group, self._headers.wait(), self._fields, self._error)
+            self._meeting.end()
         elif self._error is not None:
             raise self._error
 
@@ -226,7 +220,7 @@ def in_step_telling(
 
     result, fields, error = _attempt(process_group, attempt)
     brought = b"" if result is None else result[1]
-    letters = _compare(process_group, fields, error, brought, subject)
+    letters = _meet(process_group, fields, error, brought, subject).end()
     lengths = [length for length, _ in letters]
     told = [letter for _, letter in letters] if max(lengths) <= ROOM else _all_gather(process_group, brought, lengths)
     return cast(tuple[T, bytes], result)[0], told
@@ -255,7 +249,7 @@ def _attempt(
     try:
         value, fields = work()
     except Exception as error:  # told to every rank, then raised on every rank
-        if set(group_ranks(process_group)) <= set(getattr(error, "told_to", ())):
+        if _is_told(error, process_group):
             raise
         return None, {}, error
     return value, fields, None
@@ -268,40 +262,108 @@ def _header(fields: Fields, error: Exception | None, brought: bytes) -> bytes:
     )
 
 
-def _compare(
+def _meet(
     process_group: ProcessGroup, fields: Fields, error: Exception | None, brought: bytes, subject: str = SUBJECT
-) -> list[tuple[int, bytes]]:
-    """Raise the same error on every rank unless nobody failed and all fields agree; else what each brings."""
-    headers = _all_gather(process_group, _header(fields, error, brought), [HEADER] * process_group.size())
-    return _judge(process_group, headers, fields, error, subject)
+) -> _Meeting:
+    """Begin a meeting, after those that this rank owes to the others."""
+    ledger = ledger_of(process_group)
+    if ledger.left is not None:
+        ledger.left.end()
+    if ledger.failure is not None and error is None:
+        _Meeting(process_group, ledger, {}, same_kind(*ledger.failure), b"", subject, told=True).end()
+    return _Meeting(process_group, ledger, fields, error, brought, subject)
 
 
-def _judge(
-    process_group: ProcessGroup, headers: list[bytes], fields: Fields, error: Exception | None, subject: str = SUBJECT
-) -> list[tuple[int, bytes]]:
-    begin = HEADER - ROOM
-    if all(other[: DIGEST + 1] == headers[0][: DIGEST + 1] for other in headers) and not headers[0][DIGEST]:
-        lengths = [int.from_bytes(other[DIGEST + 1 : begin], "little") for other in headers]
-        return [(length, other[begin : begin + length]) for length, other in zip(lengths, headers, strict=True)]
-    failure = None if error is None else [type(error).__name__, str(error)]
-    report = json.dumps([{name: str(value) for name, value in fields.items()}, failure]).encode()
-    sizes = _all_gather(process_group, len(report).to_bytes(8, "little"), [8] * process_group.size())
-    lengths = [int.from_bytes(size, "little") for size in sizes]
-    reports = [json.loads(entry) for entry in _all_gather(process_group, report, lengths)]
-    verdict = _verdict(reports, group_ranks(process_group), subject)
-    verdict.told_to = tuple(group_ranks(process_group))  # type: ignore[attr-defined] # whatever kind of error it is
-    raise verdict from error
+class _Meeting:
+    """Headers of all ranks on their way."""
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        ledger: Ledger,
+        fields: Fields,
+        error: Exception | None,
+        brought: bytes,
+        subject: str,
+        *,
+        told: bool = False,
+    ) -> None:
+        self._group, self._ledger, self._fields, self._error, self._subject = group, ledger, fields, error, subject
+        self._told = told  # whether this rank has raised already what will come of it
+        self._number, self._failure = ledger.begun, ledger.failure
+        ledger.begun += 1
+        ledger.failure = None  # told here
+        self._headers = Gathering(group, _header(fields, error, brought), [HEADER] * group.size())
+
+    def end(self) -> list[tuple[int, bytes]]:
+        """What each rank brings; raises the same error on every rank unless nobody failed and all fields agree.
+
+        Each rank raises it once: not here, if it has done so before.
+        """
+        headers = self._headers.wait(self._look, AT_MOST if self._told else PATIENCE)
+        if self._ledger.left is self:
+            self._ledger.left = None
+        begin = HEADER - ROOM
+        if all(other[: DIGEST + 1] == headers[0][: DIGEST + 1] for other in headers) and not headers[0][DIGEST]:
+            lengths = [int.from_bytes(other[DIGEST + 1 : begin], "little") for other in headers]
+            return [(length, other[begin : begin + length]) for length, other in zip(lengths, headers, strict=True)]
+        reports = self._reports()
+        if self._failure is not None:
+            take_word_back(self._group, self._number)
+        if self._told:
+            return []
+        raise _told_to_all(_verdict(reports, group_ranks(self._group)), self._group) from self._error
+
+    def _look(self) -> None:
+        """Leave the meeting for later if a rank has failed before it: that rank may not come for long."""
+        word = word_of(self._group, self._number)
+        if word is not None:
+            self._ledger.left, self._told = self, True
+            raise _told_to_all(_failure_of(*word), self._group)
+
+    def _reports(self) -> list[Any]:
+        failure = None if self._error is None else [type(self._error).__name__, str(self._error)]
+        said = {name: str(value) for name, value in self._fields.items()}
+        report = json.dumps([said, failure, self._subject]).encode()
+        sizes = _all_gather(self._group, len(report).to_bytes(8, "little"), [8] * self._group.size())
+        lengths = [int.from_bytes(size, "little") for size in sizes]
+        return [json.loads(entry) for entry in _all_gather(self._group, report, lengths)]
 
 
-def _verdict(reports: list[Any], ranks: list[int], subject: str) -> Exception:
+def raises_alone(process_group: ProcessGroup | None, error: Exception) -> None:
+    """Let the other ranks know of an error that leaves an op on this rank, and that they may not find by themselves.
+
+    What the library finds wrong by what all ranks know, they all raise; and what is wrong with the form of a call.
+    """
+    if process_group is None or isinstance(error, (ShardwiseError, TypeError, AttributeError, NotImplementedError)):
+        return
+    if settings.current().validate and talks(process_group) and not _is_told(error, process_group):
+        leave_word(process_group, error)
+
+
+def _is_told(error: Exception, process_group: ProcessGroup) -> bool:
+    """Whether every rank of the group knows the error."""
+    return set(group_ranks(process_group)) <= set(getattr(error, "told_to", ()))
+
+
+def _told_to_all(error: Exception, process_group: ProcessGroup) -> Exception:
+    error.told_to = tuple(group_ranks(process_group))  # type: ignore[attr-defined] # whatever kind of error it is
+    return error
+
+
+def _failure_of(rank: int, kind: str, message: str, others: str = "") -> Exception:
+    return same_kind(kind, f"{message}\n(found on rank {rank}{others}; every rank of the group stops)")
+
+
+def _verdict(reports: list[Any], ranks: list[int]) -> Exception:
     """The one error that every rank raises, from what all ranks reported."""
-    failed = [(rank, failure) for rank, (_, failure) in zip(ranks, reports, strict=True) if failure is not None]
+    failed = [(rank, failure) for rank, (_, failure, _) in zip(ranks, reports, strict=True) if failure is not None]
     if failed:
         rank, (kind, message) = failed[0]
         others = "" if len(failed) == 1 else f" and {len(failed) - 1} more"
-        return same_kind(kind, f"{message}\n(found on rank {rank}{others}; every rank of the group stops)")
-    first = reports[0][0]
-    for rank, (fields, _) in zip(ranks, reports, strict=True):
+        return _failure_of(rank, kind, message, others)
+    first, _, subject = reports[0]
+    for rank, (fields, *_) in zip(ranks, reports, strict=True):
         for name in [*first, *fields]:
             mine, theirs = first.get(name, "nothing"), fields.get(name, "nothing")
             if mine != theirs:
@@ -321,51 +383,4 @@ def _digest(fields: Fields) -> bytes:
 
 def _all_gather(process_group: ProcessGroup, data: bytes, lengths: list[int]) -> list[bytes]:
     """What every rank gives, in group order, when the lengths are known."""
-    return _Gathering(process_group, data, lengths).wait()
-
-
-class Traffic(threading.local):
-    """How often this thread has begun to talk to other ranks."""
-
-    count = 0
-
-
-traffic = Traffic()
-
-
-class _Gathering:
-    """An all-gather of bytes under way."""
-
-    def __init__(self, process_group: ProcessGroup, data: bytes, lengths: list[int]) -> None:
-        traffic.count += 1
-        self._lengths, self._longest, self._group = lengths, max(lengths), process_group
-        if self._longest == 0:
-            return
-        device = collective_device(process_group)
-        padded = bytearray(data.ljust(self._longest, b"\0"))
-        self._mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
-        self._everyone = torch.empty(len(lengths) * self._longest, dtype=torch.uint8, device=device)
-        with self._lost_is_said():
-            if self._longest <= HEADER:
-                self._mine = self._mine.repeat(len(lengths))  # to each at once: sooner there than around the ring
-                self._work: Any = dist.all_to_all_single(self._everyone, self._mine, group=process_group, async_op=True)
-            else:
-                self._work = _all_gather_single(self._everyone, self._mine, group=process_group, async_op=True)
-
-    def wait(self) -> list[bytes]:
-        if self._longest == 0:
-            return [b""] * len(self._lengths)
-        with self._lost_is_said():
-            self._work.wait()
-        gathered = bytes(self._everyone.cpu().numpy())
-        return [gathered[k * self._longest :][:length] for k, length in enumerate(self._lengths)]
-
-    @contextmanager
-    def _lost_is_said(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise TransferError(
-                f"rank {dist.get_rank()} could not compare with ranks {group_ranks(self._group)} "
-                "what they are about to do: one of them has died, left, or taken longer than the group's timeout"
-            ) from error
+    return Gathering(process_group, data, lengths).wait()

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases import assert_close, chunks
+from tests.cases import ALL, PLAIN, assert_close, chunks
 from torch import nn
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwise import ShardedTensor, shard_tensor
 from shardwise.testing import ranks
@@ -46,6 +47,46 @@ def test_the_plain_operand_gets_the_whole_gradient(name: str) -> None:
         function(sharded, plain).pow(2).sum().backward()
         assert_close(plain.grad, leaves[1].grad)
         assert_close(sharded.grad.full_tensor(), leaves[0].grad)
+
+
+def looked_at(x: Any, w: Any) -> Any:
+    """A function that torch dispatches, and that looks at what wants a gradient before it computes."""
+    if has_torch_function((x, w)):
+        return handle_torch_function(looked_at, (x, w), x, w)
+    assert (x.requires_grad, w.requires_grad, w.t().requires_grad) == (False, True, True)
+    return x @ w.t()
+
+
+@ranks(4)
+def test_a_function_sees_that_a_plain_operand_wants_a_gradient() -> None:
+    """Also torch's own, which leave out the gradients of operands that want none."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(size, dtype=torch.float64, generator=generator) for size in ((5, 6), (7, 6), (7,))]
+    for spec in ALL.values():
+        plain = values[1].clone().requires_grad_()
+        looked_at(shard_tensor(PLAIN.double(), spec), plain).sum().backward()
+        assert_close(plain.grad, PLAIN.double().sum(0).expand(7, 6))
+    if not hasattr(nn, "LinearCrossEntropyOptions"):  # before torch 2.13
+        return
+    classes, options = torch.tensor([0, 3, 6, 2, 2]), nn.LinearCrossEntropyOptions()
+    for reduction in ("mean", "sum", "none"):
+
+        def loss_of(leaves: list[Any], reduction: str = reduction) -> Any:
+            x, w, bias = leaves
+            return functional.linear_cross_entropy(
+                x, w, classes, linear_bias=bias, options=options, reduction=reduction
+            ).sum()
+
+        expected = [value.clone().requires_grad_() for value in values]
+        loss_of(expected).backward()
+        for sharded in ((0,), (1,), (2,), (0, 1, 2)):
+            found = [
+                (shard_tensor(value, chunks(0, 3, 1, 3)) if k in sharded else value.clone()).requires_grad_()
+                for k, value in enumerate(values)
+            ]
+            loss_of(found).backward()
+            for one, other in zip(found, expected, strict=True):
+                assert_close(one.grad.full_tensor() if isinstance(one, ShardedTensor) else one.grad, other.grad)
 
 
 @ranks(2)

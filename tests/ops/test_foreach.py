@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+from tests.cases import ALL, KINDS, SIZE, SPECS, assert_close, chunks
 from tests.cases import PLAIN as NUMBERS
-from tests.cases import SPECS, assert_close, chunks
+from torch import nn
 
-from shardwise import ShardedTensor, shard_tensor
+from shardwise import ShardedTensor, shard_parameter, shard_tensor
+from shardwise.errors import PropertyError
 from shardwise.testing import ranks
 
 PLAIN = NUMBERS.double() / 7
@@ -38,34 +43,143 @@ def test_plain_values_beside_sharded_ones(spec: str) -> None:
     torch._foreach_mul([PLAIN], numbers.sum())[0].sum().backward()
     torch._foreach_mul([shard_tensor(PLAIN, SPECS[spec])], twins.sum())[0].sum().backward()
     assert_close(whole(twins.grad), numbers.grad)
-    with pytest.raises(RuntimeError, match="expand"):
+    with pytest.raises(RuntimeError, match="broadcast"):
         torch._foreach_mul([shard_tensor(PLAIN, SPECS[spec])], [torch.ones(2).double()])
 
 
+def values(seed: int) -> torch.Tensor:
+    """Between 0.1 and 0.9, where every function has a value."""
+    return torch.rand(SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 0.8 + 0.1
+
+
+Columns = list[Any]
+BINARY = ("add", "sub", "mul", "div", "pow", "maximum", "minimum", "clamp_min", "clamp_max")
+WITH_A_TENSOR = ("add", "mul", "div")
+TERNARY = ("addcmul", "addcdiv")
+
+
+def forms(name: str, others: Columns, thirds: Columns) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """What follows the first list in the calls of a foreach function."""
+    numbers = [0.5 + k / 100 for k in range(len(others))]
+    if name in BINARY:
+        yield (others,), ({"alpha": 2} if name in ("add", "sub") else {})
+        yield from (((0.5,), {}), ((numbers,), {}))
+        yield from [((torch.tensor(0.5, dtype=torch.float64),), {})] if name in WITH_A_TENSOR else []
+    elif name in TERNARY:
+        yield from (((others, thirds), {}), ((others, thirds, 0.5), {}), ((others, thirds), {"scalars": numbers}))
+        yield (others, thirds, torch.tensor(numbers, dtype=torch.float64)), {}
+    elif name == "lerp":
+        yield from (((others, thirds), {}), ((others,), {"weight": 0.3}), ((others, numbers), {}))
+    elif name in ("norm", "powsum"):
+        yield from (((), {}), ((1,), {}), ((3.0,), {"dtype": torch.float64}))
+    elif name in ("copy", "mm"):
+        yield (others,), {}
+    else:
+        yield (), {}
+
+
+RECORDED = ("addcmul", "addcdiv", "mul", "maximum", "lerp", "norm", "mm", "sigmoid")
+NOT_IN_TORCH = ("_foreach_addcdiv", "_foreach_maximum_")  # whose gradients torch gets wrong, or has not
+NAMES = [name for name in dir(torch) if name.startswith("_foreach_")]
+
+
+@pytest.mark.parametrize("part", range(3))
 @ranks(4)
-def test_lists_of_other_layouts() -> None:
-    """Sharded tensors that are cut otherwise, or are smaller and broadcast, in functions that return and that write."""
-    names = ("chunk dim 0", "uneven, several per rank", "chunk dim -1", "all on one rank")
-    for one, other in zip(names, reversed(names), strict=True):
-        first, second = [shard_tensor(PLAIN, SPECS[one])] * 2, [shard_tensor(PLAIN + 1, SPECS[other])] * 2
-        rows = [shard_tensor(PLAIN[:, :1].contiguous(), chunks(0, 3, 1))] * 2
-        plains, more, narrow = [PLAIN] * 2, [PLAIN + 1] * 2, [PLAIN[:, :1]] * 2
-        for found, expected in (
-            (torch._foreach_mul(first, second), torch._foreach_mul(plains, more)),
-            (torch._foreach_div(first, rows), torch._foreach_div(plains, narrow)),
-            (torch._foreach_add(first, second, alpha=3), torch._foreach_add(plains, more, alpha=3)),
-            (torch._foreach_lerp(first, second, 0.25), torch._foreach_lerp(plains, more, 0.25)),
-            (
-                torch._foreach_addcmul(first, second, rows, [2.0, 3.0]),
-                torch._foreach_addcmul(plains, more, narrow, [2.0, 3.0]),
-            ),
-        ):
-            for mine, wanted in zip(found, expected, strict=True):
-                assert_close(whole(mine).nan_to_num(), wanted.nan_to_num())
-        written, twin = [first[0].clone()], [PLAIN.clone()]
-        for target, values in ((written, second[:1]), (twin, more[:1])):
-            torch._foreach_mul_(target, values)
-            torch._foreach_addcdiv_(target, values, values, 0.5)
-            torch._foreach_copy_(target, [target[0] + values[0]])
-        assert_close(whole(written[0]), twin[0])
-        assert written[0]._layout == first[0]._layout
+def test_every_function_on_any_layouts(part: int) -> None:
+    """Of each row, and plain tensors beside sharded ones: the values and the gradients of plain tensors."""
+    specs = [None, *(ALL[kind] for kind in KINDS)]
+
+    def column(seed: int, turn: int, wants: bool, *, plain: bool = False) -> Columns:
+        turned = [None] * len(specs) if plain else [*specs[turn:], *specs[:turn]]
+        made = [
+            values(seed + k) if one is None else shard_tensor(values(seed + k), one) for k, one in enumerate(turned)
+        ]
+        return [one.requires_grad_(wants) for one in made]
+
+    kept = {
+        turn: [[column(10 * k, turn * k, False, plain=p) for k in range(3)] for p in (True, False)] for turn in (0, 1)
+    }
+    for name in NAMES[part::3]:
+        bare, in_place = name.removeprefix("_foreach_").removesuffix("_"), name.endswith("_")
+        unary = len(next(forms(bare, [], []))[0]) == 0
+        recorded = bare in RECORDED and name not in NOT_IN_TORCH
+        for turn, wants in ((0, False), (1, False), *([(2, True)] if recorded else [])):
+            if unary and turn == 1:
+                continue
+            columns = kept.get(turn) or [
+                [column(10 * k, turn * k, wants, plain=plain) for k in range(3)] for plain in (True, False)
+            ]
+            calls = []
+            for plain, (first, second, third) in zip((True, False), columns, strict=True):
+                if bare == "mm":
+                    second = [one.t() for one in second]
+                for rest, named in forms(bare, second, third):
+                    if wants and len(rest) == 3 and isinstance(rest[2], torch.Tensor):
+                        continue  # torch has no derivative
+                    given = [one.clone() for one in first] if in_place else first
+                    made = getattr(torch, name)(given, *rest, **named)
+                    assert (made is given) if in_place else isinstance(made, tuple)
+                    calls.append([plain, given if in_place else made])
+            half = len(calls) // 2
+            for (_, expected), (_, found) in zip(calls[:half], calls[half:], strict=True):
+                for k, (one, other) in enumerate(zip(found, expected, strict=True)):
+                    what = f"{name} of row {k}, turned {turn}"
+                    assert isinstance(one, ShardedTensor) or specs[k] is None, what
+                    assert_close(whole(one), other.detach(), what)
+                if wants:
+                    for made in (found, expected):
+                        sum(one.square().sum() for one in made).backward()
+            if wants:
+                for found, expected in zip(columns[1], columns[0], strict=True):
+                    for k, (one, other) in enumerate(zip(found, expected, strict=True)):
+                        assert (one.grad is None) == (other.grad is None)
+                        if one.grad is not None:
+                            assert_close(whole(one.grad), other.grad, f"the gradient of {name}, row {k}")
+
+
+@ranks(4)
+def test_a_number_to_the_power_of_each_and_what_is_refused() -> None:
+    """On every rank."""
+    sharded = [shard_tensor(PLAIN / 7, spec) for spec in ALL.values()]
+    for found in torch._foreach_pow(2.0, sharded):
+        assert_close(whole(found), 2.0 ** (PLAIN / 7))
+    with pytest.raises(PropertyError, match="lists of 12 and 1"):
+        torch._foreach_add(sharded, sharded[:1])
+    first, other = ([tensor, tensor] for tensor in sharded[:2])
+    with pytest.raises(PropertyError, match="sharded as"):
+        torch._fused_sgd_(
+            first,
+            other,
+            [],
+            weight_decay=0,
+            momentum=0,
+            lr=0.1,
+            dampening=0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=True,
+        )
+
+
+@ranks(4)
+def test_adafactor_on_parameters_of_different_layouts() -> None:
+    """With foreach: what the plain module gets in three steps."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 6, dtype=torch.float64)
+    models = []
+    for sharded in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 7)).double()
+        if sharded:
+            shard_parameter(model, "0.weight", SPECS["uneven, several per rank"])
+            shard_parameter(model, "0.bias", chunks(0, 3, 1))
+            shard_parameter(model, "2.weight", chunks(1, 2))
+            shard_parameter(model, "4.weight", ALL["replicated"])
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1, foreach=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        models.append(model)
+    for found, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert_close(whole(found), expected.detach())

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.cases import chunks
 from tests.ops.twin import COLUMNS, ROWS, TWO, Layouts, along, assert_same, normal, plain
 from torch.nn import functional as F  # noqa: N812 - as everybody writes it
 
 import shardwise
-from shardwise import shard_tensor
+from shardwise import ShardedTensor, shard_tensor
 from shardwise.errors import UnsupportedOpError
 from shardwise.testing import ranks
 
@@ -193,13 +194,36 @@ def test_odd_operands_of_routers() -> None:
     assert sharded.sum().item() == 15
 
 
-@ranks(2)
-def test_gather_by_the_names_that_torch_has_for_its_arguments() -> None:
-    """Beside the old system's method of this name."""
-    table, index = torch.arange(12.0).reshape(4, 3), torch.tensor([[0], [2], [1], [1]])
-    sharded = shard_tensor(table, chunks(0, 0, 1))
-    for found in (sharded.gather(1, index), sharded.gather(1, index=index), sharded.gather(dim=1, index=index)):
-        assert torch.equal(found.full_tensor(), table.gather(1, index))
+@ranks(3)
+def test_gather_at_indices_and_the_old_gather_of_this_name() -> None:
+    """By position and by name, of every dtype: all ranks give indices, one of them gives what is to be filled."""
+    index = torch.tensor([[0, 2, 1], [2, 0, 0], [1, 1, 1], [1, 0, 2]])
+    one = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    for dtype in (torch.float64, torch.int64, torch.int32, torch.bool):
+        table = (torch.arange(12).reshape(4, 3) % 5).to(dtype)
+        sharded = shard_tensor(table, chunks(0, 0, 2))
+        alone = shard_tensor(table, chunks(0, dist.get_rank()), process_group=one)
+        for at in (index, index[:, :1], index.to(torch.int32), shard_tensor(index, chunks(1, 1, 0))):
+            plain = at.full_tensor() if isinstance(at, ShardedTensor) else at
+            calls = [sharded.gather(1, at), sharded.gather(1, index=at), sharded.gather(dim=1, index=at)]
+            calls += [alone.gather(1, plain)]
+            for found in calls:
+                assert torch.equal(found.full_tensor(), table.gather(1, plain))
+        for dst in (0, 1):
+            out = torch.empty(4, 3, dtype=dtype) if dist.get_rank() == dst else None
+            sharded.gather(dst, out)
+            sharded.gather(dst=dst, out=out)
+            assert out is None or torch.equal(out, table)
+        with shardwise.own_batches():
+            out = torch.empty(4, 3, dtype=dtype)
+            alone.gather(0, out)
+            assert torch.equal(out, table)
+            assert torch.equal(sharded.gather(1, index).full_tensor(), table.gather(1, index))
+    integers = shard_tensor(torch.arange(12).reshape(4, 3), chunks(0, 0, 1))
+    with pytest.raises(ValueError, match="should be"):
+        integers.gather(1, torch.empty(2, 2, dtype=torch.int64) if dist.get_rank() == 1 else None)
+    with pytest.raises(ValueError, match="must NOT be specified"):
+        integers.gather(1, None if dist.get_rank() == 1 else index)
 
 
 @ranks(2)

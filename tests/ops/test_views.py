@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases import PLAIN, SIZE, SPECS, assert_close, chunks, holds, whole
+from tests.cases import ALL, PLAIN, SIZE, SPECS, assert_close, chunks, holds, whole
 from torch import nn
 
 import shardwise
@@ -105,6 +105,51 @@ def test_values_with_a_graph_are_written_into_a_part(write: str) -> None:
             (made * weights).sum().backward()
             assert_close(whole(first.grad), start.grad)
             assert_close(value.grad if given is None else whole(value.grad), leaf.grad)
+
+
+def _halves(x: Any) -> Any:
+    a, b = x.unsafe_chunk(2, 1)
+    return a.sigmoid_() * b.tanh_()
+
+
+def _rows(x: Any) -> Any:
+    a, b, c = x.unsafe_split_with_sizes([1, 2, 4], 0)
+    return torch.cat([a.sigmoid_() * b.tanh_(), c.exp_()])
+
+
+# Each with what it comes to without a write: of views, a plain tensor refuses the backward of some of them.
+CHANGES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "parts that are no views": (_halves, lambda x: x[:, :3].sigmoid() * x[:, 3:].tanh()),
+    "uneven parts that are no views": (
+        _rows,
+        lambda x: torch.cat([x[:1].sigmoid() * x[1:3].tanh(), x[3:].exp()]),
+    ),
+    "two views": (
+        lambda x: x[:, :3].sigmoid_() * x[:, 3:].tanh_(),
+        lambda x: x[:, :3].sigmoid() * x[:, 3:].tanh(),
+    ),
+    "one view by another": (
+        lambda x: (x[1:3].tanh_(), x[0].mul_(x[1]), x[1:].add_(x[0]))[2],
+        lambda x: torch.cat([x[1:3].tanh(), x[3:]]) + x[0] * x[1].tanh(),
+    ),
+    "not element by element": (lambda x: x.cumprod_(0)[2:].cumprod_(1), lambda x: x.cumprod(0)[2:].cumprod(1)),
+}
+
+
+@ranks(4)
+def test_parts_of_one_tensor_are_changed_in_place() -> None:
+    """A change of one part is no change of another to autograd, whichever of them are in one shard."""
+    values = torch.linspace(-1, 2, 42, dtype=torch.float64).reshape(SIZE)
+    for name, (change, without) in CHANGES.items():
+        leaf = values.clone().requires_grad_()
+        expected = without(leaf * 2)
+        expected.square().sum().backward()
+        for spec, given in ALL.items():
+            sharded = shard_tensor(values, given).requires_grad_()
+            found = change(sharded * 2)
+            found.square().sum().backward()
+            assert_close(found.detach().full_tensor(), expected.detach(), f"{name}, {spec}")
+            assert_close(sharded.grad.full_tensor(), leaf.grad, f"{name}, {spec}")
 
 
 @ranks(2)

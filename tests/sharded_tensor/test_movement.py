@@ -208,6 +208,26 @@ def test_every_spec_can_shard() -> None:
             assert all(shard.tensor.is_leaf and shard.tensor.requires_grad for shard in tensor.local_shards())
 
 
+@ranks(4)
+def test_a_tensor_of_any_strides_can_be_sharded() -> None:
+    """Turned, stepped, expanded, conjugated; each rank's may have others."""
+    views = {
+        "turned": PLAIN.reshape(6, 7).t(),
+        "stepped": torch.arange(84.0).reshape(7, 12)[:, ::2],
+        "expanded": torch.arange(7.0).unsqueeze(1).expand(SIZE),
+        "conjugated": torch.complex(PLAIN, PLAIN + 1).conj(),
+        "negated": torch.complex(PLAIN, PLAIN + 1).conj().imag,
+        "one column": torch.arange(84.0).reshape(2, 42)[1].reshape(6, 7).t(),
+    }
+    for view in views.values():
+        expected = view.resolve_conj().resolve_neg().contiguous()
+        for spec in ALL.values():
+            for given in (view, view if dist.get_rank() else expected, view if dist.get_rank() == 0 else expected):
+                tensor = shard_tensor(given, spec)
+                assert holds(tensor, expected)
+                assert all(shard.tensor.is_contiguous() for shard in tensor.local_shards())
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [
@@ -221,7 +241,7 @@ def test_every_spec_can_shard() -> None:
         ("no spec", "Expecting ShardingSpec but got"),
         ("src differs", "does not match with src_rank"),
         ("src outside", "src_rank=-1 is not a rank of the group"),
-        ("not contiguous", "not a contiguous Tensor"),
+        ("sparse", "Only torch.strided layout"),
         ("copy of another size", "copy_ from size"),
         ("other verb", "verb property does not match"),
     ],
@@ -243,7 +263,7 @@ def test_whoever_is_wrong_all_raise(what: str, message: str) -> None:
         "no spec": lambda: tensor.reshard("rows" if odd else chunks(0, 0)),
         "src differs": lambda: shard_tensor(PLAIN, chunks(0, 0, 1), src_rank=int(odd)),
         "src outside": lambda: shard_tensor(PLAIN, chunks(0, 0, 1), src_rank=-1),
-        "not contiguous": lambda: shard_tensor(PLAIN.t() if odd else PLAIN.t().contiguous(), chunks(0, 0, 1)),
+        "sparse": lambda: shard_tensor(PLAIN.to_sparse() if odd else PLAIN, chunks(0, 0, 1)),
         "copy of another size": lambda: tensor.copy_(shardwise.zeros(chunks(0, 1, 0), 3, 3)),
         "other verb": lambda: tensor.full_tensor() if odd else tensor.redistribute(chunks(0, 3)),
     }

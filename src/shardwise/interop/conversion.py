@@ -41,6 +41,7 @@ from shardwise.sharded_tensor import ShardedTensor, ShardedTensorBase
 from shardwise.sharded_tensor.assembly import require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import counted_once, shared_replicas, wants_graph
+from shardwise.sharded_tensor.movement import about
 from shardwise.sharding_spec import FixedShardingSpec, ShardingSpec, spec_of
 
 T = TypeVar("T")
@@ -71,7 +72,7 @@ def _sharded_to_dtensor(tensor: ShardedTensor, mesh: DeviceMesh, placements: Seq
 
     def work() -> tuple[tuple[tuple[Placing, ...], Layout], Fields]:
         placing, layout = _target(tensor, require_mesh(mesh), placements)
-        fields = {"verb": "to_dtensor", "mesh": f"{mesh}", "placements": placing, "tensor": tensor._layout.outline}
+        fields = {"verb": "to_dtensor", "mesh": f"{mesh}", "placements": placing, **about(tensor)}
         return (placing, layout), {**fields, "requires_grad": wants_graph(tensor)}
 
     placing, layout = in_step(tensor._process_group, work)
@@ -161,8 +162,8 @@ def _agreed_placements(
             raise SpecError(f"{tensor!r} cannot become {list(placing)}: ask for Replicate() or Shard(dim)")
         if parts and own != Partial("sum") and local.requires_grad and torch.is_grad_enabled():
             raise PropertyError(f"{own} {NO_GRADIENT}. Ask for Replicate() or Shard(dim), or convert under no_grad()")
-        fields = {"verb": "to_dtensor", "mesh": f"{mesh}", "placements": placing, "requires_grad": local.requires_grad}
-        return placing, fields
+        said = {"verb": "to_dtensor", "mesh": f"{mesh}", "placements": placing, "global_size": list(local.shape)}
+        return placing, {**said, "dtype": local.dtype, "requires_grad": local.requires_grad}
 
     return in_step(group, work)
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from shardwise import settings
 from shardwise.dispatch import Distributed, refuse_collective, refuse_mixed, registry, unsupported
 from shardwise.errors import CollectiveOpError, PropertyError, UnsupportedOpError, ViewWriteError
-from shardwise.ops.call import Aten, Call
+from shardwise.ops.call import Aten, Call, function
 from shardwise.ops.carried import carry, holds_carried, put_down
 from shardwise.ops.compute import Prepared, UnknownResultError, compute, prepare
 from shardwise.ops.gathered import compute_gathered, needs_whole
@@ -79,6 +79,9 @@ def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     before, before_carries, before_given = _outside.state, _outside.carries, _outside.given
     _outside.state, _outside.carries = _dispatch_state(), carries
     _outside.given = (tuple(args), kwargs)
+    outermost = function.called is None
+    if outermost:
+        function.called = (op, args, kwargs)
     try:
         with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
             found = op(*given, **named)
@@ -89,6 +92,8 @@ def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         refused = error
     finally:
         _outside.state, _outside.carries, _outside.given = before, before_carries, before_given
+        if outermost:
+            function.called = None
     name = getattr(op, "__name__", "")
     tensors = [leaf for leaf in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(leaf, torch.Tensor)]
     if name in ("__get__", "__set__"):
@@ -249,8 +254,9 @@ def _in_place(call: Call, written: list[int]) -> Any:
     if functional is None:
         return compute_gathered(call.op, (), call.arguments, needs_whole(call), written)
     names = {argument.name for argument in functional._schema.arguments}
+    arguments = _unchanged(call, outs)
     with torch._C._EnableTorchFunction():
-        result = aten(functional, (), {name: value for name, value in call.arguments.items() if name in names})
+        result = aten(functional, (), {name: value for name, value in arguments.items() if name in names})
     for out, value in zip(outs, pytree.tree_leaves(result), strict=True):
         if not torch.can_cast(value.dtype, out.dtype):
             raise PropertyError(f"result type {value.dtype} can't be cast to the desired output type {out.dtype}")
@@ -264,6 +270,21 @@ def _in_place(call: Call, written: list[int]) -> Any:
         else:  # which every rank has, and is given all of it
             out.copy_(value.full_tensor() if isinstance(value, ShardedTensorBase) else value)  # type: ignore[attr-defined] # on a group
     return outs[0] if len(outs) == 1 else tuple(outs)
+
+
+def _unchanged(call: Call, outs: list[torch.Tensor]) -> dict[str, Any]:
+    """The arguments; where they are recorded, with copies of what will be written into, which a backward may need."""
+    if not torch.is_grad_enabled() or not any(operand.requires_grad for operand in call.operands):
+        return call.arguments
+    roots = [_base_of(out) for out in outs]
+    return call.bound([one.clone() if any(_base_of(one) is root for root in roots) else one for one in call.operands])
+
+
+def _base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory this one shows a part of."""
+    while isinstance(tensor, ShardedTensorBase) and tensor._view_of is not None:
+        tensor = tensor._view_of
+    return tensor
 
 
 def _is_given(tensor: torch.Tensor) -> bool:

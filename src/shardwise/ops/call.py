@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from shardwise.dispatch import op_name
 from shardwise.sharded_tensor import ShardedTensorBase
 
 Aten = Any  # an OpOverload of torch.ops.aten
@@ -111,6 +115,22 @@ def plain_values(leaves: Sequence[Any]) -> str:
     """Numbers, strings and the like among values, in one line."""
     return ", ".join(repr(leaf) for leaf in leaves if leaf is None or isinstance(leaf, PLAIN))
 
+
+class Function(threading.local):
+    """The torch function that this thread computes, the outermost one: what its ops do depends on its arguments."""
+
+    called: tuple[Any, Sequence[Any], dict[str, Any]] | None = None
+
+    def __str__(self) -> str:
+        if self.called is None:
+            return "none"
+        op, args, kwargs = self.called
+        if not isinstance(op, FunctionType) or op.__name__.startswith("__"):
+            return "none"  # one op, whose arguments are compared; and `x + y` may be called by either of its names
+        return f"{op_name(op)} {plain_values(pytree.tree_leaves((tuple(args), kwargs)))}"
+
+
+function = Function()
 
 PLAIN = (bool, int, float, complex, str, torch.dtype)
 

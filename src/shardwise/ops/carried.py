@@ -16,7 +16,7 @@ from shardwise.dispatch import Distributed, registry
 
 
 class Carried(torch.Tensor):
-    """Stands for a plain tensor, which it has, where torch only asks for sizes and calls aten ops."""
+    """Stands for a plain tensor that wants a gradient, where torch only asks for attributes and calls aten ops."""
 
     plain: torch.Tensor
 
@@ -30,6 +30,7 @@ class Carried(torch.Tensor):
             storage_offset=plain.storage_offset(),
             dtype=plain.dtype,
             device=plain.device,
+            requires_grad=True,  # which functions ask before they prepare a backward
         )
         self.plain = plain
         return self

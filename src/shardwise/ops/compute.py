@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from shardwise import settings
 from shardwise.dispatch import unsupported
 from shardwise.errors import ProcessGroupError, UnsupportedOpError
 from shardwise.layout import Layout
-from shardwise.ops.call import Call
+from shardwise.ops.call import Call, function
 from shardwise.ops.plain_operand import shared_plain
 from shardwise.ops.rule import Reduction, Rule
 from shardwise.ops.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
@@ -160,12 +160,21 @@ class _Computation:
         stacking = make_stacking(self.schedule, self.everyone)
         meta = expect_partial(self.call, reduction)
         partials: list[tuple[torch.Tensor, ...]] = []
+        failed: Exception | None = None
         for row, tensors in zip(self.here, per_cell, strict=True):
             if row not in stacking.rows:
                 self.anchors.append(tie(tensors))
                 continue
-            made = reduction.partial(self.call, tensors) if reduction.partial else self.call.run(tensors)
+            try:
+                made = reduction.partial(self.call, tensors) if reduction.partial else self.call.run(tensors)
+            except Exception as error:
+                # The others are on their way into the transfer: this rank takes part in it, and raises then.
+                failed = failed or error
+                size = stacking.source.boxes.sizes[stacking.rows.index(row)].tolist()[1:]
+                made = tuple(torch.zeros(size, dtype=dtype, device=tensors[0].device) for dtype in meta)
             partials.append(made if isinstance(made, tuple) else (made,))
+        if failed is not None and self.tells:  # while the ranks agree
+            in_step_telling(group, lambda: raised(failed))
         stacks: list[Tensors] = []
         anchor = tie(self.anchors) if self.anchors else None
         plan = make_plan(stacking.source, stacking.target)
@@ -180,6 +189,8 @@ class _Computation:
             stacks.append(stack)
             if anchor_k is not None:
                 self.anchors.append(anchor_k)
+        if failed is not None:
+            raise failed
         found = [reduction.again(self.call, list(pieces)) for pieces in zip(*stacks, strict=True)]
         return self._wrapped((stacking.result,) * len(self.expected), found)
 
@@ -297,6 +308,11 @@ def tell(call: Call, group: ProcessGroup, brought: bytes) -> list[bytes]:
     return in_step_telling(group, lambda: (None, _fields(call), brought))[1]
 
 
+def raised(error: Exception) -> NoReturn:
+    """As work that failed."""
+    raise error
+
+
 def _can_tell(call: Call, schedule: Schedule, everyone: tuple[Placement, ...]) -> bool:
     """Whether the partial results are so small that they can be told."""
     source = make_stacking(schedule, everyone).source
@@ -307,7 +323,7 @@ def _can_tell(call: Call, schedule: Schedule, everyone: tuple[Placement, ...]) -
 
 def _fields(call: Call) -> Fields:
     """What must be the same on every rank of a call."""
-    fields: dict[str, object] = {"op": call.name, "arguments": call.settings()}
+    fields: dict[str, object] = {"op": call.name, "arguments": call.settings(), "function": str(function)}
     fields["gather_budget"] = settings.current().gather_budget
     for k, operand in enumerate(call.operands):
         about = operand._layout.outline if isinstance(operand, ShardedTensorBase) else tuple(operand.shape)

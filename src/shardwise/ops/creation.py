@@ -16,6 +16,7 @@ from shardwise.ops.below import HANDLERS
 from shardwise.ops.call import Call
 from shardwise.ops.compute import assemble, frame_of, places_of
 from shardwise.ops.schedule import chunked
+from shardwise.placement import rank_device
 from shardwise.random import Draw, current_generator
 from shardwise.sharded_tensor.drawing import drawn_here
 from shardwise.sharded_tensor.movement import whole_on
@@ -39,27 +40,39 @@ DRAWS: dict[Op, Draw] = {
 FORMATS = (None, torch.preserve_format, torch.contiguous_format)
 
 
+def _placed(layout: Layout, device: Any) -> Layout:
+    """The layout on this device; on one of each rank's own if it has no number."""
+    if device is None:
+        return layout
+    wanted = torch.device(device)
+    has_number = wanted != torch.device(wanted.type)
+    if all(place.device == wanted if has_number else place.device.type == wanted.type for place in layout.places):
+        return layout
+    return layout.moved(lambda place: place.on(wanted if has_number else rank_device(place.rank or 0, wanted.type)))
+
+
 def _register(op: Op) -> None:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         tensor, *rest = args
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type != tensor.device.type:
-            raise unsupported(op, args, kwargs, f"the shards would leave {tensor.device.type}, where they are placed")
         if kwargs.get("layout") not in (None, torch.strided) or kwargs.get("memory_format") not in FORMATS:
             raise unsupported(op, args, kwargs, "sharded tensors are strided and contiguous")
+        frame, dtype = tensor._frame, kwargs.get("dtype") or tensor.dtype
         options = {name: value for name, value in kwargs.items() if name != "device"}
+        layout = _placed(frame.layout, kwargs.get("device"))
+        if layout is not frame.layout:
+            frame = frame_of(layout, dtype, frame.process_group)
+            options["device"] = frame.device
         generator, draw = current_generator(), DRAWS.get(op)
         if generator is not None and draw is not None:
             tensors = [torch.empty_like(local, **options) for local in tensor._local_tensors()]
-            generator.fill(tensor._layout, tensor._frame.rows, tensors, draw)
+            generator.fill(layout, frame.rows, tensors, draw)
         else:
             draws = draw is not None or op is torch.randint_like
-            with drawn_here(tensor.device) if draws and kwargs.get("generator") is None else nullcontext():
+            with drawn_here(frame.device) if draws and kwargs.get("generator") is None else nullcontext():
                 tensors = [op(local, *rest, **options) for local in tensor._local_tensors()]
             if draws:
-                dtype = kwargs.get("dtype") or tensor.dtype
-                make_alike(tensor._layout, tensors, dtype, tensor._frame.process_group)
-        new = tensor._like(tensors, kwargs.get("dtype") or tensor.dtype)
+                make_alike(layout, tensors, dtype, frame.process_group)
+        new = tensor._derived(frame.with_dtype(dtype), tensors, None)
         new._wants_grad, new._anchor = bool(kwargs.get("requires_grad", False)), None
         return new
 
@@ -96,11 +109,12 @@ def _new(call: Call) -> Any:
         everyone = places_of(x._layout, group)
         is_small = size.numel() * dtype.itemsize <= settings.current().gather_budget
         layout = whole_on(size, everyone) if is_small or size.numel() < 2 else chunked(size, everyone)
+    layout = _placed(layout, call["device"])
     frame = frame_of(layout, dtype, group) if layout is not x._layout else x._frame.with_dtype(dtype)
     sizes = [layout.boxes.sizes[row].tolist() for row in frame.rows]
-    stand_in = torch.empty(0, dtype=dtype, device=x.device)
+    stand_in = torch.empty(0, dtype=dtype, device=frame.device)
     if "stride" in call.arguments:  # sharded tensors are contiguous
-        made = [torch.empty(one, dtype=dtype, device=x.device) for one in sizes]
+        made = [torch.empty(one, dtype=dtype, device=frame.device) for one in sizes]
     else:
         made = [call.run([stand_in], size=one, device=None, pin_memory=None) for one in sizes]
     return assemble(type(x), frame, made, [], records=False)

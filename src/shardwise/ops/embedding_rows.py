@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from shardwise.meeting import lost
 from shardwise.ops.embedding_route import Band, Span, make_route
 from shardwise.process_group import group_ranks, is_fake
 from shardwise.sharded_tensor import ShardedTensor
-from shardwise.sharded_tensor.gradients import new_anchor, wants_graph
+from shardwise.sharded_tensor.gradients import compared, new_anchor, wants_graph
 from shardwise.transfer import make_plan
-from shardwise.transfer.execute import lost, wire_device
+from shardwise.transfer.execute import wire_device
 from shardwise.transfer.pieces import as_bytes, copy
 
 
@@ -37,7 +38,7 @@ class Table:
 
     def __init__(self, weight: ShardedTensor, group: ProcessGroup) -> None:
         layout = weight._layout
-        self.group, self.width, self.dtype = group, weight.shape[1], weight.dtype
+        self.group, self.width, self.dtype, self.outline = group, weight.shape[1], weight.dtype, layout.outline
         self.here = dist.get_rank(group)
         self.route = make_route(layout, tuple(group_ranks(group)))
         self.wire = wire_device(make_plan(layout, layout), group)
@@ -61,7 +62,9 @@ class Table:
         try:
             dist.all_to_all_single(as_bytes(taken), sent, came, went, group=self.group)
         except RuntimeError as error:
-            raise lost(f"exchange {sent.numel():,} bytes of ids or rows of a sharded table", error) from error
+            raise lost(
+                f"exchange {sent.numel():,} bytes of ids or rows of a sharded table", error, self.group
+            ) from error
         return taken
 
     def packed(self, views: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -95,7 +98,7 @@ class Exchange:
         self, table: Table, ids: torch.Tensor, counts: torch.Tensor | None = None, *, everywhere: bool = False
     ) -> None:
         self._table, self._length, self._device = table, len(ids), ids.device
-        self._stays = table.route.at_home and not everywhere
+        self.stays = table.route.at_home and not everywhere
         bounds = torch.tensor(table.route.bounds, dtype=torch.int64, device=ids.device).view(-1, 2)
         slices = torch.searchsorted(ids, bounds).tolist()
         # For each band of each member, where its ids are among ours.
@@ -150,7 +153,7 @@ class Exchange:
         """For each member, how many ids it has for each band of this rank."""
         table, route = self._table, self._table.route
         lengths = [end - begin for begin, end in self._slices]
-        if self._stays:
+        if self.stays:
             own = [length for length, band in zip(lengths, route.bands, strict=True) if band.member == table.here]
             return [own if member == table.here else [0] * len(own) for member in range(route.members)]
         shape = (route.members, len(table.bands))
@@ -167,7 +170,7 @@ class Exchange:
         return _sorted_out(taken, [number for numbers in self._numbers for number in numbers], len(table.bands))
 
     def _swap(self, given: torch.Tensor, out: list[int], into: list[int]) -> torch.Tensor:
-        if self._stays:
+        if self.stays:
             return given.to(self._table.wire).reshape(-1)
         return self._table.swap(given, out, into)
 
@@ -247,6 +250,10 @@ class Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """A gradient for each local tensor, dense or sparse, and a zero for the anchor."""
         lookup, exchange = ctx.lookup, ctx.exchange
+        table = lookup.table
+        if lookup.shared or not exchange.stays:
+            fields = {"verb": "the gradient of an embedding", "weight": table.outline, "dtype": grad.dtype}
+            compared(table.group, fields)()
         if lookup.shared:
             exchange = Exchange(lookup.table, lookup.ids, lookup.counts, everywhere=True)
         layout = torch.sparse_coo if lookup.sparse else torch.strided

@@ -1,36 +1,43 @@
-"""`torch._foreach_*` and `torch._fused_*`: lists of tensors at once, in which sharded ones stand for their shards."""
+"""`torch._foreach_*` and `torch._fused_*`: lists of tensors at once, in which sharded ones stand for their shards.
+
+A row is what belongs to one entry of the first list. Rows whose tensors are sharded alike are computed together, on the
+shards. All others (other layouts, plain tensors beside sharded ones, anything that autograd records) are computed one
+by one, by the function for one tensor. Which rows these are, every rank knows from the layouts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.dispatch import Op, registry
-from shardwise.errors import PropertyError, ViewWriteError
+from shardwise.errors import PropertyError
+from shardwise.ops.pointwise import is_pointwise
+from shardwise.ops.rule import broadcast_shapes
 from shardwise.sharded_tensor import ShardedTensor, ShardedTensorBase
-from shardwise.sharded_tensor.gradients import recorded
 
-REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}  # one value for each tensor, not for each shard
+aten = torch.ops.aten
+ALSO = ("clone", "copy", "zero")  # element by element, though no tag says so
 
 
-def _shards(one: Any, model: Any) -> list[torch.Tensor]:
-    """The tensors that stand for one entry of a list; where there are none, an empty one, to learn the dtype from."""
-    if not isinstance(one, ShardedTensorBase):
-        return [one]
-    mine = one._local_tensors()
-    if one is model and mine:
-        return mine
+def _shards(one: Any, model: Any) -> list[Any]:
+    """What stands for one entry of a list: a value for each shard of the tensor in the first list.
+
+    On a rank without shards that is an empty tensor, to learn the dtype from.
+    """
     if not isinstance(model, ShardedTensorBase):
-        raise PropertyError("a foreach function was given a sharded tensor where the first list has a plain one")
-    return model._locals_of(one) or [torch.empty(0, dtype=one.dtype)]
-
-
-def _ready(one: Any) -> Any:
-    """A tensor to compute with: a leaf with replicas by way of what gives each of them the whole gradient."""
-    if not isinstance(one, ShardedTensorBase) or not one._layout.has_replicas or not one.requires_grad:
-        return one
-    return one._derived(one._frame, *recorded(one))
+        if isinstance(one, ShardedTensorBase):
+            raise PropertyError("a fused function was given a sharded tensor where the first list has a plain one")
+        return [one]
+    if isinstance(one, ShardedTensorBase):
+        return model._locals_of(one) or [torch.empty(0, dtype=one.dtype)]
+    rows = model._frame.rows
+    if not isinstance(one, torch.Tensor) or not one.ndim:
+        return [one] * max(len(rows), 1)
+    wide = one.expand(model.shape)
+    return [wide[model._layout.boxes.index(row)] for row in rows] or [one.reshape(-1)[:0]]
 
 
 def _value(arg: Any) -> Any:
@@ -38,135 +45,178 @@ def _value(arg: Any) -> Any:
     return arg.full_tensor() if isinstance(arg, ShardedTensor) else arg
 
 
-def _parts(plain: Any, model: Any) -> list[Any]:
-    """What a plain entry of a list, the same on every rank, is for each shard of the tensor that it goes with."""
-    if not isinstance(model, ShardedTensorBase):
-        return [plain]
-    rows = model._frame.rows
-    if not isinstance(plain, torch.Tensor) or not plain.ndim:
-        return [plain] * max(len(rows), 1)
-    wide = plain.expand(model.shape)
-    return [wide[model._layout.boxes.index(row)] for row in rows] or [plain.reshape(-1)[:0]]
-
-
-def _one_by_one(op: Op, args: Any, kwargs: Any) -> list[Any]:
-    """The same for each tensor alone: all ranks then take part, and shards are moved where they must be."""
-    name = op.__name__.removeprefix("_foreach_")
-    function = getattr(torch.Tensor if name.endswith("_") else torch, name)
-    columns = [arg if isinstance(arg, list | tuple) else [arg] * len(args[0]) for arg in args]
-    if name.rstrip("_") in ("addcmul", "addcdiv") and len(columns) == 4:
-        *columns, values = columns  # which these take by its name
-        return [function(*row, value=value) for *row, value in zip(*columns, _numbers(values), strict=True)]
-    return [function(*row, **kwargs) for row in zip(*columns, strict=True)]
-
-
-def _numbers(values: Any) -> list[Any]:
-    return [one.item() if isinstance(one, torch.Tensor) else one for one in values]
-
-
-def _apart(first: Any, args: Any) -> bool:
-    """Whether an entry of another list is cut otherwise than the tensor that it goes with."""
-    lists = [arg for arg in args if isinstance(arg, list | tuple)]
-    return any(
-        isinstance(one, ShardedTensorBase) and not _cut_alike(one, model)
-        for arg in lists
-        for one, model in zip(arg, first, strict=False)
-    )
-
-
-def _cut_alike(one: ShardedTensorBase, model: Any) -> bool:
-    if not isinstance(model, ShardedTensorBase):
+def _is_alike(one: Any, model: Any) -> bool:
+    """Whether an entry can be cut as the tensor in the first list is, without moving anything."""
+    if not isinstance(one, torch.Tensor):
+        return True
+    if not isinstance(one, ShardedTensorBase):
+        return not one.ndim or one.shape == model.shape or _fits(one.shape, model.shape)
+    if not isinstance(model, ShardedTensorBase) or one._frame.process_group is not model._frame.process_group:
         return False
-    same = one._frame is model._frame or one._layout == model._layout
-    return same or model._layout.order_of(one._layout) is not None
+    return one._layout == model._layout or model._layout.order_of(one._layout) is not None
 
 
-def _wants_gradients(values: Any) -> bool:
-    """Whether a value beside the first list is plain, or a number, and wants a gradient."""
-    if isinstance(values, list | tuple):
-        return any(_wants_gradients(one) for one in values if not isinstance(one, ShardedTensorBase))
-    return isinstance(values, torch.Tensor) and values.requires_grad and torch.is_grad_enabled()
+def _fits(shape: torch.Size, into: torch.Size) -> bool:
+    try:
+        return broadcast_shapes(shape, into) == into
+    except RuntimeError:
+        return False
 
 
-def _require_writable(target: ShardedTensorBase, values: list[Any]) -> None:
-    """Raise for a view of which some ranks hold nothing: they would not know of the graph of what is written."""
-    recorded = torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in values)
-    if target._view_of is not None and recorded:
-        raise ViewWriteError(
-            "torch._foreach functions do not write values that want a gradient into views of sharded tensors: write "
-            "into one tensor at a time"
-        )
-    if target._view_of is not None or target._copy_of_view:
-        target._require_writable()
+def _is_recorded(row: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in row)
 
 
-def _register(op: Op, *, in_place: bool) -> None:
+def _together(op: Op, lists: list[Any], rest: dict[str, Any], *, in_place: bool) -> list[Any]:
+    """The function on the shards of all tensors at once; a result for each entry of the first list."""
+    first = lists[0]
+    for one in first if in_place else ():
+        if isinstance(one, ShardedTensorBase) and (one._view_of is not None or one._copy_of_view):
+            one._require_writable()
+
+    def flat(arg: Any) -> Any:
+        """A list for each tensor as a list for each shard."""
+        if not isinstance(arg, list | tuple):
+            return _value(arg)
+        if arg and len(arg) != len(first):  # an optimizer's state that it does not keep is an empty list
+            raise PropertyError(f"{op.__name__} was given lists of {len(first)} and {len(arg)} tensors")
+        pairs = zip(arg, first, strict=bool(arg))
+        return [leaf for one, model in pairs for leaf in _shards(one, model)]
+
+    made = op(*map(flat, lists), **{name: flat(value) for name, value in rest.items()})
+    if in_place:
+        return list(first)
+    found, results = iter(made), []
+    for one in first:
+        pieces = [next(found) for _ in _shards(one, one)]
+        if isinstance(one, ShardedTensorBase):
+            results.append(one._like(pieces if one._local_tensors() else [], pieces[0].dtype))
+        else:
+            results.append(pieces[0])
+    return results
+
+
+def _by_position(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a foreach function, those by position that have a position."""
+    packet = getattr(aten, name)
+    for overload in packet.overloads() if kwargs else ():
+        schema = getattr(packet, overload)._schema.arguments
+        names = [argument.name for argument in schema if not argument.kwarg_only]
+        if overload.endswith("out") or not kwargs.keys() <= {argument.name for argument in schema}:
+            continue
+        rest = dict(kwargs)
+        given = list(args)
+        while len(given) < len(names) and names[len(given)] in rest:
+            given.append(rest.pop(names[len(given)]))
+        if not rest.keys() & set(names):
+            return given, rest
+    return list(args), kwargs
+
+
+def _register(name: str, alone: Callable[..., Any], *, on_shards: bool) -> None:
+    """Handle a foreach function, for whose rows there is a function ``alone``."""
+    op, in_place = getattr(torch, name), name.endswith("_")
+
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-        if not isinstance(args[0], list | tuple):
-            raise PropertyError(f"{op.__name__} needs a list of tensors first")
-        others = (*args[1:], *kwargs.values())
-        alone = not in_place and any(_wants_gradients(value) for value in others)
-        if alone or (op.__name__.startswith("_foreach_") and _apart(args[0], others)):
-            made = _one_by_one(op, args, kwargs)
-            return None if in_place else made
-        # With gradients, those of replicas are for all of them: see `recorded`.
-        first = args[0] if in_place else [_ready(one) for one in args[0]]
-        args = (first, *args[1:])
-        counts = [len(_shards(one, one)) for one in first]
-        for one in first if in_place else ():
-            if isinstance(one, ShardedTensorBase):
-                _require_writable(one, [value for arg in args[1:] if isinstance(arg, list | tuple) for value in arg])
-
-        def flat(arg: Any) -> Any:
-            """A list for each tensor as a list for each shard."""
-            if not isinstance(arg, list | tuple):
-                return _value(arg)
-            if arg and len(arg) != len(first):  # an optimizer's state that it does not keep is an empty list
-                raise PropertyError(f"{op.__name__} was given lists of {len(first)} and {len(arg)} tensors")
-            leaves: list[Any] = []
-            for one, model in zip(arg, first, strict=bool(arg)):
-                leaves += _shards(one, model) if isinstance(one, ShardedTensorBase) else _parts(one, model)
-            return leaves
-
-        made = op(*map(flat, args), **{name: flat(value) for name, value in kwargs.items()})
-        if in_place:
-            return None
-        found = iter(made)
-        results = []
-        for one, count in zip(first, counts, strict=True):
-            pieces = [next(found) for _ in range(count)]
-            if isinstance(one, ShardedTensorBase):
-                results.append(one._like(pieces if one._local_tensors() else [], pieces[0].dtype))
-            else:
-                results.append(pieces[0])
-        return tuple(results) if isinstance(made, tuple) else results
+        given, rest = _by_position(name, args, kwargs)
+        count = next(len(arg) for arg in given if isinstance(arg, list | tuple))
+        if len(given) == 4 and isinstance(given[3], torch.Tensor):  # a number for each row
+            given[3] = _value(given[3]).tolist()
+        for arg in given:
+            if isinstance(arg, list | tuple) and len(arg) != count:
+                raise PropertyError(f"{name} was given lists of {count} and {len(arg)} entries")
+        columns = [list(arg) if isinstance(arg, list | tuple) else [arg] * count for arg in given]
+        rows = list(zip(*columns, strict=True))
+        apart = [
+            not on_shards
+            or not isinstance(row[0], torch.Tensor)
+            or _is_recorded(row)
+            or not all(_is_alike(one, row[0]) for one in row)
+            for row in rows
+        ]
+        results: list[Any] = [None] * count
+        alike = [k for k in range(count) if not apart[k]]
+        if alike:
+            picked = [
+                [column[k] for k in alike] if isinstance(arg, list | tuple) else arg
+                for arg, column in zip(given, columns, strict=True)
+            ]
+            for k, found in zip(alike, _together(op, picked, rest, in_place=in_place), strict=True):
+                results[k] = found
+        for k, row in enumerate(rows):
+            if apart[k]:
+                results[k] = alone(*row, **rest)
+        return given[0] if in_place else tuple(results)
 
     registry.built_in[op] = handler
 
 
-def _norms(types: Any, args: Any, kwargs: Any, process_group: Any) -> list[Any]:
-    tensors, *rest = args
-    order = rest[0] if rest else kwargs.get("ord", 2)
-    return [torch.linalg.vector_norm(one, order, dtype=kwargs.get("dtype")) for one in tensors]
+def _register_fused(op: Op) -> None:
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
+        _together(op, list(args), kwargs, in_place=True)
+
+    registry.built_in[op] = handler
 
 
-def _powers(types: Any, args: Any, kwargs: Any, process_group: Any) -> list[Any]:
-    tensors, *rest = args
-    order = rest[0] if rest else kwargs.get("ord", 2)
-    return [one.abs().pow(order).sum(dtype=kwargs.get("dtype")) for one in tensors]
+# The functions for one row, where they are not those of the same name ------------------------------------------------
 
 
-def _maxima(types: Any, args: Any, kwargs: Any, process_group: Any) -> list[Any]:
-    return [one.max() for one in args[0]]
+def _extreme(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.maximum` or `minimum`, also with a number."""
+
+    def alone(x: torch.Tensor, other: Any) -> torch.Tensor:
+        if not isinstance(other, torch.Tensor):
+            other = torch.tensor(other, dtype=torch.result_type(x, other), device=x.device)
+        return function(x, other)
+
+    return alone
+
+
+def _written(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same in place."""
+    return lambda x, *rest: x.copy_(function(x, *rest))
+
+
+def _with_value(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`addcmul` and `addcdiv`, which take their number by name."""
+    return lambda x, one, other, value=1: function(x, one, other, value=value)
+
+
+def _norm(x: torch.Tensor, ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
+    return torch.linalg.vector_norm(x, ord, dtype=dtype)
+
+
+def _power_sum(x: torch.Tensor, ord: Any = 2, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return x.abs().pow(ord).sum(dtype=dtype)
+
+
+ALONE: dict[str, Callable[..., Any]] = {
+    "maximum": _extreme(torch.maximum),
+    "minimum": _extreme(torch.minimum),
+    "maximum_": _written(_extreme(torch.maximum)),
+    "minimum_": _written(_extreme(torch.minimum)),
+    **{name: _with_value(getattr(torch.Tensor, name)) for name in ("addcmul", "addcdiv", "addcmul_", "addcdiv_")},
+    "norm": _norm,
+    "powsum": _power_sum,
+}
+
+
+def _is_elementwise(name: str) -> bool:
+    """Whether the function for one tensor is known to compute element by element: no other may go shard by shard."""
+    packet = getattr(aten, name, None)
+    pointwise = packet is not None and any(is_pointwise(getattr(packet, overload)) for overload in packet.overloads())
+    return name in ALSO or (pointwise and name not in ("max", "norm"))
 
 
 for _name in sorted(dir(torch)):
-    if _name.startswith("_foreach_") and _name not in REDUCTIONS:
-        _register(getattr(torch, _name), in_place=_name.endswith("_"))
+    if _name.startswith("_foreach_"):
+        _bare = _name.removeprefix("_foreach_")
+        _owner = torch.Tensor if _bare.endswith("_") else torch
+        _register(
+            _name,
+            ALONE.get(_bare) or getattr(_owner, _bare),
+            on_shards=_is_elementwise(_bare.removesuffix("_")),
+        )
 for _name in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"):
     if hasattr(torch, _name):
-        _register(getattr(torch, _name), in_place=True)
-registry.built_in[torch._foreach_norm] = _norms
-registry.built_in[torch._foreach_max] = _maxima
-if hasattr(torch, "_foreach_powsum"):
-    registry.built_in[torch._foreach_powsum] = _powers
+        _register_fused(getattr(torch, _name))

@@ -36,18 +36,27 @@ def contraction(pattern: str) -> Callable[[Call], Rule | None]:
 
 
 def _plus(product: Callable[[Call], Any]) -> Callable[[Call], Any]:
-    """addmm and the like: ``beta * self + alpha * product``."""
+    """addmm and the like: ``beta * self + alpha * product``.
+
+    What is multiplied by 0 may hold NaN or infinity, and is ignored; it still gets its gradient, which is 0.
+    """
 
     def handler(call: Call) -> Any:
-        made = product(call)
         alpha, beta, bias = call.arguments.get("alpha", 1), call.arguments.get("beta", 1), call["self"]
-        if alpha != 1:
-            made = made * alpha
-        if beta == 0:
+        elementwise = call.op.overloadpacket is aten.addr  # which ignores self alone
+        made = _times(alpha, product(call), ignores=not elementwise)
+        if beta == 0 and not (torch.is_grad_enabled() and bias.requires_grad):
             return made
-        return made + (bias if beta == 1 else bias * beta)
+        return made + _times(beta, bias, ignores=True)
 
     return handler
+
+
+def _times(factor: Any, x: torch.Tensor, *, ignores: bool) -> torch.Tensor:
+    """A multiple of a tensor; with ``ignores``, zeros where the factor is 0, whatever the tensor holds."""
+    if factor == 0 and ignores:
+        return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
+    return x if factor == 1 else x * factor
 
 
 # One product for each group of rows ---------------------------------------------------------------------------------

@@ -20,8 +20,13 @@ from shardwise.sharded_tensor.gradients import recorded
 aten = torch.ops.aten
 
 
-def part(x: ShardedTensorBase, dim: int, start: int, stop: int, step: int = 1) -> ShardedTensorBase:
-    """Every so many elements of a dim from start to stop: each rank the part of it that it holds, as views."""
+def part(
+    x: ShardedTensorBase, dim: int, start: int, stop: int, step: int = 1, *, apart: bool = False
+) -> ShardedTensorBase:
+    """Every so many elements of a dim from start to stop: each rank the part of it that it holds, as views.
+
+    With ``apart`` the parts share memory, but are no views to autograd, as the results of `torch.unsafe_split`.
+    """
     layout = x._layout
     count = max(-(-(stop - start) // step), 0)
     first = np.clip(-(-(layout.boxes.offsets[:, dim] - start) // step), 0, count)
@@ -43,9 +48,15 @@ def part(x: ShardedTensorBase, dim: int, start: int, stop: int, step: int = 1) -
             begin = start + int(first[row]) * step - int(layout.boxes.offsets[row, dim])
             length = int(last[row] - first[row])
             end = begin + (length - 1) * step + 1 if length else begin
-            index = (slice(None),) * dim
-            found.append(local[row][(*index, slice(max(begin, 0), max(end, 0), step))])
-    return _view(x, made, found, tensors, anchor)
+            begin, end = (min(max(at, 0), local[row].shape[dim]) for at in (begin, end))
+            if apart:
+                around = [begin, end - begin, local[row].shape[dim] - end]
+                found.append(local[row].unsafe_split_with_sizes(around, dim)[1])
+            else:
+                found.append(local[row][(*(slice(None),) * dim, slice(begin, end, step))])
+    view = _view(x, made, found, tensors, anchor)
+    view._view_of = None if apart else x
+    return view
 
 
 def _view(
@@ -94,17 +105,22 @@ def _without(x: ShardedTensorBase, dim: int) -> ShardedTensorBase:
     return _view(x, made, found, tensors, anchor)
 
 
-def _split_at(x: Any, dim: int, sizes: Sequence[int]) -> list[Any]:
+def _split_at(x: Any, dim: int, sizes: Sequence[int], *, apart: bool = False) -> list[Any]:
     made, begin = [], 0
     for size in sizes:
-        made.append(part(x, dim % x.ndim, begin, begin + size))
+        made.append(part(x, dim % x.ndim, begin, begin + size, apart=apart))
         begin += size
     return made
 
 
-def _split(call: Call) -> Any:
+def _split(call: Call, *, apart: bool = False) -> Any:
     x, dim = call.operands[0], call.arguments.get("dim", 0)
-    return _split_at(x, dim, [size[dim % x.ndim] for size, _ in expect(call)])
+    return _split_at(x, dim, [size[dim % x.ndim] for size, _ in expect(call)], apart=apart)
+
+
+def _unsafe_split(call: Call) -> Any:
+    """What is written into one part is no change of another to autograd."""
+    return _split(call, apart=True)
 
 
 def _unbind(call: Call) -> Any:
@@ -171,8 +187,8 @@ HANDLERS.update(
         aten.split_copy.Tensor: _copied(_split),
         aten.split_with_sizes: _split,
         aten.split_with_sizes_copy: _copied(_split),
-        aten.unsafe_split: _split,
-        aten.unsafe_split_with_sizes: _split,
+        aten.unsafe_split: _unsafe_split,
+        aten.unsafe_split_with_sizes: _unsafe_split,
         aten.unbind: _unbind,
         aten.unbind_copy: _copied(_unbind),
         aten.flip: _flip,

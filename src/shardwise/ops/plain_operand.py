@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardwise.meeting import lost
+from shardwise.sharded_tensor.gradients import compared
+
 
 class SharedPlain(torch.autograd.Function):
     """A plain tensor that is the same on every rank; its gradient is the sum of what all ranks made of it."""
@@ -31,8 +34,14 @@ class SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         """An all-reduce."""
         ctx.group = group
+        fields = {"verb": "the gradient of a plain operand", "size": tuple(tensor.shape), "dtype": tensor.dtype}
+        ready = compared(group, fields)
         total = tensor.resolve_conj().resolve_neg().contiguous().clone()
-        dist.all_reduce(total, group=group)
+        ready()
+        try:
+            dist.all_reduce(total, group=group)
+        except RuntimeError as error:
+            raise lost(f"add up {total.nbytes:,} bytes of the gradient of a plain operand", error, group) from error
         return total
 
     @staticmethod

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from shardwise.dispatch import Op, registry
-from shardwise.ops.below import HANDLERS, descend
+from shardwise.ops.below import HANDLERS, descend, functional_of
 from shardwise.ops.call import Aten, Call
 from shardwise.ops.compute import compute
 from shardwise.ops.rule import Rule, broadcast
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.direct import call_directly
-from shardwise.sharded_tensor.gradients import new_anchor, note_write
 
 aten = torch.ops.aten
 
@@ -90,7 +89,21 @@ def pointwise(call: Call) -> Any:
     if written != [0] or call.arguments.get("out") is not None or not isinstance(target, ShardedTensorBase):
         return NotImplemented
     target._require_writable()
+    if _changes_what_is_saved(call.op, target, call.operands) and functional_of(call.op) is not None:
+        return NotImplemented
     return compute(call, rule, lead=0)
+
+
+def _changes_what_is_saved(op: Any, target: ShardedTensorBase, operands: Sequence[Any]) -> bool:
+    """Whether an op that writes into a view is recorded, other than `copy_`, which saves nothing.
+
+    Autograd takes whatever is written into one view for a change of all views of the same memory. So it would refuse
+    the backward of an op that saved its result, `a.sigmoid_()`, once another view is written into, `b.tanh_()`: on the
+    ranks where both are in one shard, while the others go on. Computed apart and copied, the result stays as it is.
+    """
+    if target._view_of is None or not torch.is_grad_enabled() or op in (aten.copy_.default, torch.Tensor.copy_):
+        return False
+    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in operands)
 
 
 # The short way, for operands that are sharded alike -----------------------------------------------------------------
@@ -135,7 +148,7 @@ def _register(op: Op, *, in_place: bool) -> None:
                 columns.append(None)
         if kwargs and any(isinstance(value, torch.Tensor) or name in LONG for name, value in kwargs.items()):
             return descend(op, args, kwargs)
-        if not tensors or layout.has_replicas:
+        if not tensors or layout.has_replicas or (in_place and _changes_what_is_saved(op, first, args)):
             return descend(op, args, kwargs)
         if in_place:
             first._require_writable()
@@ -149,8 +162,6 @@ def _register(op: Op, *, in_place: bool) -> None:
                 for row in range(len(tensors))
             ]
         if in_place:
-            if first._view_of is not None and torch.is_grad_enabled() and first.requires_grad:
-                note_write(first, new_anchor(frame.device))
             return first
         if made[0] is NotImplemented:
             return NotImplemented

@@ -17,9 +17,9 @@ from torch.nn import Parameter
 
 from shardwise import settings
 from shardwise.dispatch import registry
+from shardwise.meeting import traffic
 from shardwise.ops.recorder import Recorder, is_pure, recording, watch
 from shardwise.ops.tape import Tape
-from shardwise.process_group import traffic
 from shardwise.sharded_tensor import ShardedTensorBase
 
 MOST = 4096  # kinds of calls that are remembered

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import OptimizerError, OptimizerStateError
-from shardwise.process_group import Fields, without_data
+from shardwise.process_group import Fields, raises_alone, without_data
 from shardwise.sharded_optim import loading, naming, state, template
 from shardwise.sharded_optim.member import Member
 from shardwise.sharded_optim.roster import Roster, leaves_of, together
@@ -88,10 +88,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for key in group:
                 if key != "params" and key != "param_names":
                     inner[key] = group[key]
-        if not roster.visitors:
-            loss = step_in_place(roster, closure)
-        else:
-            loss = (step_jointly if roster.scope == "model" else step_whole)(roster, closure)
+        try:
+            if not roster.visitors:
+                loss = step_in_place(roster, closure)
+            else:
+                loss = (step_jointly if roster.scope == "model" else step_whole)(roster, closure)
+        except Exception as error:
+            raises_alone(roster.group, error)
+            raise
         self._return_options()
         return loss
 
@@ -143,19 +147,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._state_dict(None)
 
     def _state_dict(self, prepare: Callable[[], None] | None) -> dict[str, Any]:
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        self._follow()
         roster = self._roster
+
+        def ready() -> Any:
+            for before in self._optimizer_state_dict_pre_hooks.values():
+                before(self)
+            self._follow()
+            if prepare is not None:
+                prepare()
+            return roster.members, roster.inner.state
+
+        entries = state.exported(ready, roster.group)
         groups = [
             {**options, "params": [member.name for member in members]} for members, options in self._with_options()
         ]
-        entries = state.exported(roster.members, roster.inner.state, roster.group, prepare=prepare)
         self._given_out = entries if self._roomless and not self._begun else None
         made: dict[str, Any] = {"state": entries, "param_groups": groups}
-        for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, made)
-            made = made if changed is None else changed
+        try:
+            for after in self._optimizer_state_dict_post_hooks.values():
+                changed = after(self, made)
+                made = made if changed is None else changed
+        except Exception as error:
+            raises_alone(roster.group, error)
+            raise
         return made
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -164,14 +178,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         The groups' options are found by the names in them. All that is unknown, missing or of a wrong size is told in
         one error, on every rank, and then nothing has changed. What a rank lacks of its part travels.
         """
-        given: Any = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, given)
-            given = given if changed is None else changed
-        self._follow()
         roster = self._roster
 
         def check() -> tuple[loading.Loaded, Fields]:
+            given: Any = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+            for before in self._optimizer_load_state_dict_pre_hooks.values():
+                changed = before(self, given)
+                given = given if changed is None else changed
+            self._follow()
             self._require_filled(given)
             strict, shapes = roster.optimizer_class in TORCH, template.Shapes(roster.new_optimizer)
 
@@ -195,8 +209,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._first, self._begun, self._given_out = {}, True, None
         for group, over in zip(self.param_groups, loaded.options, strict=True):
             group.update(over)
-        for done in self._optimizer_load_state_dict_post_hooks.values():
-            done(self)
+        try:
+            for done in self._optimizer_load_state_dict_post_hooks.values():
+                done(self)
+        except Exception as error:
+            raises_alone(roster.group, error)
+            raise
 
     def _require_filled(self, given: Any) -> None:
         """Raise where this optimizer gets its own entries back, as empty as they were: they were loaded in vain."""

@@ -75,7 +75,7 @@ class Roster:
         if not stale:
             return
         moved = [member for member in stale if not member.keeps_layout()]
-        entries = state.exported(moved, self.inner.state, self.group) if moved else {}
+        entries = state.exported(lambda: (moved, self.inner.state), self.group) if moved else {}
         new = {member: self._renewed(member) for member in stale}
         there = state.imported([new[member] for member in moved], entries, options)
         for member in stale:
@@ -138,7 +138,12 @@ class Roster:
     def _fields(self, groups: Sequence[Group]) -> dict[str, object]:
         """What must be the same on every rank."""
         outlines = [
-            [name, tuple(tensor.shape), tensor._layout.digest.hex() if isinstance(tensor, ShardedTensor) else "plain"]
+            [
+                name,
+                tuple(tensor.shape),
+                str(tensor.dtype),
+                tensor._layout.digest.hex() if isinstance(tensor, ShardedTensor) else "plain",
+            ]
             for group in groups
             for name, tensor in group["params"].items()
         ]

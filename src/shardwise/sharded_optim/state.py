@@ -31,30 +31,26 @@ LIKE, ONE, OTHER, PLAIN, OBJECT = "like", "one", "other", "plain", "object"
 
 
 def exported(
-    members: Sequence[Member],
-    state: Mapping[torch.Tensor, Entry],
-    group: ProcessGroup | None,
-    *,
-    prepare: Callable[[], None] | None = None,
+    prepare: Callable[[], tuple[Sequence[Member], Mapping[torch.Tensor, Entry]]], group: ProcessGroup | None
 ) -> Any:
     """For each name its entry, alike on every rank: state of the parameter's size in its layout, numbers once.
 
     Every rank of the group calls it. What kinds of state there are travels; data only where the update is done
-    elsewhere than the parameter lies. ``prepare`` is called first; if it fails on one rank, it fails on all.
+    elsewhere than the parameter lies. ``prepare`` gives members and state; if it fails on one rank, it fails on all.
     """
-    sharded = [member for member in members if member.frame is not None]
     known: dict[str, Described] = {}
-    prepare = prepare or (lambda: None)
     if group is None:
-        prepare()
+        members, state = prepare()
     else:
 
-        def work() -> tuple[None, Fields, list[Described | None]]:
-            prepare()
+        def work() -> tuple[Any, Fields, list[Described | None]]:
+            members, state = prepare()
+            sharded = [member for member in members if member.frame is not None]
             told = [described(member, state) for member in sharded]
-            return None, {"verb": "state_dict", "names": [member.name for member in sharded]}, told
+            fields = {"verb": "state_dict", "names": [member.name for member in sharded]}
+            return (members, state, sharded), fields, told
 
-        _, told = in_step_sharing(group, work)
+        (members, state, sharded), told = in_step_sharing(group, work)
         known = {member.name: _merged(member, of_all) for member, *of_all in zip(sharded, *told, strict=True)}
     with torch.no_grad():
         return {

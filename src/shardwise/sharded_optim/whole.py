@@ -27,11 +27,21 @@ def with_gradients(members: Sequence[Member], group: ProcessGroup) -> list[Membe
                     "make it dense, or use an optimizer that updates elements one by one"
                 )
         have = [any(local.grad is not None for local in member.itself._local_tensors()) for member in members]
-        return None, {"verb": "step", "members": len(members)}, [k for k, has in enumerate(have) if has]
+        return (
+            None,
+            {"verb": "step", "parameters": [_about(member) for member in members]},
+            [k for k, has in enumerate(have) if has],
+        )
 
     _, found = in_step_sharing(group, work)
     some = {k for numbers in found for k in numbers}
     return [member for k, member in enumerate(members) if k in some]
+
+
+def _about(member: Member) -> list[str]:
+    """What every rank must say alike of a parameter that comes to its home."""
+    frame, home = _frames(member)
+    return [member.name, str(frame.dtype), frame.layout.digest.hex(), home.layout.digest.hex()]
 
 
 def bring_parameters(members: Sequence[Member]) -> None:

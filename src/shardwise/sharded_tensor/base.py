@@ -21,6 +21,7 @@ from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.placement import same_device
 from shardwise.sharded_tensor import assembly, pickling
 from shardwise.sharded_tensor.checkpointable import Checkpointable
+from shardwise.sharded_tensor.failure import ENTRANCES, leaves
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import new_anchor
 from shardwise.sharded_tensor.shard import Shard
@@ -417,17 +418,24 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
                 raise unsupported(func, args, kwargs, "no sharded tensor was found among the arguments")
         frame = tensor._frame
         handler = registry.find(func, frame.spec)
-        if handler is None:
-            return registry.verbs["descend"](func, args, kwargs or {})
-        if not args and kwargs:  # handlers find the first argument in its place
-            name = next((name for name in FIRST if name in kwargs), None)
-            if name is None:
-                return registry.verbs["descend"](func, args, kwargs)
-            args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
-        return handler(types, args, kwargs or {}, frame.process_group)
+        try:
+            if handler is None:
+                return registry.verbs["descend"](func, args, kwargs or {})
+            if not args and kwargs:  # handlers find the first argument in its place
+                name = next((name for name in FIRST if name in kwargs), None)
+                if name is None:
+                    return registry.verbs["descend"](func, args, kwargs)
+                args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
+            return handler(types, args, kwargs or {}, frame.process_group)
+        except Exception as error:
+            leaves(error, frame.process_group)
+            raise
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's is no method
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return registry.verbs["aten"](func, args, kwargs or {})
+
+
+ENTRANCES.add(ShardedTensorBase.__torch_function__.__code__)

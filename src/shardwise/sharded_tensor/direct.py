@@ -9,6 +9,7 @@ import torch
 
 from shardwise.dispatch import registry
 from shardwise.sharded_tensor.base import ShardedTensorBase
+from shardwise.sharded_tensor.failure import ENTRANCES, leaves
 
 
 def call_directly(name: str) -> None:
@@ -25,10 +26,15 @@ def call_directly(name: str) -> None:
     def direct(self: ShardedTensorBase, *args: Any, **kwargs: Any) -> Any:
         frame = self._frame
         handler = registry.find(method, frame.spec)
-        if handler is None or mode_is_active() or not dispatches():
-            return method(self, *args, **kwargs)
-        return handler((type(self),), (self, *args), kwargs, frame.process_group)
+        try:
+            if handler is None or mode_is_active() or not dispatches():
+                return method(self, *args, **kwargs)
+            return handler((type(self),), (self, *args), kwargs, frame.process_group)
+        except Exception as error:
+            leaves(error, frame.process_group)
+            raise
 
+    ENTRANCES.add(direct.__code__)  # type: ignore[attr-defined] # a function
     direct.__doc__ = f"As `torch.Tensor.{name}`, of the whole tensor."
     del direct.__wrapped__  # of C, which tools that look for code stumble over
     setattr(ShardedTensorBase, name, direct)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardwise.process_group import Fields, Step
 from shardwise.transfer import Plan, Tell, empty_tensors, make_plan, move
 
 if TYPE_CHECKING:
@@ -30,6 +31,17 @@ class Way:
     fill: Any = None  # what elements hold that nothing is moved to
     tell: Tell | None = None  # by which a few bytes go instead
 
+    def backward(self, plan: Plan, dtype: torch.dtype) -> Way:
+        """How a transfer of the backward goes: the ranks begin to compare at once which one it is."""
+        if not plan.moved:
+            return self
+        fields = {"verb": "a transfer in the backward", "from": plan.src.outline, "to": plan.dst.outline}
+        return replace(self, ready=compared(self.group, {**fields, "dtype": dtype}))
+
+    def kept(self) -> Way:
+        """What a graph keeps of it."""
+        return replace(self, ready=_at_once, fill=None, tell=None)
+
     def options(self) -> dict[str, Any]:
         """As `move` takes them."""
         return {
@@ -39,6 +51,11 @@ class Way:
             "fill": self.fill,
             "tell": self.tell,
         }
+
+
+def compared(group: ProcessGroup, fields: Fields) -> Callable[[], object]:
+    """Begin to compare these fields with all ranks; call the result before anything else is sent."""
+    return Step(group, lambda: (None, fields)).finish
 
 
 class Differentiable(torch.autograd.Function):
@@ -51,7 +68,7 @@ class Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
         """The destination's local tensors, then an anchor; the inputs are the source's, then an anchor."""
-        ctx.plan, ctx.dtype, ctx.way = plan, dtype, replace(way, ready=_at_once, fill=None, tell=None)
+        ctx.plan, ctx.dtype, ctx.way = plan, dtype, way.kept()
         outs = move(plan, tensors[:-1], dtype=dtype, **way.options()).wait()
         return *outs, torch.zeros((), device=tensors[-1].device)
 
@@ -63,7 +80,8 @@ class Differentiable(torch.autograd.Function):
             contiguous[-1] = torch.zeros_like(
                 contiguous[-1], requires_grad=True
             )  # or this rank would miss a second backward
-        return None, None, None, *_apply(ctx.plan.reverse(), ctx.way, ctx.dtype, *contiguous)
+        plan = ctx.plan.reverse()
+        return None, None, None, *_apply(plan, ctx.way.backward(plan, ctx.dtype), ctx.dtype, *contiguous)
 
 
 _apply: Callable[..., tuple[torch.Tensor, ...]] = Differentiable.apply  # which torch declares without types
@@ -78,7 +96,7 @@ class Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
         """The plan goes to all of the tensor on each rank; the last tensor is an anchor."""
-        ctx.plan, ctx.dtype, ctx.way = plan, dtype, replace(way, ready=_at_once)
+        ctx.plan, ctx.dtype, ctx.way = plan, dtype, way.kept()
         return move(plan, tensors[:-1], dtype=dtype, **way.options()).wait()[0]
 
     @staticmethod
@@ -111,7 +129,7 @@ class _Own(torch.autograd.Function):
         """From the first replicas of all shards."""
         plan = make_plan(ctx.plan.src.once, ctx.plan.dst)
         first = [grad.contiguous() for grad, counts in zip(grads[:-1], ctx.counts, strict=True) if counts]
-        return None, None, None, whole_of(plan, ctx.way, ctx.dtype, *first, grads[-1])
+        return None, None, None, whole_of(plan, ctx.way.backward(plan, ctx.dtype), ctx.dtype, *first, grads[-1])
 
 
 _own: Callable[..., tuple[torch.Tensor, ...]] = _Own.apply
@@ -130,8 +148,9 @@ class Shared(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """To the first replicas, adding up, and from there to all."""
         contiguous = [grad.contiguous() for grad in grads]
-        once = _apply(ctx.plan.reverse(), ctx.way, ctx.dtype, *contiguous)
-        return None, None, None, *_apply(ctx.plan, ctx.way, ctx.dtype, *once)
+        plan, way = ctx.plan.reverse(), ctx.way
+        once = _apply(plan, way.backward(plan, ctx.dtype), ctx.dtype, *contiguous)  # agreed for both transfers
+        return None, None, None, *_apply(ctx.plan, way, ctx.dtype, *once)
 
 
 _share: Callable[..., tuple[torch.Tensor, ...]] = Shared.apply

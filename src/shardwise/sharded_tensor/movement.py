@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise import settings
-from shardwise.dispatch import require_plain
+from shardwise.dispatch import Distributed, require_plain
 from shardwise.errors import ProcessGroupError, PropertyError, SpecError
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout
@@ -71,6 +71,11 @@ def require_movable(tensor: ShardedTensorBase) -> None:
             raise PropertyError("a shard without data, on the meta device, cannot be moved")
 
 
+def about(tensor: ShardedTensorBase, name: str = "tensor") -> dict[str, object]:
+    """What every rank must say alike of a tensor that moves: where its boxes lie, and what their bytes mean."""
+    return {name: tensor._layout.outline, "dtype" if name == "tensor" else f"dtype of {name}": tensor.dtype}
+
+
 # Whole tensors ----------------------------------------------------------------------------------------------------
 
 
@@ -88,8 +93,9 @@ def scattered(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_g
     def work() -> tuple[tuple[Layout, int], Fields]:
         require_spec(spec)
         require_plain(tensor, "what shard_tensor cuts")
-        if not isinstance(tensor, torch.Tensor) or not tensor.is_contiguous():
-            raise PropertyError(f"input tensor is not a contiguous Tensor: {type(tensor).__name__}")
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            kind = getattr(tensor, "layout", type(tensor).__name__)
+            raise PropertyError(f"Only torch.strided layout is currently supported, in any strides: found {kind}")
         properties = TensorProperties.create_from_tensor(tensor)
         layout = locate_all(spec.layout(tensor.size()), group)
         source = global_rank(src_rank, group, "src_rank")
@@ -111,6 +117,28 @@ def scattered(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_g
     for out in outs:
         out.requires_grad_(tensor.requires_grad)
     return Parts(frame, outs, None, tensor.requires_grad)
+
+
+INDICES = (torch.int64, torch.int32)  # the dtypes of indices
+
+
+def gives_indices(tensor: ShardedTensor, given: Any, *, rounds: bool) -> bool:
+    """Whether the second argument of a `gather` is a tensor of indices, and not what is to be filled.
+
+    Every rank of the group calls it. Only for a tensor of integers they talk.
+    """
+    if isinstance(given, Distributed):
+        return True
+    integers = isinstance(given, torch.Tensor) and given.dtype in INDICES and not rounds
+    if tensor.dtype not in INDICES:
+        return integers
+    group = tensor._process_group
+    if not is_member(group):
+        return False
+    if group.size() == 1:
+        filled = settings.current().own_batches and given is not None and given.shape == tensor.shape
+        return integers and not filled
+    return all(in_step_sharing(group, lambda: (None, {"verb": "gather"}, integers))[1])
 
 
 def gather(
@@ -137,7 +165,7 @@ def gather(
             raise PropertyError("gather: there is no data on the meta device")
         if out is not None and tuple(out.size()) != tuple(tensor.size()):
             raise PropertyError(f"gather: ``out`` has size {tuple(out.size())}, but should be {tuple(tensor.size())}")
-        return target, {"verb": "gather", "dst": dst, "dtype": dtype, "tensor": tensor._layout.outline}
+        return target, {"verb": "gather", "dst": dst, "rounded to": dtype, **about(tensor)}
 
     target = in_step(group, work)
     if not is_member(group):
@@ -163,8 +191,7 @@ def full_tensor(tensor: ShardedTensor) -> torch.Tensor:
 
     def work() -> tuple[None, Fields]:
         require_movable(tensor)
-        outline = {"verb": "full_tensor", "tensor": tensor._layout.outline}
-        return None, {**outline, "requires_grad": wants_graph(tensor)}
+        return None, {"verb": "full_tensor", **about(tensor), "requires_grad": wants_graph(tensor)}
 
     step = Step(group, work)
     device = tensor.device
@@ -200,7 +227,7 @@ def _agreed_target(tensor: ShardedTensor, request: Request) -> tuple[Frame, Way]
             spec = placed(spec, layout)
         rows = layout.rows_on(dist.get_rank()) if is_member(group) else ()
         frame = Frame.of(layout, spec, rows, tensor.dtype, group)
-        outlines = {"tensor": tensor._layout.outline, "sharding_spec": f"{type(spec).__name__} {layout.outline}"}
+        outlines = {**about(tensor), "sharding_spec": f"{type(spec).__name__} {layout.outline}"}
         options = {"max_bytes": request.max_bytes, "async_op": request.async_op}
         return frame, {"verb": "redistribute", **outlines, **options, "requires_grad": wants_graph(tensor)}
 
@@ -238,7 +265,7 @@ def reshard(tensor: ShardedTensor, spec: ShardingSpec) -> None:
         require_movable(tensor)
         layout = locate_all(spec.layout(tensor.size()), group).in_rank_order
         frame = Frame.of(layout, spec, layout.rows_on(dist.get_rank()), tensor.dtype, group)
-        outlines = {"tensor": tensor._layout.outline, "sharding_spec": f"{type(spec).__name__} {layout.outline}"}
+        outlines = {**about(tensor), "sharding_spec": f"{type(spec).__name__} {layout.outline}"}
         leaf = tensor.is_leaf
         has_grad = leaf and any(local.grad is not None for local in tensor._local_tensors())
         return frame, {"verb": "reshard", **outlines, "requires_grad": tensor.requires_grad, "leaf": leaf}, has_grad
@@ -303,8 +330,8 @@ def copy_into(into: Any, source: Any, non_blocking: bool = False) -> None:
         records = torch.is_grad_enabled() and (source.requires_grad or into.requires_grad)
         if records and into.requires_grad and into.is_leaf:
             raise PropertyError("copy_ into a leaf that requires grad: use torch.no_grad()")
-        outlines = {"verb": "copy_", "into": into._layout.outline, "source": source._layout.outline}
-        return records, {**outlines, "requires_grad": wants_graph(source)}
+        said = {"verb": "copy_", **about(into, "into"), **about(source, "source")}
+        return records, {**said, "requires_grad": wants_graph(source)}
 
     records = in_step(joint, work)
     if not is_member(joint):
@@ -346,7 +373,11 @@ def converted(
             target = torch.device(kind, torch.get_device_module(kind).current_device())
 
         def work() -> tuple[None, Fields, list[Any]]:
-            return None, {"verb": "to", "device": kind, "dtype": dtype}, [dist.get_rank(), str(target)]
+            return (
+                None,
+                {"verb": "to", "device": kind, "to dtype": dtype, **about(tensor)},
+                [dist.get_rank(), str(target)],
+            )
 
         _, told = in_step_sharing(group, work)
         devices = {rank: torch.device(name) for rank, name in told}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.layout import Layout
-from shardwise.process_group import is_member
+from shardwise.process_group import Fields, Step, is_member
 from shardwise.transfer import make_plan, move
 
 
@@ -19,8 +19,14 @@ def make_alike(
     """Give every replica the values of the first one. Every rank of the group calls it; without replicas, nothing."""
     if not layout.has_replicas or process_group is None or not is_member(process_group):
         return
+
+    def work() -> tuple[None, Fields]:
+        return None, {"verb": "draw alike for replicas", "tensor": layout.outline, "dtype": dtype}
+
+    step = Step(process_group, work)
     rows = layout.rows_on(dist.get_rank())
     first = {int(row) for row in layout.primary}
     mine = [tensor.detach().clone() for row, tensor in zip(rows, tensors, strict=True) if row in first]
     plan = make_plan(layout.once, layout)
-    move(plan, mine, process_group, dtype=dtype, outs=[tensor.detach() for tensor in tensors]).wait()
+    outs = [tensor.detach() for tensor in tensors]
+    move(plan, mine, process_group, dtype=dtype, outs=outs, ready=step.finish).wait()

@@ -191,12 +191,15 @@ class ShardedTensor(ShardedTensorBase):
         straight into ``out`` where they lie contiguously in it. With ``dtype``, values are rounded to that dtype on
         their way; ``enforce_dtype`` is the old name for ``dtype=out.dtype`` and changes nothing.
 
-        With a tensor of int64 indices into a tensor of another dtype, ``gather(dim, index)``, or by these names, it is
-        `torch.gather`.
+        With indices in the place of ``out``, ``gather(dim, index)``, or by these names, it is `torch.gather`. Integers
+        are taken for indices into a tensor of another dtype. Of a tensor of integers they may be either: there the
+        ranks tell each other whether they gave a tensor. All of them give indices, and one of them gives ``out``; a
+        group of one rank takes a tensor of the same size for indices, and within `own_batches` for ``out``.
         """
         if index is not None:
             return torch.gather(self, dst if dim is None else dim, index)
-        if out is not None and out.dtype == torch.int64 != self.dtype and dtype is None and not enforce_dtype:
+        if movement.gives_indices(self, out, rounds=enforce_dtype or dtype is not None):
+            assert out is not None
             return torch.gather(self, dst, out)
         return movement.gather(self, dst, out, enforce_dtype, dtype)
 
@@ -315,9 +318,9 @@ def shard_tensor(
 ) -> ShardedTensor:
     """Cut the tensor that the group's rank ``src_rank`` has. Every rank calls it, with a tensor of that size and dtype.
 
-    Only the source's values matter: the others may pass a tensor on the ``meta`` device. Each shard is sent once, to
-    its rank. The shards are leaves, and require grad as the tensor does. A spec whose class has a `shard` of its own is
-    asked for the sharded tensor.
+    Only the source's values matter: the others may pass a tensor on the ``meta`` device. It may have any strides; the
+    shards are contiguous. Each shard is sent once, to its rank. The shards are leaves, and require grad as the tensor
+    does. A spec whose class has a `shard` of its own is asked for the sharded tensor.
     """
     if not isinstance(sharding_spec, ShardingSpec) or type(sharding_spec).shard is ShardingSpec.shard:
         return _scatter(tensor, sharding_spec, src_rank, process_group)

@@ -30,7 +30,12 @@ from shardwise.testing.worker import Outcome, serve
 PRELOADED = ["torch", "torch.distributed", "shardwise", "shardwise.testing.worker"]
 START_TIMEOUT = 60.0
 GRACE = 6.0  # seconds that the other ranks get to fail too, once one has
-MACHINERY = ("/multiprocessing/", "/shardwise/testing/", "<string>")  # frames that are in every stack
+MACHINERY = (
+    "/multiprocessing/",
+    "/shardwise/testing/",
+    "<string>",
+    "Extension modules",
+)  # frames that are in every stack
 BEFORE_JOINING = "a script that starts ranks must do so under `if __name__ == '__main__':`"
 MOST_POOLS = 4  # kept alive at once, each of another size or backend
 
@@ -121,7 +126,9 @@ class Pool:
             process = self.processes[rank]
             process.join(1)
             hint = "" if self._joined else f"; {BEFORE_JOINING}"
-            return Outcome(None, f"the process ended with exit code {process.exitcode}, without a word{hint}\n")
+            stack = self._told(rank)
+            words = f"; it was here:\n{stack}" if stack else f", without a word{hint}\n"
+            return Outcome(None, f"the process ended with exit code {process.exitcode}{words}")
         return outcome
 
     def _report(self, outcomes: dict[int, Outcome], timeout: float) -> str:
@@ -154,9 +161,14 @@ class Pool:
                 if file.stat().st_size and file.read_text().endswith("\n"):
                     break
                 time.sleep(0.01)
-        lines = file.read_text(errors="replace").splitlines(keepends=True)
+        return self._told(rank) or "(it gave no stack)\n"
+
+    def _told(self, rank: int) -> str:
+        """What its fault handler has written."""
+        file = self._file(rank, "stack")
+        lines = file.read_text(errors="replace").splitlines(keepends=True) if file.exists() else []
         own = [line for line in lines if not any(name in line for name in MACHINERY)]
-        return "".join(own) or "(it gave no stack)\n"
+        return "".join(own)
 
     def _file(self, rank: int, kind: str) -> Path:
         return Path(self.folder.name) / f"{kind}-{rank}"

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from shardwise.meeting import forget_failure
 from shardwise.testing.task import Task
 
 _start_folder = os.getcwd()
@@ -61,7 +62,9 @@ def _prepare(rank: int, world_size: int, folder: Path, backend: str) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text file; for those who listen
-    faulthandler.register(signal.SIGUSR1, file=open(folder / f"stack-{rank}", "w"), all_threads=True)  # noqa: SIM115
+    stacks = open(folder / f"stack-{rank}", "w")  # noqa: SIM115 # until the process ends
+    faulthandler.enable(file=stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started the pool
     torch.set_num_threads(1)
     if Path("/sys/class/net/lo").exists():
@@ -97,6 +100,8 @@ def _attempt(task: Task) -> Outcome:
     random.seed(0)
     torch.manual_seed(0)
     default = dist.group.WORLD
+    if default is not None:
+        forget_failure(default)  # an error that one rank caught in the task before
     try:
         value = task.run()
     except BaseException as error:  # a rank reports whatever ends its task, pytest's outcomes included

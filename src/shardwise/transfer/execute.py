@@ -17,6 +17,7 @@ from torch.distributed import P2POp, ProcessGroup
 
 from shardwise.errors import TransferError
 from shardwise.layout import Layout
+from shardwise.meeting import lost
 from shardwise.process_group import is_fake, sends, without_data
 from shardwise.transfer.pieces import Piece, as_bytes, copy, is_as_it_lies, pieces_of
 from shardwise.transfer.plan import Plan
@@ -24,15 +25,6 @@ from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
 
 Write = Callable[[torch.Tensor, torch.Tensor], object]  # into a view of the destination, what arrived for it
 Ready = Callable[[], object]  # called once, after packing and before anything is sent
-
-
-def lost(what: str, error: Exception) -> TransferError:
-    """The error of a rank that could not do this with others, and why torch says so."""
-    why = str(error).strip().partition("\n")[0]
-    return TransferError(
-        f"rank {dist.get_rank()} could not {what}: a rank has died, left, or taken longer than the group's timeout "
-        f"(torch says: {why})"
-    )
 
 
 class Moving(Protocol):
@@ -92,7 +84,8 @@ class _Carrier:
             position += piece.count
 
     def _lost(self, what: str, count: int, error: Exception) -> TransferError:
-        return lost(f"{what} {count * self._dtype.itemsize:,} bytes of a tensor on its way to another layout", error)
+        size = count * self._dtype.itemsize
+        return lost(f"{what} {size:,} bytes of a tensor on its way to another layout", error, self._group)
 
 
 class AllToAll(_Carrier):

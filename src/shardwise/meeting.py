@@ -1,0 +1,209 @@
+"""Small messages between all ranks of a group, and word of ranks that failed by themselves or are gone.
+
+A meeting is an exchange of headers of one size: ranks that do different things meet all the same, and find out. A rank
+that raises between two meetings does not begin one, for the others may never come, or come with a collective of their
+own. It leaves word in the group's store. Who waits in a meeting for long looks there.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from shardwise.errors import TransferError
+
+# torch 2.13 gave the collective a new name and deprecated the old one, the only one before.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+HEADER = 128  # bytes of a header; what is no longer goes to each rank at once, sooner there than around the ring
+PATIENCE = 0.5  # seconds after which a rank that waits looks for word of the others; twice as long each time, at most
+AT_MOST = 5.0
+READ = ", as others have read"
+PROBE = 0x5A4D  # the tag of a message that nobody sends
+
+
+class Traffic(threading.local):
+    """How often this thread has begun to talk to other ranks."""
+
+    count = 0
+
+
+traffic = Traffic()
+
+
+def collective_device(process_group: ProcessGroup) -> torch.device:
+    """Where a tensor must lie for this group's backend to move it."""
+    for device in process_group._device_types:
+        if device.type == "cpu":
+            return device
+    if not process_group._device_types:  # a group written in Python, such as torch's threaded one, moves all by itself
+        return torch.device("cpu")
+    device = process_group._device_types[0]
+    return torch.device(device.type, torch.get_device_module(device.type).current_device())
+
+
+class Gathering:
+    """An all-gather of bytes under way."""
+
+    def __init__(self, process_group: ProcessGroup, data: bytes, lengths: list[int]) -> None:
+        traffic.count += 1
+        self._lengths, self._longest, self._group = lengths, max(lengths), process_group
+        if self._longest == 0:
+            return
+        device = collective_device(process_group)
+        padded = bytearray(data.ljust(self._longest, b"\0"))
+        self._mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+        self._everyone = torch.empty(len(lengths) * self._longest, dtype=torch.uint8, device=device)
+        try:
+            if self._longest <= HEADER:
+                self._mine = self._mine.repeat(len(lengths))
+                self._work: Any = dist.all_to_all_single(self._everyone, self._mine, group=process_group, async_op=True)
+            else:
+                self._work = _all_gather_single(self._everyone, self._mine, group=process_group, async_op=True)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def wait(self, look: Callable[[], object] | None = None, patience: float = PATIENCE) -> list[bytes]:
+        """What every rank gives, in group order. Whenever that takes long, it is looked whether to go on waiting."""
+        if self._longest == 0:
+            return [b""] * len(self._lengths)
+        while look is not None and not self._is_over(patience):
+            look()
+            patience = min(2 * patience, AT_MOST)
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        gathered = bytes(self._everyone.cpu().numpy())
+        return [gathered[k * self._longest :][:length] for k, length in enumerate(self._lengths)]
+
+    def _is_over(self, patience: float) -> bool:
+        """Whether all ranks have come within so many seconds, or it is known that one will not."""
+        begun = time.monotonic()
+        if self._mine.device.type == "cpu":
+            with suppress(RuntimeError):  # it takes longer; or it has failed, which whoever waits for it will find
+                self._work.wait(timedelta(seconds=patience))
+                return True
+        while not self._work.is_completed():  # of NCCL, whose own waiting with a time limit ends the group
+            waited = time.monotonic() - begun
+            if waited >= patience:
+                return False
+            time.sleep(0 if waited < 0.001 else 0.0001)
+        return True
+
+    def _lost(self, error: Exception) -> TransferError:
+        return lost(f"compare with ranks {_ranks(self._group)} what they are about to do", error, self._group)
+
+
+# Ranks that are gone ------------------------------------------------------------------------------------------------
+
+
+def lost(what: str, error: Exception, process_group: ProcessGroup) -> TransferError:
+    """The error of a rank that could not do this with the others of a group: who is gone, and what torch says."""
+    gone = ranks_gone(process_group)
+    who = f"rank {gone[0]} is" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))} are"
+    why = f"{who} gone" if gone else "a rank has died, left, or taken longer than the group's timeout"
+    says = str(error).strip().partition("\n")[0]
+    return TransferError(f"rank {dist.get_rank()} could not {what}: {why} (torch says: {says})")
+
+
+def ranks_gone(process_group: ProcessGroup) -> list[int]:
+    """The global ranks to which the connection is known to be broken. Only gloo tells; nothing is sent."""
+    with suppress(RuntimeError, ValueError):  # a group without a backend for the CPU, or without one at all
+        if process_group._get_backend(torch.device("cpu")).name() != "gloo":
+            return []
+        return [rank for rank in _ranks(process_group) if rank != dist.get_rank() and _is_gone(rank, process_group)]
+    return []
+
+
+def _is_gone(rank: int, process_group: ProcessGroup) -> bool:
+    try:
+        dist.irecv(torch.empty(1, dtype=torch.uint8), rank, group=process_group, tag=PROBE)
+    except RuntimeError:  # at once, where the connection is broken
+        return True
+    return False
+
+
+def _ranks(process_group: ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(process_group)
+
+
+# Ranks that failed by themselves --------------------------------------------------------------------------------------
+
+
+class Ledger:
+    """What this rank keeps of a group: how many meetings it has begun, and what it owes to the others."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.failure: list[str] | None = None  # kind and message of what it raised since the last meeting
+        self.left: Any = None  # a meeting that it did not wait for, knowing that another rank had failed
+
+
+_ledgers: WeakKeyDictionary[ProcessGroup, Ledger] = WeakKeyDictionary()
+
+
+def ledger_of(process_group: ProcessGroup) -> Ledger:
+    """This rank's ledger of a group."""
+    ledger = _ledgers.get(process_group)
+    if ledger is None:
+        ledger = _ledgers[process_group] = Ledger()
+    return ledger
+
+
+def leave_word(process_group: ProcessGroup, error: Exception) -> None:
+    """Let the others know that this rank raises an error before its next meeting. Does not wait for anybody."""
+    ledger = ledger_of(process_group)
+    if ledger.failure is None:
+        ledger.failure = [type(error).__name__, str(error)]
+        _write(process_group, ledger.begun, [dist.get_rank(), *ledger.failure])
+
+
+def take_word_back(process_group: ProcessGroup, meeting: int) -> None:
+    """The others have been told in a meeting."""
+    _write(process_group, meeting, None)
+
+
+def forget_failure(process_group: ProcessGroup) -> None:
+    """Owe the others nothing for what this rank has raised by itself, unless one of them has read of it."""
+    ledger, store = ledger_of(process_group), _store(process_group)
+    if ledger.failure is not None and not store.check([_key(ledger.begun, READ)]):
+        ledger.failure = None
+        take_word_back(process_group, ledger.begun)
+
+
+def word_of(process_group: ProcessGroup, meeting: int) -> tuple[int, str, str] | None:
+    """Of another rank that failed before this meeting: the rank, the kind of its error, and the message."""
+    store = _store(process_group)
+    with suppress(RuntimeError):  # a store that is gone knows nothing
+        if store is not None and store.check([_key(meeting)]):
+            word = json.loads(store.get(_key(meeting)))
+            if word is not None and word[0] != dist.get_rank():
+                store.set(_key(meeting, READ), "")
+                return word[0], word[1], word[2]
+    return None
+
+
+def _write(process_group: ProcessGroup, meeting: int, word: list[Any] | None) -> None:
+    store = _store(process_group)
+    with suppress(RuntimeError):
+        if store is not None:
+            store.set(_key(meeting), json.dumps(word))
+
+
+def _store(process_group: ProcessGroup) -> Any:
+    return distributed_c10d._world.pg_map.get(process_group, (None, None))[1]
+
+
+def _key(meeting: int, suffix: str = "") -> str:
+    return f"shardwise/failed before meeting {meeting}{suffix}"
