@@ -15,10 +15,10 @@ import torch
 
 from shardwise.dispatch import registry
 from shardwise.errors import PropertyError
-from shardwise.ops.compute import tie
 from shardwise.ops.leaf_hooks import capturing, changed_by_hooks
-from shardwise.process_group import group_ranks, in_step_sharing, is_member
+from shardwise.process_group import in_step_sharing, is_member
 from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.recorded_backward import tie, what_is_passed
 
 
 def _locals(tensors: Any) -> list[torch.Tensor]:
@@ -102,45 +102,72 @@ def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> tuple[Any, 
     """`torch.autograd.grad`: for each input a tensor that is sharded as it is."""
     names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "allow_unused")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    inputs = _listed(given.pop("inputs"))
-    roots, grads = _all_roots(given.pop("outputs"), given.pop("grad_outputs", None))
+    inputs, outputs = _listed(given.pop("inputs")), _listed(given.pop("outputs"))
+    roots, grads = _all_roots(outputs, given.pop("grad_outputs", None))
+    unused, records = given.pop("allow_unused", None), bool(given.get("create_graph"))
     # A rank without shards of an input asks for its anchor's gradient, to take part; also if nothing is recorded now.
     with torch.enable_grad():
         asked = [_locals(one) or [one._anchored()] for one in inputs]
-    with capturing():
-        found = iter(torch.autograd.grad(roots, [leaf for leaves in asked for leaf in leaves], grads, **given))
+    leaves = [leaf for each in asked for leaf in each]
+    with capturing(), what_is_passed(roots if records else []) as came_through:
+        found = iter(torch.autograd.grad(roots, leaves, grads, allow_unused=True, **given))
+    pieces = [_filled([next(found) for _ in each], each) for each in asked]
+    if any(each[0] is None for each in pieces) and not (unused or given.get("materialize_grads")):
+        raise PropertyError(
+            "torch.autograd.grad was asked for the gradient of a tensor that the outputs do not depend on: "
+            "allow_unused=True gives None for it"
+        )
+    if records:
+        pieces = _alike([*inputs, *outputs], pieces, [*roots, *(g for g in grads if g is not None), *came_through])
     made: list[Any] = []
-    for one, leaves in zip(inputs, asked, strict=True):
-        pieces = [next(found) for _ in leaves]
-        is_sharded = isinstance(one, ShardedTensorBase) and pieces[0] is not None
-        made.append(changed_by_hooks(one, _gradient(one, pieces, given)) if is_sharded else pieces[0])
+    for one, each in zip(inputs, pieces, strict=True):
+        is_sharded = isinstance(one, ShardedTensorBase) and each[0] is not None
+        made.append(changed_by_hooks(one, _gradient(one, each)) if is_sharded else each[0])
     return tuple(made)
 
 
-def _gradient(tensor: ShardedTensorBase, pieces: list[torch.Tensor], options: dict[str, Any]) -> ShardedTensorBase:
-    """The gradient of a tensor, from those of its local tensors, or of its anchor.
+def _filled(pieces: list[Any], leaves: list[Any]) -> list[Any]:
+    """The gradients of the local tensors of one input; of those that nothing depended on, zeros beside the others."""
+    if all(piece is None for piece in pieces):
+        return pieces
+    return [torch.zeros_like(leaf) if piece is None else piece for piece, leaf in zip(pieces, leaves, strict=True)]
 
-    If it can be differentiated again on any rank, then on a rank without shards, too: it may depend on the tensor.
-    """
-    again = bool(options.get("create_graph")) and _any_recorded(tensor, pieces)
+
+def _gradient(tensor: ShardedTensorBase, pieces: list[torch.Tensor]) -> ShardedTensorBase:
+    """The gradient of a tensor, from those of its local tensors, or of its anchor."""
     if tensor._local_tensors():
         return tensor._like(pieces)  # type: ignore[no-any-return] # of the same kind
     made: ShardedTensorBase = tensor._like([])
-    made._wants_grad, made._anchor = again, None
-    if again:
-        made._anchor = tie([pieces[0], tensor._anchored()])  # type: ignore[list-item] # it was asked for a gradient
+    made._wants_grad = pieces[0].requires_grad
+    made._anchor = pieces[0] if made._wants_grad else None
     return made
 
 
-def _any_recorded(tensor: ShardedTensorBase, pieces: list[torch.Tensor]) -> bool:
-    """Whether autograd records any rank's pieces; where all have shards, as here. One bit travels where not."""
-    here, group = any(piece.requires_grad for piece in pieces), tensor._frame.process_group
-    if group is None or not is_member(group):
-        return here
-    holders = {place.rank for place in tensor._layout.places}
-    if holders.issuperset(group_ranks(group)):
-        return here
-    return any(in_step_sharing(group, lambda: (None, {"verb": "grad"}, here))[1])
+def _alike(tensors: list[Any], pieces: list[list[Any]], reached: list[torch.Tensor]) -> list[list[Any]]:
+    """Gradients that can be differentiated again on every rank if they can on any; a few bits travel.
+
+    What they depend on differs from rank to rank. So they are made to depend on all that the backward began with and
+    came through, on every rank: then the next backward runs the same collectives everywhere.
+    """
+    records = [any(piece is not None and piece.requires_grad for piece in each) for each in pieces]
+    groups = {id(one._frame.process_group): one._frame.process_group for one in tensors if _is_in_group(one)}
+    for group in groups.values():
+        records = [any(bits) for bits in zip(*_told(group, records), strict=True)]
+    with torch.enable_grad():
+        nothing = tie(reached)
+        for each, again in zip(pieces, records, strict=True):
+            if again and each[0] is not None:
+                each[:] = [piece + nothing.to(piece.device, piece.dtype) for piece in each]
+    return pieces
+
+
+def _told(group: Any, bits: list[bool]) -> list[list[bool]]:
+    return in_step_sharing(group, lambda: (None, {"verb": "grad"}, bits))[1]
+
+
+def _is_in_group(tensor: Any) -> bool:
+    group = tensor._frame.process_group if isinstance(tensor, ShardedTensorBase) else None
+    return group is not None and is_member(group)
 
 
 def _listed(value: Any) -> list[Any]:

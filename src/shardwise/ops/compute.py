@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -29,6 +29,7 @@ from shardwise.sharded_tensor.drawing import drawn_apart
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import Way, moved_locals, new_anchor, note_write, recorded
 from shardwise.sharded_tensor.movement import require_movable
+from shardwise.sharded_tensor.recorded_backward import tie
 from shardwise.sharding_spec import spec_of
 from shardwise.transfer import make_plan
 
@@ -239,15 +240,6 @@ def assemble(
     if records and not tensors and _differentiable(frame.dtype):
         made._wants_grad, made._anchor = True, tie(anchors) if anchors else new_anchor(frame.device)
     return made
-
-
-def tie(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """A scalar zero whose backward reaches these tensors, and brings them nothing but zeros."""
-    wanted = [tensor for tensor in tensors if tensor.requires_grad]
-    total = torch.zeros((), device=wanted[0].device if wanted else None)
-    for tensor in wanted:
-        total = total + tensor.reshape(-1)[:0].sum().to(total.device, total.dtype)
-    return total
 
 
 def _nothing() -> None:

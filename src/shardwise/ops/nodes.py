@@ -19,11 +19,11 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.dispatch import Distributed, summary
 from shardwise.errors import PropertyError, UnsupportedOpError
-from shardwise.ops.compute import tie
 from shardwise.partial import PartialTensor
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import recorded, shared_replicas, wants_graph
+from shardwise.sharded_tensor.recorded_backward import depending, tie
 from shardwise.sharded_tensor.shard import narrow_tensor_by_index
 from shardwise.sharding_spec import FixedShardingSpec
 
@@ -179,9 +179,12 @@ def _gradient(
     if any(part is None for part in parts):
         zeros = [torch.zeros(size, dtype=frame.dtype, device=frame.device) for size in _sizes(frame)]
         parts = [zero if part is None else part for part, zero in zip(parts, zeros, strict=True)]
-    made = kind._wrap(Parts(frame, list(parts)))  # type: ignore[arg-type] # none is None any more
-    if not parts and anchor is not None and anchor.requires_grad and torch.is_grad_enabled():
-        made._wants_grad, made._anchor = True, anchor
+    whole: Tensors = [depending(part) for part in parts if part is not None]
+    made = kind._wrap(Parts(frame, whole))
+    if not whole and torch.is_grad_enabled():  # recorded, as it is on all other ranks
+        made._wants_grad = True
+        device = "cpu" if frame.device.type == "meta" else frame.device
+        made._anchor = depending(torch.zeros((), device=device) if anchor is None else anchor)
     return made
 
 

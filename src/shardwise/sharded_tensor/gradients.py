@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.process_group import Fields, Step
+from shardwise.sharded_tensor.recorded_backward import all_depending, depending, passed
 from shardwise.transfer import Plan, Tell, empty_tensors, make_plan, move
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ class Way:
         return replace(self, ready=compared(self.group, {**fields, "dtype": dtype}))
 
     def kept(self) -> Way:
-        """What a graph keeps of it."""
-        return replace(self, ready=_at_once, fill=None, tell=None)
+        """What a graph keeps of it: gradients are 0 where nothing is moved to."""
+        return replace(self, ready=_at_once, fill=None if self.fill is None else 0, tell=None)
 
     def options(self) -> dict[str, Any]:
         """As `move` takes them."""
@@ -70,21 +71,27 @@ class Differentiable(torch.autograd.Function):
         """The destination's local tensors, then an anchor; the inputs are the source's, then an anchor."""
         ctx.plan, ctx.dtype, ctx.way = plan, dtype, way.kept()
         outs = move(plan, tensors[:-1], dtype=dtype, **way.options()).wait()
-        return *outs, torch.zeros((), device=tensors[-1].device)
+        anchor = torch.zeros((), device=tensors[-1].device)
+        ctx.save_for_backward(anchor)
+        return *outs, anchor
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """The gradients on their way back; what went to several replicas is added up."""
-        contiguous = [grad.contiguous() for grad in grads]
-        if torch.is_grad_enabled() and not any(grad.requires_grad for grad in contiguous):
-            contiguous[-1] = torch.zeros_like(
-                contiguous[-1], requires_grad=True
-            )  # or this rank would miss a second backward
+        contiguous = all_depending(grads, ctx)
         plan = ctx.plan.reverse()
-        return None, None, None, *_apply(plan, ctx.way.backward(plan, ctx.dtype), ctx.dtype, *contiguous)
+        return None, None, None, *_again(plan, ctx.way.backward(plan, ctx.dtype), ctx.dtype, *contiguous)
 
 
 _apply: Callable[..., tuple[torch.Tensor, ...]] = Differentiable.apply  # which torch declares without types
+
+
+def _again(plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A transfer in a backward, which may be recorded."""
+    outs = _apply(plan, way, dtype, *tensors)
+    if torch.is_grad_enabled():
+        passed(outs[-1])
+    return outs
 
 
 class Whole(torch.autograd.Function):
@@ -97,15 +104,27 @@ class Whole(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
         """The plan goes to all of the tensor on each rank; the last tensor is an anchor."""
         ctx.plan, ctx.dtype, ctx.way = plan, dtype, way.kept()
-        return move(plan, tensors[:-1], dtype=dtype, **way.options()).wait()[0]
+        anchor = torch.zeros((), device=tensors[-1].device)
+        ctx.save_for_backward(anchor)
+        return move(plan, tensors[:-1], dtype=dtype, **way.options()).wait()[0], anchor
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """The gradient of each shard; of replicas, which are added up, that of the first."""
-        return None, None, None, *_own(ctx.plan, ctx.way, ctx.dtype, grads[0])
+        records = torch.is_grad_enabled()
+        grad = depending(grads[0], ctx.saved_tensors[0]) if records else grads[0]
+        parts = _own(ctx.plan, ctx.way, ctx.dtype, grad)
+        if records:
+            passed(parts[-1])
+        return None, None, None, *parts
 
 
-whole_of: Callable[..., torch.Tensor] = Whole.apply
+def whole_of(plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+    """All of a tensor; the last of these tensors is an anchor."""
+    return _whole(plan, way, dtype, *tensors)[0]
+
+
+_whole: Callable[..., tuple[torch.Tensor, ...]] = Whole.apply
 
 
 class _Own(torch.autograd.Function):
@@ -122,14 +141,20 @@ class _Own(torch.autograd.Function):
         for row, counts in zip(layout.rows_on(rank), ctx.counts, strict=True):
             part = whole[layout.boxes.index(row)].clone()
             made.append(part if counts else torch.zeros_like(part))
-        return *made, torch.zeros((), device=whole.device)
+        anchor = torch.zeros((), device=whole.device)
+        ctx.save_for_backward(anchor)
+        return *made, anchor
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """From the first replicas of all shards."""
         plan = make_plan(ctx.plan.src.once, ctx.plan.dst)
-        first = [grad.contiguous() for grad, counts in zip(grads[:-1], ctx.counts, strict=True) if counts]
-        return None, None, None, whole_of(plan, ctx.way.backward(plan, ctx.dtype), ctx.dtype, *first, grads[-1])
+        *parts, anchor = all_depending(grads, ctx)
+        first = [part for part, counts in zip(parts, ctx.counts, strict=True) if counts]
+        whole, after = _whole(plan, ctx.way.backward(plan, ctx.dtype), ctx.dtype, *first, anchor)
+        if torch.is_grad_enabled():
+            passed(after)
+        return None, None, None, whole
 
 
 _own: Callable[..., tuple[torch.Tensor, ...]] = _Own.apply
@@ -142,15 +167,17 @@ class Shared(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
         """The plan goes from the first replica of each box to all; the last tensor is an anchor."""
         ctx.plan, ctx.dtype, ctx.way = plan, dtype, way
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        made = tuple(tensor.view_as(tensor) for tensor in tensors)
+        ctx.save_for_backward(made[-1])
+        return made
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """To the first replicas, adding up, and from there to all."""
-        contiguous = [grad.contiguous() for grad in grads]
+        contiguous = all_depending(grads, ctx)
         plan, way = ctx.plan.reverse(), ctx.way
-        once = _apply(plan, way.backward(plan, ctx.dtype), ctx.dtype, *contiguous)  # agreed for both transfers
-        return None, None, None, *_apply(ctx.plan, way, ctx.dtype, *once)
+        once = _again(plan, way.backward(plan, ctx.dtype), ctx.dtype, *contiguous)  # agreed for both transfers
+        return None, None, None, *_again(ctx.plan, way, ctx.dtype, *once)
 
 
 _share: Callable[..., tuple[torch.Tensor, ...]] = Shared.apply
