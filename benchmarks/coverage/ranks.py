@@ -95,8 +95,8 @@ def try_op(name: str, systems: list[str], path: str, most: int, seconds: float, 
 
     Raises when the ranks diverge, for then they are of no use.
     """
-    torch.backends.cudnn.allow_tf32 = False  # which rounds the sums of a convolution more than a comparison allows
-    with session(path) as here:
+    exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # which would round too much
+    with session(path) as here, exact:
         control, journal = here.control, here.journal
         try:
             known = list(_known(cases(name, most, device)))
