@@ -12,7 +12,7 @@ help:
 	@echo "make test   ruff, mypy --strict, import-linter, then pytest on real gloo ranks"
 	@echo "make lint   the first three of those"
 	@echo "make bench  measure against torch.distributed._shard, DTensor and plain tensors"
-	@echo "make coverage-ops  try every op of torch's own database, forward and backward, here and on DTensor"
+	@echo "make coverage-ops  try every op, module and optimizer of torch's own databases, here and on DTensor"
 	@echo "make clean  remove the virtual environment and every cache"
 
 $(READY): pyproject.toml constraints.txt

@@ -103,10 +103,9 @@ class ModuleTrial:
     def _judged(self, *, backwards: bool) -> Judgement:
         mine: Attempt | None = None
         try:
-            for _ in range(CALLS if self.layout.takes_part else 0):
-                mine = self._backward() if backwards else self._forward()
-                if mine.kind != "right":
-                    break
+            if self.layout.takes_part:  # all calls on every rank, whatever they give
+                made = [self._backward() if backwards else self._forward() for _ in range(CALLS)]
+                mine = next((one for one in made if one.kind != "right"), made[-1])
         except Diverged:
             raise
         except Exception as error:

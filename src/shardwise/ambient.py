@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 _backward: Any = torch._C._current_graph_task_id  # of the backward that this thread works on; -1 for none
 _is_taken_along, _taken_along, _stash = torch._C._is_key_in_tls, torch._C._get_obj_in_tls, torch._C._stash_obj_in_tls
+_cuda_runs: Any = torch.cuda.is_initialized
 CONTEXT = "context"  # torch's name for the context variables of the caller
 CONTEXT_IS_TAKEN_ALONG = "copy_context" in graph._engine_run_backward.__code__.co_names
 
@@ -54,12 +55,13 @@ class Ambient(Generic[T]):
         """Within this context, another value."""
         self._used = True
         before, token = self._here.get(), self._here.set(value)
-        if not CONTEXT_IS_TAKEN_ALONG:
+        stashes = not CONTEXT_IS_TAKEN_ALONG and _cuda_runs()  # else there are no such threads
+        if stashes:
             _take_along(self._name, value)
         try:
             yield
         finally:
-            if not CONTEXT_IS_TAKEN_ALONG:
+            if stashes:
                 _take_along(self._name, before)
             self._here.reset(token)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -83,6 +84,8 @@ class Gathering:
         try:
             self._work.wait()
         except RuntimeError as error:
+            if look is not None:
+                look()  # a rank that is gone may have said why
             raise self._lost(error) from error
         gathered = bytes(self._everyone.cpu().numpy())
         return [gathered[k * self._longest :][:length] for k, length in enumerate(self._lengths)]
@@ -110,9 +113,11 @@ class Gathering:
 
 def lost(what: str, error: Exception, process_group: ProcessGroup) -> TransferError:
     """The error of a rank that could not do this with the others of a group: who is gone, and what torch says."""
-    gone = ranks_gone(process_group)
+    timed_out = "timed out" in str(error).lower()  # after which gloo breaks all connections, whoever is there
+    gone = [] if timed_out else ranks_gone(process_group)
     who = f"rank {gone[0]} is" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))} are"
-    why = f"{who} gone" if gone else "a rank has died, left, or taken longer than the group's timeout"
+    why = "a rank has taken longer than the group's timeout" if timed_out else "a rank has died or left"
+    why = f"{who} gone" if gone else why
     says = str(error).strip().partition("\n")[0]
     return TransferError(f"rank {dist.get_rank()} could not {what}: {why} (torch says: {says})")
 
@@ -144,66 +149,115 @@ def _ranks(process_group: ProcessGroup) -> list[int]:
 class Ledger:
     """What this rank keeps of a group: how many meetings it has begun, and what it owes to the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, life: int) -> None:
+        self.name = f"{name}, {life}"  # a group that is made again, by the same name, has another life
         self.begun = 0
-        self.failure: list[str] | None = None  # kind and message of what it raised since the last meeting
+        self.failure: list[str] | None = None  # kind and message of what it raised first since the last meeting
         self.left: Any = None  # a meeting that it did not wait for, knowing that another rank had failed
+        self.broken = ""  # why the group cannot be used any more
 
 
 _ledgers: WeakKeyDictionary[ProcessGroup, Ledger] = WeakKeyDictionary()
+_lives: Counter[str] = Counter()
 
 
 def ledger_of(process_group: ProcessGroup) -> Ledger:
     """This rank's ledger of a group."""
     ledger = _ledgers.get(process_group)
     if ledger is None:
-        ledger = _ledgers[process_group] = Ledger()
+        name = process_group.group_name
+        _lives[name] += 1
+        ledger = _ledgers[process_group] = Ledger(name, _lives[name])
     return ledger
 
 
 def leave_word(process_group: ProcessGroup, error: Exception) -> None:
     """Let the others know that this rank raises an error before its next meeting. Does not wait for anybody."""
-    ledger = ledger_of(process_group)
+    ledger, store = ledger_of(process_group), _store(process_group)
     if ledger.failure is None:
         ledger.failure = [type(error).__name__, str(error)]
-        _write(process_group, ledger.begun, [dist.get_rank(), *ledger.failure])
+        with suppress(RuntimeError):
+            if store is not None:
+                store.set(_key(ledger, ledger.begun), json.dumps([dist.get_rank(), *ledger.failure]))
 
 
 def take_word_back(process_group: ProcessGroup, meeting: int) -> None:
     """The others have been told in a meeting."""
-    _write(process_group, meeting, None)
+    ledger, store = ledger_of(process_group), _store(process_group)
+    with suppress(RuntimeError):  # of a store that is gone, or cannot forget
+        if store is not None:
+            store.delete_key(_key(ledger, meeting))
+            store.delete_key(_key(ledger, meeting, READ))
 
 
 def forget_failure(process_group: ProcessGroup) -> None:
-    """Owe the others nothing for what this rank has raised by itself, unless one of them has read of it."""
+    """Owe the others nothing for what this rank has raised by itself, unless they have read of it."""
     ledger, store = ledger_of(process_group), _store(process_group)
-    if ledger.failure is not None and not store.check([_key(ledger.begun, READ)]):
-        ledger.failure = None
-        take_word_back(process_group, ledger.begun)
+    with suppress(RuntimeError):
+        if ledger.failure is not None and store is not None and not store.check([_key(ledger, ledger.begun, READ)]):
+            ledger.failure = None
+            take_word_back(process_group, ledger.begun)
 
 
 def word_of(process_group: ProcessGroup, meeting: int) -> tuple[int, str, str] | None:
     """Of another rank that failed before this meeting: the rank, the kind of its error, and the message."""
-    store = _store(process_group)
+    ledger, store = ledger_of(process_group), _store(process_group)
     with suppress(RuntimeError):  # a store that is gone knows nothing
-        if store is not None and store.check([_key(meeting)]):
-            word = json.loads(store.get(_key(meeting)))
-            if word is not None and word[0] != dist.get_rank():
-                store.set(_key(meeting, READ), "")
-                return word[0], word[1], word[2]
+        if store is not None and store.check([_key(ledger, meeting)]):
+            rank, kind, message = json.loads(store.get(_key(ledger, meeting)))
+            if rank != dist.get_rank():
+                store.set(_key(ledger, meeting, READ), "")
+                return rank, kind, message
     return None
 
 
-def _write(process_group: ProcessGroup, meeting: int, word: list[Any] | None) -> None:
-    store = _store(process_group)
+# Ranks that failed after they had agreed -----------------------------------------------------------------------------
+
+
+def break_off(process_group: ProcessGroup, error: Exception) -> None:
+    """This rank cannot send what it has agreed to send, and the others wait for it: the group is of no use any more."""
+    ledger, store = ledger_of(process_group), _store(process_group)
+    what = f"{type(error).__name__} ({str(error).strip().splitlines()[0]})" if str(error) else type(error).__name__
+    ledger.broken = (
+        f"rank {dist.get_rank()} raised {what} after the ranks had agreed to send: they are out of step, and this "
+        "process group cannot be used any more"
+    )
     with suppress(RuntimeError):
         if store is not None:
-            store.set(_key(meeting), json.dumps(word))
+            store.set(_broken_key(ledger), ledger.broken)
+
+
+def require_unbroken(process_group: ProcessGroup, *, look: bool = False) -> None:
+    """Raise if this rank has broken the group off; or, if it looks, another one."""
+    ledger, store = ledger_of(process_group), _store(process_group)
+    if look and not ledger.broken:
+        with suppress(RuntimeError):
+            if store is not None and store.check([_broken_key(ledger)]):
+                ledger.broken = store.get(_broken_key(ledger)).decode()
+    if ledger.broken:
+        raise TransferError(ledger.broken)
+
+
+def wait_for_data(work: Any, process_group: ProcessGroup) -> None:
+    """Wait for a collective of the CPU, and look from time to time whether another rank has broken it off."""
+    patience = PATIENCE
+    while not work.is_completed():
+        with suppress(RuntimeError):  # it takes longer; or it has failed, as the last line finds
+            work.wait(timedelta(seconds=patience))
+            return
+        if not work.is_completed():
+            require_unbroken(process_group, look=True)
+            patience = min(2 * patience, AT_MOST)
+    work.wait()
+
+
+def _broken_key(ledger: Ledger) -> str:
+    return f"shardwise/group {ledger.name}: broken off"
 
 
 def _store(process_group: ProcessGroup) -> Any:
     return distributed_c10d._world.pg_map.get(process_group, (None, None))[1]
 
 
-def _key(meeting: int, suffix: str = "") -> str:
-    return f"shardwise/failed before meeting {meeting}{suffix}"
+def _key(ledger: Ledger, meeting: int, suffix: str = "") -> str:
+    return f"shardwise/group {ledger.name}: failed before meeting {meeting}{suffix}"

@@ -29,13 +29,12 @@ from shardwise.errors import (
 )
 from shardwise.layout import Layout
 from shardwise.meeting import (
-    AT_MOST,
     HEADER,
-    PATIENCE,
     Gathering,
     Ledger,
     leave_word,
     ledger_of,
+    require_unbroken,
     take_word_back,
     word_of,
 )
@@ -267,6 +266,7 @@ def _meet(
 ) -> _Meeting:
     """Begin a meeting, after those that this rank owes to the others."""
     ledger = ledger_of(process_group)
+    require_unbroken(process_group)
     if ledger.left is not None:
         ledger.left.end()
     if ledger.failure is not None and error is None:
@@ -294,13 +294,15 @@ class _Meeting:
         ledger.begun += 1
         ledger.failure = None  # told here
         self._headers = Gathering(group, _header(fields, error, brought), [HEADER] * group.size())
+        self._sizes: Gathering | None = None  # of what each rank reports
+        self._entries: Gathering | None = None  # and the reports; both may be under way when the meeting is left
 
     def end(self) -> list[tuple[int, bytes]]:
         """What each rank brings; raises the same error on every rank unless nobody failed and all fields agree.
 
         Each rank raises it once: not here, if it has done so before.
         """
-        headers = self._headers.wait(self._look, AT_MOST if self._told else PATIENCE)
+        headers = self._headers.wait(None if self._told else self._look)
         if self._ledger.left is self:
             self._ledger.left = None
         begin = HEADER - ROOM
@@ -316,6 +318,7 @@ class _Meeting:
 
     def _look(self) -> None:
         """Leave the meeting for later if a rank has failed before it: that rank may not come for long."""
+        require_unbroken(self._group, look=True)
         word = word_of(self._group, self._number)
         if word is not None:
             self._ledger.left, self._told = self, True
@@ -325,9 +328,13 @@ class _Meeting:
         failure = None if self._error is None else [type(self._error).__name__, str(self._error)]
         said = {name: str(value) for name, value in self._fields.items()}
         report = json.dumps([said, failure, self._subject]).encode()
-        sizes = _all_gather(self._group, len(report).to_bytes(8, "little"), [8] * self._group.size())
-        lengths = [int.from_bytes(size, "little") for size in sizes]
-        return [json.loads(entry) for entry in _all_gather(self._group, report, lengths)]
+        look = None if self._told else self._look
+        if self._sizes is None:
+            self._sizes = Gathering(self._group, len(report).to_bytes(8, "little"), [8] * self._group.size())
+        lengths = [int.from_bytes(size, "little") for size in self._sizes.wait(look)]
+        if self._entries is None:
+            self._entries = Gathering(self._group, report, lengths)
+        return [json.loads(entry) for entry in self._entries.wait(look)]
 
 
 def raises_alone(process_group: ProcessGroup | None, error: Exception) -> None:
@@ -337,6 +344,8 @@ def raises_alone(process_group: ProcessGroup | None, error: Exception) -> None:
     """
     if process_group is None or isinstance(error, (ShardwiseError, TypeError, AttributeError, NotImplementedError)):
         return
+    if process_group not in distributed_c10d._world.pg_map:
+        return  # it has been destroyed
     if settings.current().validate and talks(process_group) and not _is_told(error, process_group):
         leave_word(process_group, error)
 

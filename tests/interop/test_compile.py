@@ -63,14 +63,14 @@ def trained(model: Model, run: Any, wrap: Any) -> list[torch.Tensor]:
     return [one.full_tensor() if isinstance(one, ShardedTensor) else one for one in found]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", INDUCTOR])
 @ranks(2)
-def test_a_compiled_model_trains_as_it_does_otherwise(backend: str) -> None:
+def test_a_compiled_model_trains_as_it_does_otherwise(compiler: str) -> None:
     """Whatever compiles the graphs around the sharded parameters."""
     expected = trained(model := sharded(), model, ReplicatedTensor)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # inductor's own imports
-        found = trained(model := sharded(), torch.compile(model, backend=backend), ReplicatedTensor)
+        found = trained(model := sharded(), torch.compile(model, backend=compiler), ReplicatedTensor)
     for one, other in zip(found, expected, strict=True):
         assert_close(one, other)
     for one, other in zip(trained(plain := Model(), plain, lambda rows: rows), expected, strict=True):

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from tests.cases import SIZE, assert_close, boxes, chunks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import shardwise
 from shardwise import ShardedTensor, shard_tensor
 from shardwise.dispatch import registry
 from shardwise.errors import ViewWriteError
-from shardwise.ops import tape
+from shardwise.ops import replay, tape
 from shardwise.testing import ranks
 
 
@@ -245,3 +246,34 @@ def test_tensors_without_data_are_reduced() -> None:
         assert tensor.sum().shape == ()
         assert tensor.mean(0).shape == (4,)
         assert tensor.softmax(0).shape == (6, 4)
+
+
+@ranks(2)
+def test_a_call_under_other_settings_of_torch_is_another() -> None:
+    """Other kernels of attention are chosen anew, other default dtypes give other results."""
+    plain = torch.randn(2, 2, 4, 4, dtype=torch.float64)
+    heads, keys, values = (shard_tensor(plain, chunks(0, 0, 1)).requires_grad_() for _ in range(3))
+    numbers = shard_tensor(torch.arange(1, 13).reshape(4, 3), chunks(0, 0, 1))
+    kinds = []
+    for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION) * 2:
+        with sdpa_kernel(backend):
+            found = torch.nn.functional.scaled_dot_product_attention(heads, keys, values)
+        kinds.append(type(found.local_tensor().grad_fn).__name__)
+    assert kinds[0] == kinds[2] != kinds[1] == kinds[3]
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64) * 2:
+            torch.set_default_dtype(dtype)
+            for function in (torch.sqrt, lambda x: x.logsumexp(1), lambda x: x.logsumexp(0), lambda x: x / 2):
+                found, expected = function(numbers), function(numbers.full_tensor())
+                assert found.dtype == found.full_tensor().dtype == expected.dtype == dtype
+    finally:
+        torch.set_default_dtype(before)
+    relu = torch.nn.functional.leaky_relu
+    usual = replay._key(relu, [heads], {})
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert replay._key(relu, [heads], {}) != usual
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert replay._key(relu, [heads], {}) == usual

@@ -63,8 +63,11 @@ def test_like_factories_keep_the_layout() -> None:
             torch.equal(s.tensor, like(o.tensor))
             for s, o in zip(made.local_shards(), tensor.local_shards(), strict=True)
         )
-    with pytest.raises(RuntimeError, match="leave cpu"):
-        torch.zeros_like(tensor, device="meta")
+    for made in (torch.zeros_like(tensor, device="meta"), tensor.new_ones(SIZE, device="meta")):
+        assert made.is_meta
+        assert made._layout.boxes == tensor._layout.boxes
+        assert {str(place.device) for place in made._layout.places} == {"meta"}
+        assert all(shard.tensor.is_meta for shard in made.local_shards())
 
 
 @ranks(4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -124,6 +125,8 @@ class Function(threading.local):
         if self.called is None:
             return "none"
         op, args, kwargs = self.called
+        if not isinstance(op, FunctionType) or op.__name__.startswith("__"):
+            return "none"  # one op, whose arguments are compared; and `x + y` may be called by either of its names
         return f"{op_name(op)} {plain_values(pytree.tree_leaves((tuple(args), kwargs)))}"
 
 

@@ -12,7 +12,7 @@ from shardwise.geometry import Boxes
 from shardwise.layout import Layout
 from shardwise.ops.below import HANDLERS
 from shardwise.ops.call import Call
-from shardwise.ops.compute import assemble, compute, expect, frame_of, places_of, tie
+from shardwise.ops.compute import assemble, compute, expect, frame_of, places_of
 from shardwise.ops.plain_operand import shared_plain
 from shardwise.ops.rule import Labels, Rule
 from shardwise.ops.schedule import cells_of
@@ -20,6 +20,7 @@ from shardwise.placement import Placement
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradients import new_anchor, recorded
 from shardwise.sharded_tensor.movement import whole_on
+from shardwise.sharded_tensor.recorded_backward import tie
 
 aten = torch.ops.aten
 

@@ -18,12 +18,13 @@ from shardwise import settings
 from shardwise.dispatch import unsupported
 from shardwise.errors import ProcessGroupError, UnsupportedOpError
 from shardwise.layout import Layout
+from shardwise.meeting import break_off
 from shardwise.ops.call import Call, function
 from shardwise.ops.plain_operand import shared_plain
 from shardwise.ops.rule import Reduction, Rule
 from shardwise.ops.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
 from shardwise.placement import Placement, rank_device
-from shardwise.process_group import ROOM, Fields, Step, group_ranks, in_step_telling, is_member, talks
+from shardwise.process_group import ROOM, Fields, Step, group_ranks, in_step, in_step_telling, is_member, talks
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.drawing import drawn_apart
 from shardwise.sharded_tensor.frame import Frame, Parts
@@ -97,8 +98,10 @@ class _Computation:
         self.here = schedule.here(dist.get_rank() if dist.is_initialized() else -1)
         self.records = torch.is_grad_enabled() and any(operand.requires_grad for operand in call.operands)
         self.anchors: Tensors = []
-        talks = schedule.partial or schedule.moved
-        self.ready = agreement(call, group) if talks and not self.tells else _nothing
+        # Kernels look at indices: what they find wrong is found before the ranks agree, else they agree meanwhile.
+        self.checks = schedule.partial and not self.tells and not all(map(_has_fractions, call.operands))
+        talks = schedule.moved or (schedule.partial and not self.tells and not self.checks)
+        self.ready = agreement(call, group) if talks else _nothing
 
     def run(self) -> Any:
         """The results, as the op gives them, sharded."""
@@ -169,13 +172,10 @@ class _Computation:
             try:
                 made = reduction.partial(self.call, tensors) if reduction.partial else self.call.run(tensors)
             except Exception as error:
-                # The others are on their way into the transfer: this rank takes part in it, and raises then.
-                failed = failed or error
-                size = stacking.source.boxes.sizes[stacking.rows.index(row)].tolist()[1:]
-                made = tuple(torch.zeros(size, dtype=dtype, device=tensors[0].device) for dtype in meta)
+                failed = error
+                break
             partials.append(made if isinstance(made, tuple) else (made,))
-        if failed is not None and self.tells:  # while the ranks agree
-            in_step_telling(group, lambda: raised(failed))
+        self._agree(group, failed)
         stacks: list[Tensors] = []
         anchor = tie(self.anchors) if self.anchors else None
         plan = make_plan(stacking.source, stacking.target)
@@ -190,10 +190,20 @@ class _Computation:
             stacks.append(stack)
             if anchor_k is not None:
                 self.anchors.append(anchor_k)
-        if failed is not None:
-            raise failed
         found = [reduction.again(self.call, list(pieces)) for pieces in zip(*stacks, strict=True)]
         return self._wrapped((stacking.result,) * len(self.expected), found)
+
+    def _agree(self, group: ProcessGroup, failed: Exception | None) -> None:
+        """Before partial results are sent: what a kernel found wrong with them here is told to all ranks."""
+        if failed is None:
+            self.ready = agreement(self.call, group) if self.checks else self.ready
+        elif self.tells:
+            in_step_telling(group, lambda: raised(failed))
+        elif self.checks and settings.current().validate:
+            in_step(group, lambda: raised(failed))
+        else:  # the others are on their way into the transfer
+            break_off(group, failed)
+            raise failed
 
     def _require_sizes(self, layouts: Sequence[Layout], flat: list[list[torch.Tensor]]) -> None:
         """What was computed must fill the boxes: torch may give results that it did not announce."""
@@ -298,6 +308,10 @@ def agreement(call: Call, group: ProcessGroup | None) -> Any:
 def tell(call: Call, group: ProcessGroup, brought: bytes) -> list[bytes]:
     """Compare, and at once tell all ranks a few bytes of what was computed."""
     return in_step_telling(group, lambda: (None, _fields(call), brought))[1]
+
+
+def _has_fractions(operand: torch.Tensor) -> bool:
+    return operand.is_floating_point() or operand.is_complex()
 
 
 def raised(error: Exception) -> NoReturn:

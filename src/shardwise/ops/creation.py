@@ -41,14 +41,11 @@ FORMATS = (None, torch.preserve_format, torch.contiguous_format)
 
 
 def _placed(layout: Layout, device: Any) -> Layout:
-    """The layout on this device; on one of each rank's own if it has no number."""
-    if device is None:
+    """The layout on each rank's device of this kind; a number is the rank's own affair, which others do not know."""
+    kind = None if device is None else torch.device(device).type
+    if kind is None or all(place.device.type == kind for place in layout.places):
         return layout
-    wanted = torch.device(device)
-    has_number = wanted != torch.device(wanted.type)
-    if all(place.device == wanted if has_number else place.device.type == wanted.type for place in layout.places):
-        return layout
-    return layout.moved(lambda place: place.on(wanted if has_number else rank_device(place.rank or 0, wanted.type)))
+    return layout.moved(lambda place: place.on(rank_device(place.rank or 0, kind)))
 
 
 def _register(op: Op) -> None:

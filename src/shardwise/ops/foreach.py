@@ -32,7 +32,7 @@ def _shards(one: Any, model: Any) -> list[Any]:
             raise PropertyError("a fused function was given a sharded tensor where the first list has a plain one")
         return [one]
     if isinstance(one, ShardedTensorBase):
-        return model._locals_of(one) or [torch.empty(0, dtype=one.dtype)]
+        return model._locals_of(one) or [torch.empty(0, dtype=one.dtype, device=one.device)]
     rows = model._frame.rows
     if not isinstance(one, torch.Tensor) or not one.ndim:
         return [one] * max(len(rows), 1)

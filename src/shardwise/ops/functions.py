@@ -18,6 +18,7 @@ from shardwise.dispatch import Distributed, summary
 from shardwise.errors import UnsupportedOpError
 from shardwise.ops.nodes import apply_plain, closed, opened
 from shardwise.partial import PartialTensor
+from shardwise.process_group import raises_alone
 from shardwise.sharded_tensor import ShardedTensorBase
 
 
@@ -77,6 +78,19 @@ def _prepare(context: Any) -> None:
             )
         mark_dirty(self, *args)
 
+    plain_apply = context.apply
+
+    def apply(self: Any, *grads: Any) -> Any:
+        """Run the backward; what it raises on this rank, the others are let know, for they may wait in it."""
+        try:
+            return plain_apply(self, *grads)
+        except Exception as error:
+            for grad in grads:
+                if isinstance(grad, ShardedTensorBase):
+                    raises_alone(grad._frame.process_group, error)
+            raise
+
+    context.apply = apply
     context.gives_none, context.save_for_backward = False, save_and_note
     context.set_materialize_grads, context.mark_dirty = set_materialize_grads, mark_dirty_plain
 

@@ -16,6 +16,7 @@ from torch.autograd import Function, graph
 from shardwise.dispatch import Distributed, registry
 from shardwise.errors import UnsupportedOpError
 from shardwise.ops.leaf_hooks import Hook, LeafHooks, at_the_end
+from shardwise.process_group import raises_alone
 from shardwise.sharded_tensor import ShardedTensorBase
 
 
@@ -63,7 +64,21 @@ def _given(args: Any, kwargs: Any) -> tuple[ShardedTensorBase, Hook]:
     hook: Hook = args[1] if len(args) > 1 else kwargs["hook"]
     if not tensor.requires_grad:
         raise UnsupportedOpError(f"cannot register a hook on {tensor!r}, which doesn't require gradient")
-    return tensor, hook
+    return tensor, _telling(hook, tensor._frame.process_group)
+
+
+def _telling(hook: Hook, process_group: Any) -> Hook:
+    """The hook; what it raises on this rank, the others are let know, for they may wait within the backward."""
+
+    @functools.wraps(hook, updated=())
+    def telling(grad: Any) -> Any:
+        try:
+            return hook(grad)
+        except Exception as error:
+            raises_alone(process_group, error)
+            raise
+
+    return telling
 
 
 # Results of ops ---------------------------------------------------------------------------------------------------

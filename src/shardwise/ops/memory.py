@@ -45,8 +45,8 @@ def _to_dlpack_of_memory(tensor: Any) -> Any:
 _launch: Any = getattr(torch._C, JITERATOR, None)  # in builds with CUDA
 
 
-@functools.wraps(_launch or print)
 def _launch_on_memory(code: Any, name: Any, by_reference: Any, count: Any, tensors: Any, *args: Any) -> Any:
+    """Compile a kernel for these tensors, and start it."""
     for tensor in tensors:
         if isinstance(tensor, Distributed):
             raise _no_memory(name, tensor)

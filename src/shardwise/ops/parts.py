@@ -13,9 +13,10 @@ from shardwise.geometry import Boxes
 from shardwise.layout import Layout
 from shardwise.ops.below import HANDLERS
 from shardwise.ops.call import Call
-from shardwise.ops.compute import assemble, expect, frame_of, tie
+from shardwise.ops.compute import assemble, expect, frame_of
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradients import recorded
+from shardwise.sharded_tensor.recorded_backward import tie
 
 aten = torch.ops.aten
 

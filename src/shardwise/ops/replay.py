@@ -33,17 +33,12 @@ _default_dtype = torch.get_default_dtype
 
 
 # What torch looks at on the way from a function to the ops that it comes down to. Not autocast, default devices and
-# other modes, under which nothing is remembered; nor what kernels look at, such as the precision of products: they
-# still do.
+# other modes, under which nothing is remembered; nor what is looked at below the
+# ops that are remembered, such as the choice between kernels of attention, or the precision of products: it still is.
 FLAGS: tuple[Callable[[], Any], ...] = (
     torch.is_inference_mode_enabled,
     torch._C._get_deterministic_algorithms,
     torch._C._get_deterministic_fill_uninitialized_memory,
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_math_sdp_enabled,
-    torch._C._get_cudnn_sdp_enabled,
-    lambda: tuple(torch._C._get_sdp_priority_order()),
     torch._C._get_cudnn_enabled,
     torch._C._get_mkldnn_enabled,
 )

@@ -17,7 +17,7 @@ from torch.distributed import P2POp, ProcessGroup
 
 from shardwise.errors import TransferError
 from shardwise.layout import Layout
-from shardwise.meeting import lost
+from shardwise.meeting import break_off, lost, wait_for_data
 from shardwise.process_group import is_fake, sends, without_data
 from shardwise.transfer.pieces import Piece, as_bytes, copy, is_as_it_lies, pieces_of
 from shardwise.transfer.plan import Plan
@@ -145,7 +145,12 @@ class AllToAll(_Carrier):
     def wait(self) -> list[torch.Tensor]:
         """Finish: unpack what has arrived, unless it arrived in its place."""
         try:
-            self._work.wait()
+            if self._wire.type == "cpu":
+                wait_for_data(self._work, self._group)
+            else:  # enqueued on the stream: the host does not wait
+                self._work.wait()
+        except TransferError:
+            raise
         except RuntimeError as error:
             raise self._lost("exchange", self._given.numel() // self._dtype.itemsize, error) from error
         if self._arrived is not None:
@@ -303,6 +308,8 @@ def move(
     Every rank of the group calls it. ``outs`` are the destination's tensors, made here when not given. Elements that
     nothing is moved to hold ``fill``, if there are any. With ``tell``, the data goes that way.
     """
+    if plan.moved and tell is None and not is_fake(process_group) and not without_data():
+        return _begun(plan, tensors, process_group, dtype, outs, max_bytes, ready, fill)
     if outs is None:
         outs = empty_tensors(plan.dst, dtype, fill=0 if plan.sums else fill)
     with torch.no_grad():
@@ -311,12 +318,39 @@ def move(
             return Done(outs)  # as they would be
         if tell is not None:
             return tell_all(plan, tensors, outs, process_group, dtype, tell)
-        if not plan.moved or is_fake(process_group):
-            ready()
-            return copy_own(plan, tensors, outs)
-        if max_bytes is None or not sends(process_group):
-            return AllToAll(plan, tensors, outs, process_group, dtype, ready)
-        return PointToPoint(plan, tensors, outs, process_group, dtype, ready, max_bytes)
+        ready()
+        return copy_own(plan, tensors, outs)
+
+
+def _begun(
+    plan: Plan,
+    tensors: Sequence[torch.Tensor],
+    group: ProcessGroup,
+    dtype: torch.dtype,
+    outs: list[torch.Tensor] | None,
+    max_bytes: int | None,
+    ready: Ready,
+    fill: Any,
+) -> Moving:
+    """A transfer in which something is sent. The other ranks count on this one from now on."""
+    is_ready = False
+
+    def all_are_ready() -> None:
+        nonlocal is_ready
+        is_ready = True
+        ready()
+
+    try:
+        with torch.no_grad():
+            if outs is None:
+                outs = empty_tensors(plan.dst, dtype, fill=0 if plan.sums else fill)
+            if max_bytes is None or not sends(group):
+                return AllToAll(plan, tensors, outs, group, dtype, all_are_ready)
+            return PointToPoint(plan, tensors, outs, group, dtype, all_are_ready, max_bytes)
+    except Exception as error:
+        if not is_ready:  # such as for lack of memory
+            break_off(group, error)
+        raise
 
 
 def empty_tensors(layout: Layout, dtype: torch.dtype, *, fill: Any = None) -> list[torch.Tensor]:

@@ -1,0 +1,125 @@
+"""A rank that fails by itself, at any point: the others raise the same, or that the group is broken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.cases import chunks
+
+from shardwise import meeting, shard_tensor
+from shardwise.errors import TransferError
+from shardwise.testing import ranks
+from shardwise.transfer import execute
+
+PLAIN = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
+
+
+def sharded(group: Any = None) -> Any:
+    """Rows on the first two ranks."""
+    return shard_tensor(PLAIN, chunks(0, 0, 1), process_group=group).requires_grad_()
+
+
+def message_of(function: Callable[[], object]) -> str:
+    """What a call raises."""
+    with pytest.raises((RuntimeError, IndexError, ValueError)) as caught:
+        function()
+    return str(caught.value)
+
+
+@ranks(2)
+def test_late_after_an_error() -> None:
+    """A rank that caught its error and comes late is waited for, and nobody raises again."""
+    x = sharded()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "PATIENCE", 0.05)
+        patch.setattr(meeting, "AT_MOST", 0.1)
+        for everywhere in (True, False):
+            bad = torch.full((4, 3), 99 if everywhere or dist.get_rank() == 1 else 0)
+            if everywhere or dist.get_rank() == 1:
+                message_of(lambda bad=bad: torch.gather(x, 1, shard_tensor(bad, chunks(0, 0, 1), src_rank=None)))
+            if not everywhere and dist.get_rank() == 0:
+                assert "found on rank 1" in message_of(x.full_tensor)
+            if dist.get_rank() == 1:
+                time.sleep(0.5)
+            assert torch.equal(x.full_tensor().detach(), PLAIN)
+            assert torch.equal((x + 1).sum(0).full_tensor().detach(), (PLAIN + 1).sum(0))
+
+
+@ranks(2)
+def test_no_memory_where_all_had_agreed() -> None:
+    """The other rank does not wait for data that will not come; the group says why it is of no use any more."""
+    group = dist.new_group([0, 1])
+    x, other = sharded(group), sharded()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+
+            def fails(*_: Any) -> None:
+                raise torch.OutOfMemoryError("no memory\nat all")
+
+            patch.setattr(execute._Carrier, "_fits", fails)
+        found = message_of(x.full_tensor)
+    said = "rank 1 raised OutOfMemoryError (no memory) after the ranks had agreed to send"
+    assert found == "no memory\nat all" if dist.get_rank() == 1 else said in found
+    with pytest.raises(TransferError, match="cannot be used any more"):
+        x.full_tensor()
+    assert torch.equal(other.full_tensor().detach(), PLAIN)
+
+
+@ranks(2)
+def test_hooks_and_functions_in_the_backward_of_a_plain_loss() -> None:
+    """Which no sharded tensor is asked for."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return fails(grads[0])
+
+    def fails(grad: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise ValueError("not on this rank")
+        return grad
+
+    def with_hook(x: Any) -> Any:
+        y = x * 2
+        y.register_hook(fails)
+        return y
+
+    for made in (with_hook, Fails.apply):
+        x = sharded()
+        loss = (made(x).redistribute(chunks(1, 0, 1)).redistribute(chunks(0, 0, 1)) * 2).full_tensor().sum()
+        before = made(x * 3).redistribute(chunks(1, 0, 1)).full_tensor().sum()
+        for one in (loss, (before + (x * 3).redistribute(chunks(1, 0, 1)).full_tensor()).sum()):
+            found = message_of(lambda one=one, x=x: (one.backward(), x.full_tensor()))
+            assert "not on this rank" in found
+        assert torch.equal(x.full_tensor().detach(), PLAIN)
+
+
+@ranks(2)
+def test_a_part_of_a_sum_that_a_kernel_refuses() -> None:
+    """A class that there is not, in the part of one rank: all raise at this call, and none gets a wrong sum."""
+    logits = shard_tensor(torch.rand(4, 300, dtype=torch.float64), chunks(0, 0, 1))
+    classes = torch.tensor([0, 1, 2, 999])
+    for reduction in ("mean", "sum"):
+        found = message_of(
+            lambda reduction=reduction: torch.nn.functional.nll_loss(logits, classes, reduction=reduction)
+        )
+        assert "999" in found or "out of bounds" in found
+        assert logits.full_tensor().shape == (4, 300)
+
+
+@ranks(2)
+def test_a_group_that_is_gone_hides_no_error() -> None:
+    """The error is the one that torch raises."""
+    group = dist.new_group([0, 1])
+    x = sharded(group).detach()
+    dist.destroy_process_group(group)
+    assert "is invalid for input of size" in message_of(lambda: x.view(5, 5))
