@@ -237,3 +237,29 @@ def test_a_mask_that_selects_nothing() -> None:
             for given in ((mask, values), (shard_tensor(mask, rows), shard_tensor(values, rows))):
                 found = torch.index_put(shard_tensor(x, rows), (given[0],), given[1], accumulate=accumulate)
                 assert torch.equal(found.full_tensor(), expected)
+
+
+@ranks(4)
+def test_the_backward_of_pooling_as_an_op_of_its_own() -> None:
+    """With nothing gathered, and its operands in different layouts: the same on every rank, and differentiable."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 4, 6, 6, dtype=torch.float64, generator=generator)
+    pooling = ([3, 3], [2, 2], [1, 1], [1, 1], False)
+    made, index = torch.ops.aten.max_pool2d_with_indices(x, *pooling)
+    leaf = made.clone().requires_grad_()
+    expected = torch.ops.aten.max_pool2d_with_indices_backward(leaf, x, *pooling, index)
+    (expected * x).sum().backward()
+    specs = [chunks(0, 3, 1, 3), chunks(3, 0, 1, 2, 3), chunks(1, 2), shardwise.ReplicatedShardingSpec(["rank:0/cpu"])]
+    for k, spec in enumerate(specs):
+        for at in (index, shard_tensor(index, specs[k - 1])):
+            grad, given = shard_tensor(made, spec).requires_grad_(), shard_tensor(x, specs[k - 2])
+            with shardwise.gather_budget(0):
+                found = torch.ops.aten.max_pool2d_with_indices_backward(grad, given, *pooling, at)
+                torch.testing.assert_close(found.detach().full_tensor(), expected.detach())
+                (found * x).sum().backward()
+                torch.testing.assert_close(grad.grad.full_tensor(), leaf.grad)
+                pooled = F.max_unpool2d(*F.max_pool2d(given.requires_grad_(), 2, return_indices=True), 2)
+                pooled.square().sum().backward()
+            twin = x.clone().requires_grad_()
+            F.max_unpool2d(*F.max_pool2d(twin, 2, return_indices=True), 2).square().sum().backward()
+            torch.testing.assert_close(given.grad.full_tensor(), twin.grad)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases import ALL, PLAIN, SIZE, SPECS, assert_close, chunks, holds, whole
+from tests.cases import ALL, PLAIN, SIZE, assert_close, chunks, holds
 from torch import nn
 
 import shardwise
@@ -70,7 +70,23 @@ def test_reading_and_writing_the_same_memory() -> None:
     assert line.full_tensor().tolist() == [0, 0, 1, 2]
 
 
+def _at_indices(x: Any, w: Any) -> None:
+    x[torch.tensor([4, 0])] = w[:2]
+    x[:, torch.tensor([True, False, False, True, False, False])] = w[:, 1:3]
+    x[torch.tensor([1, 3]), torch.tensor([2, 5])] = w[0, 0]
+
+
+def _repeated(x: Any, w: Any) -> None:
+    x[1:6:2] = w[3]
+    x[:, 4:] = w[:, :1]
+    x[5:, 1:2] = w[2, 2]
+    x[2:2] = w[:0]
+    x[:6, :3] = w.t()[:, :3]
+
+
 WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "at indices and masks": _at_indices,
+    "repeated, stepped, turned": _repeated,
     "a row": lambda x, w: x.__setitem__(0, w[0]),
     "columns": lambda x, w: x[:, 4:].copy_(w[:, :2]),
     "a row of columns": lambda x, w: x[:, :3][1:2].copy_(w[1:2, :3]),
@@ -92,19 +108,19 @@ def test_values_with_a_graph_are_written_into_a_part(write: str) -> None:
     plain = start * 2
     WRITES[write](plain, leaf)
     (plain * weights).sum().backward()
-    for spec in ["chunk dim 0"] if write == "through a flat view" else SPECS:  # of other layouts it is a copy
-        for given in (SPECS[spec], SPECS["chunk dim -1"], None):
-            first = shard_tensor(values, SPECS[spec]).requires_grad_()
+    for spec in ["chunk dim 0"] if write == "through a flat view" else ALL:  # of other layouts it is a copy
+        for given in (ALL[spec], ALL["chunk dim -1"], None):
+            first = shard_tensor(values, ALL[spec]).requires_grad_()
             value = weights.clone() if given is None else shard_tensor(weights, given)
             value.requires_grad_()
             made = first * 2
             WRITES[write](made, value)
             assert made.requires_grad
             assert all(made[k : k + 1].requires_grad for k in range(SIZE[0]))  # on every rank, whatever it holds
-            assert_close(whole(made), plain.detach())
+            assert_close(made.detach().full_tensor(), plain.detach())
             (made * weights).sum().backward()
-            assert_close(whole(first.grad), start.grad)
-            assert_close(value.grad if given is None else whole(value.grad), leaf.grad)
+            assert_close(first.grad.full_tensor(), start.grad)
+            assert_close(value.grad if given is None else value.grad.full_tensor(), leaf.grad)
 
 
 def _halves(x: Any) -> Any:

@@ -141,7 +141,7 @@ def _register(op: Op, *, in_place: bool) -> None:
                     return descend(op, args, kwargs)
                 if arg._frame.process_group is not process_group:
                     return descend(op, args, kwargs)
-                columns.append(arg._local_tensors())
+                columns.append(arg._addends() if op is torch.Tensor.add_ else arg._local_tensors())
             elif isinstance(arg, torch.Tensor | list | tuple):
                 return descend(op, args, kwargs)
             else:

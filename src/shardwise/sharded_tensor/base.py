@@ -25,6 +25,7 @@ from shardwise.sharded_tensor.failure import ENTRANCES, leaves
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import new_anchor
 from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharded_tensor.sparse_gradient import make_dense
 from shardwise.sharding_spec import ShardingSpec
 from shardwise.viz import layout_html
 
@@ -51,6 +52,7 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
     _shares = (
         False  # whether the gradients of its replicas are added up behind it, by a node that torch takes for a view
     )
+    _sparse_of: list[torch.Tensor] | None = None  # the leaves whose gradients are its shards, if any of them is sparse
     _view_of: ShardedTensorBase | None = None  # the tensor whose memory it shows, or a part of
     _init_rrefs = False
     _sharded_tensor_id: int | None = None
@@ -145,6 +147,9 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
         """The tensors of this rank's shards, in the order of the layout."""
         if self._shards is None:
             return self._tensors
+        if self._sparse_of is not None:
+            make_dense(self._shards, self._sparse_of)
+            self._sparse_of = None
         tensors = [shard.tensor for shard in self._shards]
         if tensors and (
             tensors[0].dtype != self._frame.dtype or not same_device(tensors[0].device, self._frame.device)
@@ -153,6 +158,10 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
             self._frame = replace(self._frame, dtype=tensors[0].dtype, device=tensors[0].device)
             self._known_metadata = None
         return tensors
+
+    def _addends(self) -> list[torch.Tensor]:
+        """The same to be added to dense tensors, which takes sparse ones as they are."""
+        return self._tensors if self._shards is None else [shard.tensor for shard in self._shards]
 
     def _locals_of(self, other: object) -> list[torch.Tensor]:
         """The local tensors of another tensor that is sharded as this one is, box by box in this one's order."""
@@ -335,6 +344,8 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
             if grad is None:  # a shard that nothing depended on
                 grads[k] = tensor.grad = torch.zeros_like(tensor)
         made: ShardedTensorBase = self._like(grads)  # type: ignore[arg-type] # none is None any more
+        if any(grad is not None and grad.is_sparse for grad in grads):
+            made._sparse_of, _ = tensors, made._local_shards
         return made
 
     @grad.setter

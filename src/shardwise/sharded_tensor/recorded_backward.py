@@ -51,8 +51,8 @@ def depending(grad: torch.Tensor, anchor: torch.Tensor | None = None) -> torch.T
 
 
 def all_depending(grads: Sequence[torch.Tensor], ctx: object) -> list[torch.Tensor]:
-    """The gradients that come to a node, contiguous, the last of which is its anchor's; it has saved that anchor."""
-    contiguous = [grad.contiguous() for grad in grads]
+    """The gradients that come to a node, ready to be sent, the last of which is its anchor's; it has saved that one."""
+    contiguous = [(grad.to_dense() if grad.is_sparse else grad).contiguous() for grad in grads]
     if torch.is_grad_enabled():
         contiguous[-1] = depending(contiguous[-1], ctx.saved_tensors[0])  # type: ignore[attr-defined] # a node's context
     return contiguous
