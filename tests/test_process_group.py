@@ -225,7 +225,7 @@ def test_word_is_left_for_those_whom_it_concerns() -> None:
         assert verb("pair", group) == "pair"
     if here == 1:
         raises_alone(world(), ShardCountError("found by what all ranks know"))
-        raises_alone(world(), TypeError("in the form of the call"))
+        raises_alone(world(), TypeError("in the form of the call"), in_op=True)
         raises_alone(None, ZeroDivisionError("without a group"))
         with validation(False):
             raises_alone(world(), ZeroDivisionError("not compared"))

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -63,7 +63,8 @@ class Ambient(Generic[T]):
         finally:
             if stashes:
                 _take_along(self._name, before)
-            self._here.reset(token)
+            with suppress(ValueError):  # a generator that is closed in another context has nothing to undo in this one
+                self._here.reset(token)
 
 
 def _take_along(name: str, value: object) -> None:

@@ -146,10 +146,12 @@ class Layout:
 
     @cached_property
     def in_rank_order(self) -> Layout:
-        """The same boxes on the same places, listed by their ranks; those of one rank in the order that they have."""
+        """The same boxes on the same places, listed by their ranks; those of one rank in the order that they have.
+
+        As in the old system's records after a reshard, an empty box begins where the tensor ends.
+        """
         order = np.argsort(self.ranks, kind="stable")
-        made = Layout.of(self.size, self.boxes.take(order), [self.place(int(row)) for row in order])
-        return made if self.said_offsets is None else replace(made, said_offsets=read_only(self.said_offsets[order]))
+        return Layout.of(self.size, self.boxes.take(order), [self.place(int(row)) for row in order])
 
     def moved(self, place: Callable[[Placement], Placement]) -> Layout:
         """The same boxes, each place replaced by the function's answer."""

@@ -337,12 +337,14 @@ class _Meeting:
         return [json.loads(entry) for entry in self._entries.wait(look)]
 
 
-def raises_alone(process_group: ProcessGroup | None, error: Exception) -> None:
-    """Let the other ranks know of an error that leaves an op on this rank, and that they may not find by themselves.
+def raises_alone(process_group: ProcessGroup | None, error: Exception, *, in_op: bool = False) -> None:
+    """Let the other ranks know of an error that leaves a call on this rank, and that they may not find by themselves.
 
-    What the library finds wrong by what all ranks know, they all raise; and what is wrong with the form of a call.
+    What the library finds wrong by what all ranks know, they all raise; and what is wrong with an op's form.
     """
-    if process_group is None or isinstance(error, (ShardwiseError, TypeError, AttributeError, NotImplementedError)):
+    if process_group is None or isinstance(error, ShardwiseError):
+        return
+    if in_op and isinstance(error, (TypeError, AttributeError)):
         return
     if process_group not in distributed_c10d._world.pg_map:
         return  # it has been destroyed

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tests.cases import chunks
 
-from shardwise import meeting, shard_tensor
+from shardwise import ShardedOptimizer, meeting, shard_tensor
 from shardwise.errors import TransferError
 from shardwise.testing import ranks
 from shardwise.transfer import execute
@@ -123,3 +123,21 @@ def test_a_group_that_is_gone_hides_no_error() -> None:
     x = sharded(group).detach()
     dist.destroy_process_group(group)
     assert "is invalid for input of size" in message_of(lambda: x.view(5, 5))
+
+
+@ranks(2)
+def test_what_only_one_kind_of_rank_can_find() -> None:
+    """A kernel that there is not for a dtype, where one rank has all the data; a hook of an optimizer."""
+    alone = shard_tensor(torch.ones(4, 2), chunks(0, 1)).to(torch.float8_e4m3fn)
+    x = sharded()
+    assert "not implemented for" in message_of(lambda: (torch.exp(alone), x.full_tensor()))
+    optimizer = ShardedOptimizer({"x": x}, torch.optim.SGD, lr=0.1)
+
+    def fails(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("not on this rank")
+
+    optimizer.register_step_pre_hook(fails)
+    (x * 2).sum().backward()
+    assert "not on this rank" in message_of(lambda: (optimizer.step(), x.sum(0)))
+    assert x.full_tensor().shape == (4, 3)

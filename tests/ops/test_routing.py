@@ -194,6 +194,16 @@ def test_odd_operands_of_routers() -> None:
     assert sharded.sum().item() == 15
 
 
+@ranks(2)
+def test_plain_values_are_added_at_plain_indices() -> None:
+    """Into a sharded tensor, in which only one operand is cut."""
+    index, source = torch.tensor([[0, 3], [1, 2]]), torch.ones(2, 2, dtype=torch.float64)
+    plain = torch.arange(24, dtype=torch.float64).reshape(6, 4)
+    for dim in (0, 1):
+        found = shard_tensor(plain, chunks(dim, 0, 1)).scatter_add(1, index, source)
+        assert torch.equal(found.full_tensor(), plain.scatter_add(1, index, source))
+
+
 @ranks(3)
 def test_gather_at_indices_and_the_old_gather_of_this_name() -> None:
     """By position and by name, of every dtype: all ranks give indices, one of them gives what is to be filled."""

@@ -68,7 +68,12 @@ def _attention(call: Call) -> Any:
         return compute_gathered(call.op, (), call.arguments, needs_whole(call))
     except UnsupportedOpError:
         by_name = {name: call[name] for name in ("scale", "enable_gqa")}
-        return aten._scaled_dot_product_attention_math(*(call[name] for name in FORMULA), **by_name)[0]
+        given = {name: call[name] for name in FORMULA}
+        mask = given["attn_mask"]
+        if mask is not None and mask.dtype == torch.bool:  # of which the formula would take True for 1
+            nothing = torch.zeros_like(mask, dtype=call["query"].dtype)
+            given["attn_mask"] = nothing.masked_fill(mask.logical_not(), -math.inf)
+        return aten._scaled_dot_product_attention_math(*given.values(), **by_name)[0]
 
 
 HANDLERS[aten.scaled_dot_product_attention] = _attention

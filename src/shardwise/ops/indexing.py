@@ -196,6 +196,8 @@ def _scatter_add(call: Call) -> Any:
     ]
     nothing = torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)  # of which each cell makes its own
     alone = Call(aten.scatter_add.default, (nothing, dim, index, source), {})
+    if not alone.sharded():
+        return NotImplemented
     made = compute(alone, labels.rule([kept, spot, spot], [kept], reduction=SUM))
     return made if made is NotImplemented else x + made
 

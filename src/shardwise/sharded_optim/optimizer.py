@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -98,6 +99,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise
         self._return_options()
         return loss
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """As of any optimizer. What it raises on one rank, the others are let know."""
+        return super().register_step_pre_hook(self._telling(hook))
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """As of any optimizer. What it raises on one rank, the others are let know."""
+        return super().register_step_post_hook(self._telling(hook))
+
+    def _telling(self, hook: Any) -> Any:
+        @functools.wraps(hook, updated=())
+        def telling(*args: Any) -> Any:
+            try:
+                return hook(*args)
+            except Exception as error:
+                raises_alone(self._roster.group, error)
+                raise
+
+        return telling
 
     def _return_options(self) -> None:
         """Show what torch's optimizer has set by itself."""

@@ -135,10 +135,9 @@ def gives_indices(tensor: ShardedTensor, given: Any, *, rounds: bool) -> bool:
     group = tensor._process_group
     if not is_member(group):
         return False
-    if settings.current().own_batches and given is not None and given.shape == tensor.shape:
-        integers = False  # by the old rules it is there to be filled
     if group.size() == 1:
-        return integers
+        filled = settings.current().own_batches and given is not None and given.shape == tensor.shape
+        return integers and not filled
     return all(in_step_sharing(group, lambda: (None, {"verb": "gather"}, integers))[1])
 
 
