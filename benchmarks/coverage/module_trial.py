@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import shardwise
-from benchmarks.coverage.control import Control, Diverged
+from benchmarks.coverage.control import Control
 from benchmarks.coverage.database import seed
 from benchmarks.coverage.layouts import Layout, budget, whole
 from benchmarks.coverage.modules import Case
-from benchmarks.coverage.trial import LONGEST_NOTE, Attempt, Judgement, judge
+from benchmarks.coverage.trial import Attempt, Judgement, judge_those_who
 from benchmarks.coverage.truth import difference, digest, waves
 from shardwise.ops.autograd import backward
 
@@ -101,17 +101,11 @@ class ModuleTrial:
         return self._judged(backwards=True)
 
     def _judged(self, *, backwards: bool) -> Judgement:
-        mine: Attempt | None = None
-        try:
-            if self.layout.takes_part:  # all calls on every rank, whatever they give
-                made = [self._backward() if backwards else self._forward() for _ in range(CALLS)]
-                mine = next((one for one in made if one.kind != "right"), made[-1])
-        except Diverged:
-            raise
-        except Exception as error:
-            mine = Attempt(type(error).__name__, f"{type(error).__name__}: {error}"[:LONGEST_NOTE])
-        told = self.control.exchange("the end", mine)
-        return judge([attempt for attempt in told if attempt is not None])
+        def attempt() -> Attempt:  # all calls on every rank, whatever they give
+            made = [self._backward() if backwards else self._forward() for _ in range(CALLS)]
+            return next((one for one in made if one.kind != "right"), made[-1])
+
+        return judge_those_who(self.layout.takes_part, attempt, self.control)
 
     @functools.cached_property
     def _sharded(self) -> nn.Module:

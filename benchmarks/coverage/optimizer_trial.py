@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import shardwise
-from benchmarks.coverage.control import Control, Diverged
+from benchmarks.coverage.control import Control
 from benchmarks.coverage.layouts import Layout, budget, whole
 from benchmarks.coverage.optimizers import PLAIN, STEPS, Case
-from benchmarks.coverage.trial import LONGEST_NOTE, Attempt, Judgement, judge
+from benchmarks.coverage.trial import Attempt, Judgement, judge_those_who
 from benchmarks.coverage.truth import difference
 
 Named = dict[str, Any]
@@ -98,17 +98,11 @@ class OptimizerTrial:
         return self._judged(of_state=True)
 
     def _judged(self, *, of_state: bool) -> Judgement:
-        mine: Attempt | None = None
-        try:
-            if self.layout.takes_part:
-                parameters, state = self._trained
-                mine = self._compare_state(state) if of_state else self._compare_parameters(parameters)
-        except Diverged:
-            raise
-        except Exception as error:
-            mine = Attempt(type(error).__name__, f"{type(error).__name__}: {error}"[:LONGEST_NOTE])
-        told = self.control.exchange("the end", mine)
-        return judge([attempt for attempt in told if attempt is not None])
+        def attempt() -> Attempt:
+            parameters, state = self._trained
+            return self._compare_state(state) if of_state else self._compare_parameters(parameters)
+
+        return judge_those_who(self.layout.takes_part, attempt, self.control)
 
     @functools.cached_property
     def _trained(self) -> tuple[Named, dict[str, Named]]:

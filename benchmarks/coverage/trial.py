@@ -111,14 +111,25 @@ class Trial:
         return Attempt("right", digest=digest(found) if self.case.random else "")
 
     def _judged(self, attempt: Callable[[], Attempt]) -> Judgement:
-        try:
-            mine = attempt()
-        except Diverged:
-            raise
-        except Exception as error:
-            mine = Attempt(type(error).__name__, f"{type(error).__name__}: {error}"[:LONGEST_NOTE])
+        mine = attempted(attempt)
         gathered = () if self.system.gathers is None else tuple(sorted(self.system.gathers.sizes))
         return judge(self.control.exchange("the end", replace(mine, gathered=gathered)))
+
+
+def attempted(attempt: Callable[[], Attempt]) -> Attempt:
+    """What an attempt comes to; an error of the op is an outcome like others."""
+    try:
+        return attempt()
+    except Diverged:
+        raise
+    except Exception as error:
+        return Attempt(type(error).__name__, f"{type(error).__name__}: {error}"[:LONGEST_NOTE])
+
+
+def judge_those_who(take_part: bool, attempt: Callable[[], Attempt], control: Control) -> Judgement:
+    """What the ranks that take part make of their attempts; every rank calls it."""
+    told = control.exchange("the end", attempted(attempt) if take_part else None)
+    return judge([one for one in told if one is not None])
 
 
 def judge(attempts: list[Attempt]) -> Judgement:
