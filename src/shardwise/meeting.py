@@ -30,6 +30,7 @@ HEADER = 128  # bytes of a header; what is no longer goes to each rank at once, 
 PATIENCE = 0.5  # seconds after which a rank that waits looks for word of the others; twice as long each time, at most
 AT_MOST = 5.0
 READ = ", as others have read"
+NEWLINE = "\n"
 PROBE = 0x5A4D  # the tag of a message that nobody sends
 
 
@@ -217,7 +218,7 @@ def word_of(process_group: ProcessGroup, meeting: int) -> tuple[int, str, str] |
 def break_off(process_group: ProcessGroup, error: Exception) -> None:
     """This rank cannot send what it has agreed to send, and the others wait for it: the group is of no use any more."""
     ledger, store = ledger_of(process_group), _store(process_group)
-    what = f"{type(error).__name__} ({str(error).strip().splitlines()[0]})" if str(error) else type(error).__name__
+    what = f"{type(error).__name__} ({str(error).strip().partition(NEWLINE)[0]})"
     ledger.broken = (
         f"rank {dist.get_rank()} raised {what} after the ranks had agreed to send: they are out of step, and this "
         "process group cannot be used any more"

@@ -33,8 +33,8 @@ _default_dtype = torch.get_default_dtype
 
 
 # What torch looks at on the way from a function to the ops that it comes down to. Not autocast, default devices and
-# other modes, under which nothing is remembered; nor what is looked at below the
-# ops that are remembered, such as the choice between kernels of attention, or the precision of products: it still is.
+# other modes, under which nothing is remembered; nor what is looked at below the ops that are remembered, such as the
+# choice between kernels of attention, or the precision of products: it still is.
 FLAGS: tuple[Callable[[], Any], ...] = (
     torch.is_inference_mode_enabled,
     torch._C._get_deterministic_algorithms,
