@@ -129,7 +129,7 @@ def _whole_bags(ids: ShardedTensor, offsets: Any, weight: ShardedTensor, ends: b
     return bags if all(in_step_sharing(weight._process_group, work)[1]) else None
 
 
-def _told_by(offsets: IntArray, ids: Layout, ranks: list[int]) -> Layout | None:
+def _told_by(offsets: IntArray, ids: Layout, ranks: tuple[int, ...]) -> Layout | None:
     """The layout of the bags that these offsets give to the ranks that have their ids, if they cut no bag."""
     spans = sorted((*_span(ids, rank), rank) for rank in ranks)
     begins = np.array([begin for begin, _, _ in spans], dtype=np.int64)

@@ -118,7 +118,7 @@ def _home(parameter: torch.Tensor, scope: Scope | None, load: dict[int, int]) ->
         return None
     layout, group = parameter._layout, parameter._process_group
     if scope == "tensor":
-        ranks = [_owner(parameter, load)]
+        ranks: tuple[int, ...] = (_owner(parameter, load),)
     elif is_member(group):
         ranks = group_ranks(group)
     else:
