@@ -1,0 +1,137 @@
+"""One world, in this process: its rows are timed, and printed as JSON, a line for each as soon as it is known."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import json
+import pstats
+import resource
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch._dynamo  # noqa: F401 # which torch imports in the middle of the first op that needs it
+
+from benchmarks.scale.cases import CASES, DTENSOR, MEMORY_ROW, Case
+from benchmarks.scale.world import FEW, World, start
+from benchmarks.timing import Work
+from benchmarks.transfers import status
+
+FACTORS = (1, 2, 3, 5, 6)  # of sizes: the first call is timed for each, and the best taken
+WARM_UP = 4  # the factor for which everything is done on few ranks before
+LATER = 20  # calls at most
+ENOUGH = 0.3  # seconds after which no further call is timed
+MEMORY = 6 * 2**30  # bytes that this process may have beyond what it begins with
+
+
+class Late(BaseException):
+    """The time of a row is over. Nobody catches it on the way."""
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    def stop(*_: object) -> NoReturn:
+        raise Late
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def limit_memory() -> None:
+    """So that what needs memory for all pairs of ranks fails alone, and the machine goes on."""
+    bytes_now = status("VmSize") * 1024
+    resource.setrlimit(resource.RLIMIT_AS, (bytes_now + MEMORY, bytes_now + MEMORY))
+
+
+def seconds_of(work: Work) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def warm_up(case: Case, *, grids: bool) -> None:
+    """On few ranks, so that what torch and Python do once in a process is done."""
+    work = case.prepare(World(FEW, grids=grids), WARM_UP)
+    work()
+    work()
+
+
+def measured(case: Case, world: World, most: float) -> dict[str, Any]:
+    """Seconds of the first call and of later ones, or why there are none."""
+    found: dict[str, Any] = {}
+    try:
+        warm_up(case, grids=world.grids)
+        with at_most(most):
+            begin = time.perf_counter()
+            for factor in FACTORS:
+                work = case.prepare(world, factor)
+                found["first"] = min(found.get("first", float("inf")), seconds_of(work))
+                if time.perf_counter() - begin > ENOUGH:
+                    break
+            begin = time.perf_counter()
+            for _ in range(LATER if case.later else 0):
+                found["later"] = min(found.get("later", float("inf")), seconds_of(work))
+                if time.perf_counter() - begin > ENOUGH:
+                    break
+    except Late:
+        return {"failed": f"> {most:.0f} s", **found}
+    except MemoryError:
+        return {"failed": "memory", **found}
+    except Exception as error:
+        kind = "memory" if "alloc" in str(error) else "raises"
+        return {"failed": kind, "why": f"{type(error).__name__}: {error}".splitlines()[0][:160], **found}
+    return found
+
+
+def profile(case: Case, world: World) -> None:
+    """The first call, by the time that functions take with all they call."""
+    warm_up(case, grids=world.grids)
+    work, profiler = case.prepare(world, FACTORS[0]), cProfile.Profile()
+    print(f"\n{case.work}, {'grid' if world.grids else 'chunks'}, {world.ranks:,} ranks")
+    try:
+        profiler.runcall(work)
+    finally:
+        pstats.Stats(profiler).sort_stats("cumulative").print_stats(25)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("--rows", default="")
+    parser.add_argument("--layouts", default="chunks,grids")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--profile", default=None)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    start(options.ranks)
+    before = status("VmRSS")
+    limit_memory()
+    worlds = [World(options.ranks, grids=kind == "grids") for kind in options.layouts.split(",")]
+    for kind, cases in (("ours", CASES), ("DTensor's", DTENSOR)):
+        for world in worlds:
+            for case in cases:
+                if world.grids and not case.on_grids:
+                    continue
+                if options.profile is not None:
+                    if options.profile in case.work:
+                        profile(case, world)
+                elif options.rows in case.work:
+                    tell(world, case.work, measured(case, world, options.seconds))
+            if kind == "ours" and options.profile is None:
+                tell(world, MEMORY_ROW, {"mib": (status("VmRSS") - before) / 1024})
+
+
+def tell(world: World, work: str, found: dict[str, Any]) -> None:
+    print(json.dumps({"grids": world.grids, "work": work, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
