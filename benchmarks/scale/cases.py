@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from benchmarks.timing import Work
 from shardwise.checkpoint.draft import Draft
 from shardwise.checkpoint.sharing_out import Source, share_out
 
+W = TypeVar("W")  # what a row is prepared in: a world, or tables over one
+
 PARAMETERS = 24
 MANY = 24  # modules to be sharded: one for each time that this is timed
 MEMORY_ROW = "memory above the start (MiB)"  # after all of them but those of DTensor
@@ -30,16 +32,21 @@ FIRST_OP = 20.0  # ms that the first call of an op may take
 
 
 @dataclass(frozen=True)
-class Case:
-    """A row: how it is prepared, which is not timed; its budgets; and of how many things it is made."""
+class Case(Generic[W]):
+    """A row: how it is prepared, which is not timed; of how many things it is made; and its budgets, if it has any.
+
+    Later calls may take as long as in the smallest world.
+    """
 
     work: str
-    prepare: Callable[[World, int], Work]
+    prepare: Callable[[W, int], Work]
     first: float | None = FIRST_OP  # the most ms that the first call may take
     later: bool = True  # whether later calls are timed too
-    count: int = 1  # parameters, of which each has that budget
+    each: str = ""  # what it is made of, if it is also told for each of them
+    count: Callable[[W], float] = lambda _: 1  # how many of them; the budget is for each
+    even: bool = False  # whether the first call, too, may take as long as in the smallest world
     on_grids: bool = True  # whether it is another thing on grids
-    held: bool = True  # whether it has budgets; of later calls, what they take in the smallest world
+    held: bool = True  # whether it has budgets
 
 
 # Making ---------------------------------------------------------------------------------------------------------------
@@ -225,10 +232,14 @@ OPS: list[tuple[str, int, Callable[[Any], object]]] = [
 ]
 BY_DTENSOR = ("x + x", "softmax along a cut dim", "sum to a scalar")
 
-CASES = [
+OF_PARAMETERS: dict[str, Any] = {"first": 1.0, "each": "parameter", "count": lambda _: PARAMETERS}
+
+CASES: list[Case[World]] = [
     Case("two specs", make_specs, first=None, later=False),
     Case("layout", make_layout, later=False),
-    Case(f"shard_module, {PARAMETERS} parameters", shard_module, first=1.0, count=PARAMETERS),
+    Case(
+        f"shard_module, {PARAMETERS} parameters", shard_module, first=1.0, each="parameter", count=lambda _: PARAMETERS
+    ),
     Case("zeros", zeros, first=1.0),
     Case("zeros, replicated", replicas, first=1.0, on_grids=False),
     Case("make_plan, first to second spec", partial(plan, width=2), later=False),
@@ -244,16 +255,22 @@ CASES = [
     *(Case(work, partial(op, width=width, do=do)) for work, width, do in OPS),
     Case("x + y of the other spec", add_other),
     Case("training step", training_step, first=None),
-    Case("optimizer: state_dict, load_state_dict", optimizer_state, first=1.0, count=PARAMETERS),
+    Case(
+        "optimizer: state_dict, load_state_dict",
+        optimizer_state,
+        first=1.0,
+        each="parameter",
+        count=lambda _: PARAMETERS,
+    ),
     Case("save: who writes what", partial(saving, draft=False), first=None, later=False),
     Case("save: draft of all files", partial(saving, draft=True), first=None, later=False),
 ]
 
-DTENSOR = [
-    Case("DTensor: x @ w", dtensor_matmul, held=False),
-    Case("DTensor: redistribute, first to second spec", dtensor_redistribute, held=False),
+DTENSOR: list[Case[World]] = [
+    Case("DTensor: x @ w", dtensor_matmul, first=None, held=False),
+    Case("DTensor: redistribute, first to second spec", dtensor_redistribute, first=None, held=False),
     *(
-        Case(f"DTensor: {work}", partial(dtensor_op, width=width, do=do), held=False)
+        Case(f"DTensor: {work}", partial(dtensor_op, width=width, do=do), first=None, held=False)
         for work, width, do in OPS
         if work in BY_DTENSOR
     ),

@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 import torch._dynamo  # noqa: F401 # which torch imports in the middle of the first op that needs it
 
-from benchmarks.scale.cases import CASES, DTENSOR, MEMORY_ROW, Case
+from benchmarks.scale.cases import CASES, DTENSOR, MEMORY_ROW, Case, W
+from benchmarks.scale.irregular import IRREGULAR, RANKS, Tables
 from benchmarks.scale.world import FEW, World, start
 from benchmarks.timing import Work
 from benchmarks.transfers import status
@@ -57,18 +58,18 @@ def seconds_of(work: Work) -> float:
     return time.perf_counter() - begin
 
 
-def warm_up(case: Case, *, grids: bool) -> None:
+def warm_up(case: Case[W], few: W) -> None:
     """On few ranks, so that what torch and Python do once in a process is done."""
-    work = case.prepare(World(FEW, grids=grids), WARM_UP)
+    work = case.prepare(few, WARM_UP)
     work()
     work()
 
 
-def measured(case: Case, world: World, most: float) -> dict[str, Any]:
+def measured(case: Case[W], world: W, few: W, most: float) -> dict[str, Any]:
     """Seconds of the first call and of later ones, or why there are none."""
     found: dict[str, Any] = {}
     try:
-        warm_up(case, grids=world.grids)
+        warm_up(case, few)
         with at_most(most):
             begin = time.perf_counter()
             for factor in FACTORS:
@@ -91,11 +92,11 @@ def measured(case: Case, world: World, most: float) -> dict[str, Any]:
     return found
 
 
-def profile(case: Case, world: World) -> None:
+def profile(case: Case[W], world: W, few: W) -> None:
     """The first call, by the time that functions take with all they call."""
-    warm_up(case, grids=world.grids)
+    warm_up(case, few)
     work, profiler = case.prepare(world, FACTORS[0]), cProfile.Profile()
-    print(f"\n{case.work}, {'grid' if world.grids else 'chunks'}, {world.ranks:,} ranks")
+    print(f"\n{case.work}, {world}")
     try:
         profiler.runcall(work)
     finally:
@@ -104,33 +105,49 @@ def profile(case: Case, world: World) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("ranks", type=int)
+    parser.add_argument("number", type=int, help="of ranks, or of tables")
+    parser.add_argument("--layouts", choices=("chunks", "grids", "tables"), action="append", required=True)
     parser.add_argument("--rows", default="")
-    parser.add_argument("--layouts", default="chunks,grids")
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--profile", default=None)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    start(options.ranks)
+    start(RANKS if "tables" in options.layouts else options.number)
     before = status("VmRSS")
     limit_memory()
-    worlds = [World(options.ranks, grids=kind == "grids") for kind in options.layouts.split(",")]
-    for kind, cases in (("ours", CASES), ("DTensor's", DTENSOR)):
-        for world in worlds:
-            for case in cases:
-                if world.grids and not case.on_grids:
-                    continue
-                if options.profile is not None:
-                    if options.profile in case.work:
-                        profile(case, world)
-                elif options.rows in case.work:
-                    tell(world, case.work, measured(case, world, options.seconds))
-            if kind == "ours" and options.profile is None:
-                tell(world, MEMORY_ROW, {"mib": (status("VmRSS") - before) / 1024})
+    for of_dtensor in (False, True):
+        for kind in options.layouts:
+            rows(kind, options, of_dtensor=of_dtensor)
+            if not of_dtensor and not options.profile:
+                tell(kind, MEMORY_ROW, {"mib": (status("VmRSS") - before) / 1024})
 
 
-def tell(world: World, work: str, found: dict[str, Any]) -> None:
-    print(json.dumps({"grids": world.grids, "work": work, **found}), flush=True)
+def rows(kind: str, options: argparse.Namespace, *, of_dtensor: bool) -> None:
+    """Time, or profile, those that were asked for."""
+    cases: list[Case[Any]]
+    world: Any
+    few: Any
+    if kind == "tables":
+        cases, world, few = IRREGULAR, Tables(options.number), Tables(FEW)
+    else:
+        grids = kind == "grids"
+        cases, world, few = CASES, World(options.number, grids=grids), World(FEW, grids=grids)
+        if grids:
+            cases = [case for case in CASES if case.on_grids]
+    if of_dtensor:
+        cases = [] if kind == "tables" else DTENSOR
+    for case in cases:
+        if options.rows not in case.work:
+            continue
+        if options.profile:
+            profile(case, world, few)
+        else:
+            found = measured(case, world, few, options.seconds)
+            tell(kind, case.work, {"count": case.count(world), **found})
+
+
+def tell(kind: str, work: str, found: dict[str, Any]) -> None:
+    print(json.dumps({"kind": kind, "work": work, **found}), flush=True)
 
 
 if __name__ == "__main__":

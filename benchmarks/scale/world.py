@@ -36,6 +36,9 @@ class World:
         self.shape = (down, ranks // down)
         self.side = max(self.shape) if grids else ranks  # a dim of this many elements can be cut for all
 
+    def __str__(self) -> str:
+        return f"{self.ranks:,} ranks in {'a grid' if self.grids else 'chunks'}"
+
     @cached_property
     def places(self) -> list[RemoteDevice]:
         return [parse(f"rank:{rank}/cpu") for rank in range(self.ranks)]
