@@ -23,8 +23,8 @@ from shardwise import (
     relabel,
 )
 from shardwise.geometry import Boxes
-from shardwise.transfer.views import cut
 from shardwise.transfer.relabel import assign
+from shardwise.transfer.views import cut
 
 RANKS = 4
 
