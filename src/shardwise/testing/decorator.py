@@ -32,8 +32,17 @@ def ranks(
         @functools.wraps(function)
         def on_ranks(*args: P.args, **kwargs: P.kwargs) -> None:
             __tracebackhide__ = True  # pytest then shows the rank's own traceback only
-            options: dict[str, Any] = {"timeout": timeout, "fresh": fresh, "bare": bare, "backend": backend}
-            run_on_ranks(world_size, function, *args, **options, **kwargs)
+            run_on_ranks(
+                world_size,
+                function,
+                *args,
+                timeout=timeout,
+                fresh=fresh,
+                bare=bare,
+                echo=False,
+                backend=backend,
+                **kwargs,
+            )
 
         on_ranks.on_this_rank = function  # type: ignore[attr-defined] # how a rank finds what to run
         return on_ranks
