@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from benchmarks.scale.report import Found, Line, show
 
 WORLDS, TABLES = "8,64,512,2048,16384", "2500,10000"
-SECONDS, WORLD_SECONDS = 10.0, 90.0  # that a row may take, and a whole world
+SECONDS, WORLD_SECONDS = 10.0, 90.0  # of computing that a row may take, and after which a world begins no further row
+PATIENCE = 3  # times that long, for a world whose process does not end
 KINDS = ("chunks", "grids", "tables")
 
 
@@ -42,13 +43,14 @@ def runs(options: argparse.Namespace) -> list[tuple[int, list[str]]]:
 
 def command(number: int, kinds: Sequence[str], rows: str, options: argparse.Namespace) -> list[str]:
     layouts = [word for kind in kinds for word in ("--layouts", kind)]
-    more = ["--rows", rows, "--seconds", str(options.seconds), *(["--profile"] if options.profile else [])]
+    more = ["--rows", rows, "--seconds", str(options.seconds)]
+    more += ["--world-seconds", str(options.world_seconds), *(["--profile"] if options.profile else [])]
     return [sys.executable, "-m", "benchmarks.scale.measure", str(number), *layouts, *more]
 
 
 def measured(number: int, kinds: Sequence[str], options: argparse.Namespace) -> list[Found]:
     """All rows of one world that there was time for."""
-    run, late = command(number, kinds, options.rows, options), options.world_seconds
+    run, late = command(number, kinds, options.rows, options), PATIENCE * options.world_seconds
     try:
         done = subprocess.run(run, capture_output=True, timeout=late, env={**os.environ, "OMP_NUM_THREADS": "1"})
         out = done.stdout
