@@ -105,7 +105,7 @@ def plan(world: World, factor: int, *, width: int, half: bool = False, whole: bo
 
 def redistribute(world: World, factor: int) -> Work:
     source, target = world.specs()
-    tensor = shardwise.zeros(source, *world.wide(factor, 4))
+    tensor = shardwise.zeros(source, *world.wide(factor, 1))
     return lambda: tensor.redistribute(target)
 
 
@@ -223,7 +223,7 @@ def dtensor_matmul(world: World, factor: int) -> Work:
 
 
 def dtensor_redistribute(world: World, factor: int) -> Work:
-    tensor = dtensor(world, world.wide(factor, 4))
+    tensor = dtensor(world, world.wide(factor, 1))
     return lambda: tensor.redistribute(placements=world.dtensor_placements()[1])
 
 

@@ -18,7 +18,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import torch._dynamo  # noqa: F401 # which torch imports in the middle of the first op that needs it
+import torch
+import torch._dynamo  # which torch imports in the middle of the first op that needs it
 
 from benchmarks.scale.cases import CASES, DTENSOR, MEMORY_ROW, Case, W
 from benchmarks.scale.irregular import IRREGULAR, RANKS, Tables
@@ -31,7 +32,7 @@ WARM_UP = 4  # the factor for which everything is done on few ranks before
 LATER = 30  # calls at most
 ENOUGH = 0.3  # seconds after which no further call is timed
 LOOK = 0.5  # seconds between looks at the clock
-MEMORY = 6 * 2**30  # bytes that this process may have beyond what it begins with
+MEMORY = 3 * 2**30  # bytes that this process may have beyond what it begins with
 
 
 class Late(BaseException):
@@ -122,6 +123,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     start(RANKS if "tables" in options.layouts else options.number)
     before = status("VmRSS")
     limit_memory()

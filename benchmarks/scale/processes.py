@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -62,7 +61,6 @@ def measured(request: Request, number: int, kinds: Sequence[str]) -> list[Found]
             request.command(number, kinds),
             capture_output=True,
             timeout=PATIENCE * request.world_seconds,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         out = done.stdout
         if done.returncode:
