@@ -41,7 +41,7 @@ class FileDraft:
         yield memoryview(self.header)
         for part in self.parts.values():
             local = tensors[part.source]
-            begin = local.layout.boxes.offsets[part.row].tolist()
+            begin = local.layout.at([part.row]).offsets[0].tolist()
             offsets = [offset - first for offset, first in zip(part.offsets, begin, strict=True)]
             yield from bytes_of(view_of(local.tensors[part.row], offsets, part.sizes))
 

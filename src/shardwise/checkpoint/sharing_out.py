@@ -13,7 +13,7 @@ import torch
 from shardwise.errors import CheckpointError
 from shardwise.geometry import describe
 from shardwise.layout import Layout
-from shardwise.transfer.plan import cut
+from shardwise.transfer.views import cut
 
 SMALLEST = 2**20  # bytes of the parts that a box is cut into where several ranks hold it
 PARTS = 4  # of such a box for each rank that holds it, so that those with less to write can take more

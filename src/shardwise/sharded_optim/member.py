@@ -8,17 +8,15 @@ from dataclasses import dataclass, field
 from operator import attrgetter, is_not
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from shardwise.layout import Layout
-from shardwise.placement import Placement, rank_device
 from shardwise.process_group import group_ranks, is_member
 from shardwise.sharded_optim.scope import Scope
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.frame import Frame
-from shardwise.sharded_tensor.movement import whole_on
-from shardwise.sharding_spec import FixedShardingSpec
 
 
 @dataclass(eq=False)
@@ -118,16 +116,14 @@ def _home(parameter: torch.Tensor, scope: Scope | None, load: dict[int, int]) ->
         return None
     layout, group = parameter._layout, parameter._process_group
     if scope == "tensor":
-        ranks = [_owner(parameter, load)]
+        ranks: tuple[int, ...] = (_owner(parameter, load),)
     elif is_member(group):
         ranks = group_ranks(group)
     else:
         return None  # an outsider does not know them, and has no part in it
-    there = {place.rank: place.device for place in layout.places}
-    kind = layout.places[0].device.type
-    whole = whole_on(layout.size, [Placement(there.get(rank) or rank_device(rank, kind), rank) for rank in ranks])
+    whole = Layout.whole(layout.size, layout.places.for_ranks(np.array(ranks, dtype=np.int64)))
     rows = whole.rows_on(dist.get_rank()) if is_member(group) else ()
-    return Frame.of(whole, FixedShardingSpec.of(whole), rows, parameter.dtype, group)
+    return Frame.of(whole, None, rows, parameter.dtype, group)
 
 
 def _owner(parameter: ShardedTensor, load: dict[int, int]) -> int:
@@ -144,4 +140,4 @@ def _add(load: dict[int, int], rank: int, count: int) -> None:
 
 def lies_whole(layout: Layout) -> bool:
     """Whether every box is the whole tensor."""
-    return bool((layout.boxes.sizes == list(layout.size)).all())
+    return layout.is_whole_everywhere

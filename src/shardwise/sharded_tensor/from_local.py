@@ -21,7 +21,6 @@ from shardwise.process_group import Fields, group_ranks, in_step_sharing, is_mem
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import shared_replicas
 from shardwise.sharded_tensor.tensor import ShardedTensor
-from shardwise.sharding_spec import spec_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -184,4 +183,4 @@ def _frame(
         size.append(int(extents.sum()))
     places = [Placement(torch.device(device), rank) for device, rank in zip(devices, team.ranks, strict=True)]
     layout = Layout.of(torch.Size(size), Boxes(offsets, sizes), places)
-    return Frame.of(layout, spec_of(layout), layout.rows_on(here), dtype, team.group)
+    return Frame.of(layout, None, layout.rows_on(here), dtype, team.group)

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.dispatch import registry
 from shardwise.errors import SpecError
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Places
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.placement import PlacementLike, RemoteDevice, parse, parse_all
 
@@ -81,3 +81,14 @@ class PlacedShardingSpec(ShardingSpec):
         if not parsed:
             raise SpecError(f"{type(self).__name__} needs at least one placement")
         return parsed
+
+    @property
+    def _places(self) -> Places:
+        """The placements in their frozen form, which is made anew when the list was changed."""
+        seen: tuple[list[RemoteDevice], Places] | None = vars(self).get("_seen")
+        if seen is None or seen[0] != self.placements:
+            seen = vars(self)["_seen"] = list(self.placements), Places.of(self.placements)
+        return seen[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_seen"}
