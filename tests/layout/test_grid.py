@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.layout.grids import grids, layouts, spelled
 
 from shardwise.geometry import Boxes
 from shardwise.layout import Grid, Layout
 from shardwise.layout.grid import recognised
 from shardwise.layout.listing import Listing
-from tests.layout.grids import grids, layouts, spelled
 
 
 def some_boxes(data: st.DataObject, size: tuple[int, ...]) -> Boxes:
