@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardwise
 from benchmarks.scale.block import training_step
-from benchmarks.scale.world import World
+from benchmarks.scale.world import RANK, World
 from benchmarks.timing import Work
 from shardwise.checkpoint.draft import Draft
 from shardwise.checkpoint.sharing_out import Source, share_out
@@ -197,7 +197,9 @@ def saving(world: World, factor: int, *, draft: bool) -> Work:
         layout = (first if name.startswith("up") else second).layout(parameter.shape)
         sources.append(Source(name, parameter.dtype, parameter.shape, layout))
     ranks = list(range(world.ranks))
-    return lambda: Draft.of("0" * 16, sources, ranks) if draft else share_out(sources, ranks)
+    if draft:  # which the first rank alone makes of all files
+        return lambda: Draft.of("0" * 16, sources, ranks)
+    return lambda: share_out(sources, ranks, RANK)
 
 
 # DTensor --------------------------------------------------------------------------------------------------------------

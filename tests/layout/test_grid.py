@@ -11,6 +11,7 @@ from shardwise.geometry import Boxes
 from shardwise.layout import Grid, Layout
 from shardwise.layout.grid import recognised
 from shardwise.layout.listing import Listing
+from shardwise.sharding_spec import spec_class_of, spec_of
 
 
 def some_boxes(data: st.DataObject, size: tuple[int, ...]) -> Boxes:
@@ -101,3 +102,12 @@ def test_a_layout_answers_as_its_spelled_out_twin(layout: Layout) -> None:
     assert wider.boxes == plain.with_dim(layout.ndim, 3).boxes
     assert layout.with_dim(0, 2).boxes == plain.with_dim(0, 2).boxes
     assert layout.is_whole_everywhere == bool((layout.boxes.sizes == np.array(layout.size)).all())
+
+
+@given(layouts())
+@settings(max_examples=200)
+def test_the_spec_of_a_layout_makes_it(layout: Layout) -> None:
+    """And is of the class that was said."""
+    spec = spec_of(layout)
+    assert type(spec) is spec_class_of(layout)
+    assert spec.layout(layout.size) == layout

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from shardwise.geometry import Boxes
-from shardwise.layout import Layout
-from shardwise.placement import Placement
-from shardwise.sharding_spec.chunking import even_cut
+from shardwise.layout import Axis, Layout, Places
+from shardwise.sharding_spec.chunking import even_axis, even_cut
 
 Runs = tuple[tuple[int, int], ...]  # stretches of one dim in ascending order: where each begins, how long it is
 
@@ -37,14 +36,17 @@ class Cut:
 
 
 @lru_cache(maxsize=1024)
-def mesh_layout(
-    size: torch.Size, shape: tuple[int, ...], cuts: tuple[Cut, ...], places: tuple[Placement, ...]
-) -> Layout:
+def mesh_layout(size: torch.Size, shape: tuple[int, ...], cuts: tuple[Cut, ...], places: Places) -> Layout:
     """The layout on a mesh of this shape, whose places are given in row-major order; cuts hold in their order.
 
     A rank has a box for each stretch; where several dims are in stretches, for each combination of them, the last dim's
     changing fastest. A rank that gets nothing has an empty box at the end of the dim.
     """
+    dims = {cut.axis: cut.dim for cut in cuts if cut.parts == 1}
+    if len(set(dims.values())) == len(cuts):  # each dim is cut once
+        each = [(dims.get(axis), count) for axis, count in enumerate(shape)]
+        rule = [Axis(count) if dim is None else even_axis(dim, size[dim], count) for dim, count in each]
+        return Layout.by_rule(size, rule, places)
     axes: list[list[int]] = [[] for _ in size]
     held: list[dict[tuple[int, ...], Runs]] = [{(): ((0, length),)} for length in size]
     for cut in cuts:
@@ -55,16 +57,16 @@ def mesh_layout(
             for k, runs in enumerate(cut.of(before, shape[cut.axis]))
         }
     boxes: list[tuple[tuple[int, int], ...]] = []
-    rows: list[Placement] = []
-    for where, place in zip(np.ndindex(shape), places, strict=True):
+    rows: list[int] = []
+    for number, where in enumerate(np.ndindex(shape)):
         by_dim = [
             held[dim][tuple(where[axis] for axis in axes[dim])] or ((length, 0),) for dim, length in enumerate(size)
         ]
         mine = list(itertools.product(*by_dim))
         boxes += mine
-        rows += [place] * len(mine)
+        rows += [number] * len(mine)
     both = np.array(boxes, dtype=np.int64).reshape(len(boxes), len(size), 2)
-    return Layout.of(size, Boxes(both[:, :, 0].copy(), both[:, :, 1].copy()), rows)
+    return Layout.of(size, Boxes(both[:, :, 0].copy(), both[:, :, 1].copy()), places.take(np.array(rows)))
 
 
 def held_size(boxes: Boxes) -> list[int]:

@@ -15,9 +15,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import SpecError
 from shardwise.interop.mesh_layout import Cut, mesh_layout
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Places
 from shardwise.mesh_group import mesh_ranks
-from shardwise.placement import Placement, rank_device
 
 MOST_TRIED = 4096  # combinations of placements that are looked through to find those of a layout
 
@@ -31,11 +30,11 @@ def require_mesh(mesh: object) -> DeviceMesh:
     return mesh
 
 
-def mesh_places(mesh: DeviceMesh, device_type: str, known: Layout | None = None) -> tuple[Placement, ...]:
+def mesh_places(mesh: DeviceMesh, device_type: str, known: Layout | None = None) -> Places:
     """A place on each rank of a mesh in row-major order: where a layout has one already, that, else by convention."""
-    found = {} if known is None else {place.rank: place for place in known.places if place.device.type == device_type}
-    ranks = mesh_ranks(mesh).flatten().tolist()
-    return tuple(found.get(rank) or Placement(rank_device(rank, device_type), rank) for rank in ranks)
+    ranks = mesh_ranks(mesh).flatten()
+    there = None if known is None else known.places.of_type(device_type)
+    return there.for_ranks(ranks) if there else Places.on_ranks(ranks, device_type)
 
 
 def normalized(placements: Sequence[Placing], mesh: DeviceMesh, ndim: int, *, advice: str = "") -> tuple[Placing, ...]:
@@ -100,18 +99,14 @@ def layout_of_dtensor(dtensor: DTensor, device_type: str) -> Layout:
     return mesh_layout(dtensor.shape, _shape(mesh), cuts, mesh_places(mesh, device_type))
 
 
-def layout_on_mesh(
-    size: torch.Size, mesh: DeviceMesh, placements: Sequence[Placing], places: tuple[Placement, ...]
-) -> Layout:
+def layout_on_mesh(size: torch.Size, mesh: DeviceMesh, placements: Sequence[Placing], places: Places) -> Layout:
     """How a DTensor of these placements would lie."""
     return mesh_layout(size, _shape(mesh), cuts_of(placements), places)
 
 
-def inferred(
-    layout: Layout, mesh: DeviceMesh, places: tuple[Placement, ...], dims: Sequence[int]
-) -> tuple[Placing, ...]:
+def inferred(layout: Layout, mesh: DeviceMesh, places: Places, dims: Sequence[int]) -> tuple[Placing, ...]:
     """The placements that describe this layout on this mesh; those that shard the given dims are tried first."""
-    if set(layout.ranks.tolist()) == {place.rank for place in places}:
+    if np.array_equal(layout.places.different_ranks, places.different_ranks):
         others = [dim for dim in range(layout.ndim) if dim not in dims]
         kinds = [*map(Shard, dims), Replicate(), *map(Shard, others)]
         shape = _shape(mesh)

@@ -168,6 +168,13 @@ class Places(Sequence[Placement]):
         made = Places.of([place(old) for old in distinct])
         return made.take(number)
 
+    def of_type(self, device_type: str) -> Places:
+        """Those on devices of this type."""
+        if self.device_types == {device_type}:
+            return self
+        fits = np.array([device.type == device_type for device, _ in self.kinds], dtype=bool)
+        return self.take(np.flatnonzero(fits[self.kind_of]))
+
     def on(self, device: torch.device) -> Places:
         """The same ranks, all on one device."""
         if any(worker is not None for _, worker in self.kinds):

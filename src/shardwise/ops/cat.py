@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -89,30 +90,34 @@ class Joined(torch.autograd.Function):
 
 def _behind(pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.dtype) -> Any:
     """Boxes of all, one tensor's behind another's; nothing moves."""
-    offsets, sizes, found, anchors = [], [], {}, []
-    places: list[Places] = []
-    begin = count = 0
+    found, anchors = {}, []
+    count = 0
     for one in pieces:
-        layout = one._layout
         tensors, anchor = recorded(one)
         anchors += [] if anchor is None else [anchor]
-        moved = layout.boxes.offsets.copy()
-        moved[:, dim] += begin
         for row, local in zip(one._frame.rows, tensors, strict=True):
             found[count + row] = local.to(dtype, copy=True)
-        offsets.append(moved)
-        sizes.append(layout.boxes.sizes)
-        places.append(layout.places)
-        count += len(layout)
-        begin += one.shape[dim]
-    boxes = Boxes(np.concatenate(offsets), np.concatenate(sizes))
-    made = Layout.of(torch.Size(size), boxes, Places.join(places))
+        count += len(one._layout)
+    made = _joined(tuple(one._layout for one in pieces), dim, tuple(size))
     frame = frame_of(made, dtype, pieces[0]._frame.process_group)
     records = torch.is_grad_enabled() and any(one.requires_grad for one in pieces)
     if records and found:  # one node for all, so that whatever is used of it, the backward reaches every piece
         apply: Callable[..., tuple[torch.Tensor, ...]] = Joined.apply
         found = dict(zip(found, apply(*found.values(), *(anchors or [new_anchor(frame.device)])), strict=False))
     return assemble(type(pieces[0]), frame, [found[row] for row in frame.rows], anchors, records)
+
+
+@lru_cache(maxsize=512)
+def _joined(layouts: tuple[Layout, ...], dim: int, size: tuple[int, ...]) -> Layout:
+    """The boxes of all, one tensor's behind another's."""
+    offsets, begin = [], 0
+    for layout in layouts:
+        moved = layout.boxes.offsets.copy()
+        moved[:, dim] += begin
+        offsets.append(moved)
+        begin += layout.size[dim]
+    boxes = Boxes(np.concatenate(offsets), np.concatenate([layout.boxes.sizes for layout in layouts]))
+    return Layout.of(size, boxes, Places.join([layout.places for layout in layouts]))
 
 
 def _stack(call: Call) -> Any:

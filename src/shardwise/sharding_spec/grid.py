@@ -14,7 +14,7 @@ from shardwise.layout import Layout, Places, parse_size
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.placement import RemoteDevice, mesh_grid, parse
 from shardwise.sharding_spec.chunking import even_axis, parse_dim, require_number, sized_axis
-from shardwise.sharding_spec.spec import ShardingSpec
+from shardwise.sharding_spec.spec import ShardingSpec, places_of_list
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,7 +70,7 @@ class GridShardingSpec(ShardingSpec):
 
     @cached_property
     def _places(self) -> Places:
-        return Places.of(self.placements)
+        return places_of_list(list(self.placements))[1]
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """One shard for each place of the grid, as new records."""

@@ -110,7 +110,7 @@ def spec_class_of(layout: Layout) -> type[ShardingSpec]:
         return FixedShardingSpec
     if not grid.cuts and places.each_once and (layout.has_replicas or len(layout) == 1):
         return ReplicatedShardingSpec
-    if not grid.cuts or len(grid.cuts) < len(grid.axes):
+    if not grid.cuts or len(grid.cuts) < len(grid.axes) or not all(cut.goes_up for cut in grid.cuts.values()):
         return FixedShardingSpec
     if len(grid.axes) > 1:
         return GridShardingSpec

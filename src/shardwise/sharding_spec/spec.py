@@ -92,7 +92,7 @@ class PlacedShardingSpec(ShardingSpec):
         """The placements in their frozen form, which is made anew when the list was changed."""
         seen: tuple[list[RemoteDevice], Places] | None = vars(self).get("_seen")
         if seen is None or seen[0] != self.placements:
-            seen = vars(self)["_seen"] = list(self.placements), Places.of(self.placements)
+            seen = vars(self)["_seen"] = places_of_list(self.placements)
         return seen[1]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,3 +104,18 @@ def _known(names: tuple[str, ...]) -> tuple[list[RemoteDevice], Places]:
     """Placements that were given before: most specs of a job name all of its ranks."""
     parsed = parse_all(names)
     return parsed, Places.of(parsed)
+
+
+# The placements of the last specs, by the objects that they are: several specs of a job have the same.
+_lists: dict[tuple[int, ...], tuple[list[RemoteDevice], Places]] = {}
+MOST_LISTS = 16
+
+
+def places_of_list(placements: list[RemoteDevice]) -> tuple[list[RemoteDevice], Places]:
+    """A copy of this list, and its frozen form."""
+    key = tuple(map(id, placements))
+    if key not in _lists:
+        if len(_lists) >= MOST_LISTS:
+            _lists.pop(next(iter(_lists)), None)
+        _lists[key] = list(placements), Places.of(placements)
+    return _lists[key]

@@ -38,7 +38,11 @@ class Plan:
 
     def reverse(self) -> Plan:
         """The same pieces on their way back, adding up what comes from several replicas."""
-        return Plan(self.dst, self.src, not self.sums, self) if self.forward is None else self.forward
+        return self._back if self.forward is None else self.forward
+
+    @cached_property
+    def _back(self) -> Plan:
+        return Plan(self.dst, self.src, not self.sums, self)
 
     @property
     def ranks(self) -> list[int]:
