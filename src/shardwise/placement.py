@@ -6,11 +6,9 @@ Outside, a placement is torch's own `_remote_device`, as the old system's caller
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import count
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +45,9 @@ class Placement:
         if placement is None:
             raise PlacementError("remote device is None: each shard needs a placement such as 'rank:0/cpu'")
         remote = parse(placement)
-        return _place(remote.device(), remote.rank(), remote.worker_name())
+        if (remote.rank() or 0) >= 2**31:
+            raise PlacementError(f"no job has a rank {remote.rank()}")
+        return Placement(remote.device(), remote.rank(), remote.worker_name())
 
     def __str__(self) -> str:
         if self.worker is not None:
@@ -56,28 +56,14 @@ class Placement:
 
     def remote_device(self) -> RemoteDevice:
         """A new `_remote_device` that says the same."""
-        return _remote(self._fields)
-
-    @cached_property
-    def _fields(self) -> dict[str, Any]:
-        return _fields(str(self))
+        return _remote(_fields(str(self)))
 
     def on(self, device: torch.device) -> Placement:
         """The same rank, another device."""
         return replace(self, device=device)
 
 
-MOST_KEPT = 1 << 15  # texts and places that stay parsed: few are given many times
-
-
-@lru_cache(maxsize=MOST_KEPT)
-def _place(device: torch.device, rank: int | None, worker: str | None) -> Placement:
-    if (rank or 0) >= 2**31:
-        raise PlacementError(f"no job has a rank {rank}")
-    return Placement(device, rank, worker)
-
-
-@lru_cache(maxsize=MOST_KEPT)
+@lru_cache(maxsize=1 << 15)  # few texts are given many times
 def _fields(text: str) -> dict[str, Any]:
     """What a `_remote_device` of this text holds."""
     return vars(RemoteDevice(text))
@@ -98,27 +84,6 @@ def parse(placement: PlacementLike) -> RemoteDevice:
         return _remote(_fields(placement)) if isinstance(placement, str) else RemoteDevice(placement)
     except (ValueError, TypeError, RuntimeError) as error:
         raise PlacementError(str(error)) from error
-
-
-def distinct_places(
-    placements: Sequence[PlacementLike | Placement | None],
-) -> tuple[tuple[Placement, ...], list[int]]:
-    """Each distinct place once, in the order that they come in, and for each placement the index of its place."""
-    seen: defaultdict[tuple[Any, ...], int] = defaultdict(count().__next__)  # few places are given many times
-    numbers = [
-        seen[
-            (placement.device(), placement.rank(), placement.worker_name())
-            if isinstance(placement, RemoteDevice)
-            else (placement,)
-        ]
-        for placement in placements
-    ]
-    places = [_place(*said) if len(said) == 3 else Placement.of(*said) for said in seen]
-    if len({(place.device, place.rank, place.worker) for place in places}) < len(places):
-        # There are two ways to say the same place, such as cpu and cpu:0.
-        index = {place: number for number, place in enumerate(dict.fromkeys(places))}
-        places, numbers = list(index), [index[places[number]] for number in numbers]
-    return tuple(places), numbers
 
 
 def parse_all(placements: Sequence[PlacementLike]) -> list[RemoteDevice]:
