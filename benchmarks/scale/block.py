@@ -12,9 +12,9 @@ import shardwise
 from benchmarks.scale.world import World
 from benchmarks.timing import Work
 
-TOKENS = 4
 HEAD, HIDDEN = 2, 4  # of each rank: the size of its head, and features of its part of the MLP
 FEATURES, FEATURES_ON_GRIDS = 16_384, 512  # the same in every world, so that a rank computes as much in each
+TOKENS = 3  # and one for each factor
 
 
 class Block(nn.Module):
@@ -29,19 +29,19 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Any:
         seen = self.before(x)
         query, key, value = (
-            layer(seen).view(1, TOKENS, self.heads, HEAD).transpose(1, 2)
+            layer(seen).view(*x.shape[:2], self.heads, HEAD).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(1, TOKENS, self.heads * HEAD))
+        x = x + self.out(mixed.transpose(1, 2).reshape(*x.shape[:2], self.heads * HEAD))
         return x + self.down(F.gelu(self.up(self.between(x))))
 
 
 def training_step(world: World, factor: int) -> Work:
     """Forward, backward and SGD. Of the weights, only this rank's parts are ever allocated."""
-    features = (FEATURES_ON_GRIDS if world.grids else FEATURES) + 2 * factor * world.grids
+    features = FEATURES_ON_GRIDS if world.grids else FEATURES
     with torch.device("meta"):
-        block = Block(features, world.ranks * factor, world.ranks * HIDDEN)
+        block = Block(features, world.ranks * factor, world.ranks * HIDDEN * factor)
     rows, columns = world.specs()
     plan: dict[str, shardwise.ShardingSpec | shardwise.Sharder] = {
         **{f"{name}.weight": rows for name in ("query", "key", "value", "up")},
@@ -53,7 +53,7 @@ def training_step(world: World, factor: int) -> Work:
     for parameter in block.parameters():
         nn.init.constant_(parameter, 0.01)
     optimizer = shardwise.ShardedOptimizer(dict(block.named_parameters()), torch.optim.SGD, lr=0.1)
-    x = torch.ones(1, TOKENS, features)
+    x = torch.ones(1, TOKENS + factor, features)
 
     def step() -> None:
         optimizer.zero_grad()

@@ -26,7 +26,7 @@ from shardwise.checkpoint.sharing_out import Source, share_out
 W = TypeVar("W")  # what a row is prepared in: a world, or tables over one
 
 PARAMETERS = 24
-MANY = 24  # modules to be sharded: one for each time that this is timed
+MANY = 32  # modules to be sharded: one for each time that this is timed
 MEMORY_ROW = "memory above the start (MiB)"  # after all of them but those of DTensor
 FIRST_OP = 20.0  # ms that the first call of an op may take
 
@@ -105,7 +105,7 @@ def plan(world: World, factor: int, *, width: int, half: bool = False, whole: bo
 
 def redistribute(world: World, factor: int) -> Work:
     source, target = world.specs()
-    tensor = shardwise.zeros(source, *world.wide(factor, 4))
+    tensor = shardwise.zeros(source, *world.wide(factor, 1))
     return lambda: tensor.redistribute(target)
 
 
@@ -116,16 +116,16 @@ def to_half(world: World, factor: int) -> Work:
 
 
 def to_replicas(world: World, factor: int) -> Work:
-    tensor = shardwise.zeros(world.specs()[0], *world.wide(factor, 1)) if world.grids else _tensor(world, factor, 1)
+    tensor = shardwise.zeros(world.specs()[0], *world.wide(factor, 1)) if world.grids else _tensor(world, factor, 2)
     spec = shardwise.ReplicatedShardingSpec(world.places)
     return lambda: tensor.redistribute(spec)
 
 
 def from_dtensor(world: World, factor: int) -> Work:
     """Replicated over one axis of a mesh, cut over the other: as weights are where each group of ranks has all."""
-    grid = World(world.ranks, grids=True)
+    mesh = World(world.ranks, grids=True).dtensor_mesh
     local, placements = torch.zeros(factor, 17), [Replicate(), Shard(0)]
-    given = DTensor.from_local(local, grid.dtensor_mesh(), placements, run_check=False)
+    given = DTensor.from_local(local, mesh, placements, run_check=False)
     return lambda: shardwise.from_dtensor(given, process_group=dist.group.WORLD) * 2
 
 
@@ -151,6 +151,19 @@ def linear(world: World, factor: int) -> Work:
 
 def op(world: World, factor: int, *, width: int, do: Callable[[Any], object]) -> Work:
     return partial(do, _tensor(world, factor, width))
+
+
+def backward(world: World, factor: int) -> Work:
+    """Of a sum, through an elementwise op."""
+    x = _tensor(world, factor, 20).requires_grad_()
+    return lambda: (x * x).sum().backward()
+
+
+def embedding(world: World, factor: int) -> Work:
+    """Of ids that are the same on every rank, in a table of the first spec."""
+    table = shardwise.zeros(world.specs()[0], *world.wide(factor, 6)) if world.grids else _tensor(world, factor, 21)
+    ids = torch.arange(4)
+    return lambda: nn.functional.embedding(ids, table)
 
 
 def add_other(world: World, factor: int) -> Work:
@@ -193,7 +206,7 @@ def saving(world: World, factor: int, *, draft: bool) -> Work:
 def dtensor(world: World, size: tuple[int, ...]) -> DTensor:
     """Of this size, cut as the first spec cuts."""
     local = torch.zeros(world.part(size))
-    return DTensor.from_local(local, world.dtensor_mesh(), world.dtensor_placements()[0], run_check=False)
+    return DTensor.from_local(local, world.dtensor_mesh, world.dtensor_placements()[0], run_check=False)
 
 
 def dtensor_op(world: World, factor: int, *, width: int, do: Callable[[Any], object]) -> Work:
@@ -210,7 +223,7 @@ def dtensor_matmul(world: World, factor: int) -> Work:
 
 
 def dtensor_redistribute(world: World, factor: int) -> Work:
-    tensor = dtensor(world, world.wide(factor, 4))
+    tensor = dtensor(world, world.wide(factor, 1))
     return lambda: tensor.redistribute(placements=world.dtensor_placements()[1])
 
 
@@ -229,6 +242,13 @@ OPS: list[tuple[str, int, Callable[[Any], object]]] = [
     ("transpose", 10, lambda x: x.transpose(0, 1)),
     ("slice along a cut dim", 11, _slice),
     ("reshape of a whole dim", 24, _reshape),
+]
+MORE_OPS: list[tuple[str, int, Callable[[Any], object]]] = [
+    ("mean over a cut dim", 12, lambda x: x.mean(0)),
+    ("cumsum along a cut dim", 14, lambda x: x.cumsum(0)),
+    ("sort along a cut dim", 15, lambda x: x.sort(0)),
+    ("cat along a cut dim", 16, lambda x: torch.cat([x, x])),
+    ("full_tensor", 1, lambda x: x.full_tensor()),
 ]
 BY_DTENSOR = ("x + x", "softmax along a cut dim", "sum to a scalar")
 
@@ -252,7 +272,9 @@ CASES: list[Case[World]] = [
     Case("from_dtensor(replicated x cut) * 2", from_dtensor, on_grids=False),
     Case("x @ w", matmul),
     Case("linear of a plain batch", linear),
-    *(Case(work, partial(op, width=width, do=do)) for work, width, do in OPS),
+    *(Case(work, partial(op, width=width, do=do)) for work, width, do in OPS + MORE_OPS),
+    Case("embedding of plain ids", embedding),
+    Case("sum of squares and its backward", backward),
     Case("x + y of the other spec", add_other),
     Case("training step", training_step, first=None),
     Case(

@@ -67,6 +67,7 @@ class World:
         cuts = self.shape if self.grids else (self.ranks,)
         return *(length // cut for length, cut in zip(size, cuts, strict=False)), *size[len(cuts) :]
 
+    @cached_property
     def dtensor_mesh(self) -> DeviceMesh:
         ranks = list(range(self.ranks))
         return DeviceMesh("cpu", grid_of(ranks, self.shape) if self.grids else ranks)
