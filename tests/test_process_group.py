@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
+from tests.cases import chunks
 
-from shardwise import meeting, validation
+from shardwise import ChunkShardingSpec, meeting, validation
 from shardwise.errors import RankMismatchError, RpcError, ShardCountError
 from shardwise.placement import parse
 from shardwise.process_group import (
@@ -17,7 +19,10 @@ from shardwise.process_group import (
     in_step_sharing,
     in_step_telling,
     load_with_process_group,
+    locate_all,
+    outside,
     parse_and_validate_remote_device,
+    places_said,
     raises_alone,
     room,
 )
@@ -323,6 +328,42 @@ def test_in_large_groups_agreeing_costs_the_same_however_many_there_are() -> Non
         brought = b"" if here == 2 else b"\0"  # which differ in their length alone
         tell()
         assert told == [b"\0", b"\0", b""]
+
+
+def test_devices_are_told_by_convention() -> None:
+    """The ranks that keep to it say the same, whoever counts other devices says so, and others name theirs."""
+    said, number = ["cuda:rank%4", "cuda:7", "cuda:rank%2"], np.array([0, 0, 1, 2, 2, 0])
+    places = places_said(np.array([4, 1, 2, 9, 8, 3]), said, number)
+    assert [str(place) for place in places] == [
+        "rank:4/cuda:0",
+        "rank:1/cuda:1",
+        "rank:2/cuda:7",
+        "rank:9/cuda:1",
+        "rank:8/cuda:0",
+        "rank:3/cuda:3",
+    ]
+    assert places.ranks.tolist() == [4, 1, 2, 9, 8, 3]
+    assert [str(place) for place in places_said(np.arange(2), ["cpu"], np.zeros(2, dtype=np.int64))] == [
+        "rank:0/cpu",
+        "rank:1/cpu",
+    ]
+
+
+@ranks(4)
+def test_layouts_are_looked_up_in_the_group() -> None:
+    """All their ranks at once, whatever the order and the numbers of those of the group."""
+    group = dist.new_group([3, 1])
+    layout = chunks(0, 1, 3, 1).layout((6, 2))
+    assert locate_all(layout, group) is layout
+    for wrong, missing in ((chunks(0, 1, 2, 3), 2), (chunks(0, 3, 7), 7)):
+        if dist.get_rank() in (1, 3):
+            with pytest.raises(ValueError, match=f"Global rank {missing} does not exist in input process group"):
+                locate_all(wrong.layout((6, 2)), group)
+            assert outside(wrong.layout((6, 2)).ranks, group).tolist() == [missing]
+        else:  # who is outside does not know
+            locate_all(wrong.layout((6, 2)), group)
+    with pytest.raises(ValueError, match="names no rank, so no process would hold its shard"):
+        locate_all(ChunkShardingSpec(0, ["rank:1/cpu", "cpu"]).layout((6, 2)), world())
 
 
 def test_texts_name_a_few_of_many_ranks() -> None:

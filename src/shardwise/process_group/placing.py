@@ -31,17 +31,24 @@ def locate(placement: Placement, process_group: ProcessGroup) -> Placement:
     return placement
 
 
+def locate_places(places: Places, process_group: ProcessGroup) -> Places:
+    """The places with every known rank in the group, and those of workers known."""
+    if len(places) and places.ranks.min() < 0:
+        return places.mapped(lambda place: locate(place, process_group))
+    _require_inside(places.ranks, process_group)
+    return places
+
+
 def locate_all(layout: Layout, process_group: ProcessGroup) -> Layout:
     """The layout with every rank known and in the group; a bare device is an error, for nobody would hold it."""
-    if len(layout.ranks) and layout.ranks.min() < 0:
+    if len(layout) and layout.ranks.min() < 0:
         for place in layout.places:
             if place.rank is None and place.worker is None:
                 raise PlacementError(
                     f"placement '{place}' names no rank, so no process would hold its shard: write 'rank:N/{place}'"
                 )
-        return layout.moved(lambda place: locate(place, process_group))
-    _require_inside(layout.ranks, process_group)
-    return layout
+    located = locate_places(layout.places, process_group)
+    return layout if located is layout.places else layout.on(located)
 
 
 _inside: WeakKeyDictionary[ProcessGroup, Any] = WeakKeyDictionary()  # for each global rank, whether it is in the group

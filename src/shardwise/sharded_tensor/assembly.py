@@ -22,7 +22,7 @@ from shardwise.errors import (
     ShardCountError,
     SpecError,
 )
-from shardwise.layout import Layout, parse_size
+from shardwise.layout import Layout, Places, parse_size
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.placement import WITHOUT_INDEX, Placement, same_device
 from shardwise.process_group import (
@@ -31,8 +31,8 @@ from shardwise.process_group import (
     in_step,
     in_step_sharing,
     is_member,
-    locate,
     locate_all,
+    locate_places,
     or_default,
 )
 from shardwise.random import Draw, TileGenerator
@@ -183,8 +183,8 @@ def from_global_metadata(
         raise LayoutError("shards_metadata must not be empty!")
     if process_group is not None:
         here = dist.get_rank()
-        places = [locate(Placement.of(shard.placement), process_group) for shard in metadata.shards_metadata]
-        mine = [row for row, place in enumerate(places) if place.rank == here]
+        places = Places.of(shard.placement for shard in metadata.shards_metadata)
+        mine = list(locate_places(places, process_group).rows_on(here))
         if len(mine) != len(local_shards):
             raise ShardCountError(
                 f"Number of local shards ({len(local_shards)}) does not match number of local shards metadata "

@@ -83,6 +83,8 @@ def joined(gathered: Sequence[ShardedTensorMetadata | None], ranks: Sequence[int
         raise RankMismatchError("ShardedTensor have no local shards on all ranks!")
     first_rank, first = holders[0]
     for rank, metadata in holders:
+        if metadata.size == first.size and metadata.tensor_properties == first.tensor_properties:
+            continue
         mine = {"global_size": list(first.size), **vars(first.tensor_properties)}
         theirs = {"global_size": list(metadata.size), **vars(metadata.tensor_properties)}
         for name, expected in mine.items():
@@ -92,7 +94,7 @@ def joined(gathered: Sequence[ShardedTensorMetadata | None], ranks: Sequence[int
                     f"{name}={expected} on rank:{first_rank} does not match with {name}={theirs[name]} on rank:{rank}."
                 )
     shards = [
-        ShardMetadata(shard.shard_offsets, shard.shard_sizes, shard.placement)
+        ShardMetadata.trusted(list(shard.shard_offsets), list(shard.shard_sizes), shard.placement)
         for _, metadata in holders
         for shard in metadata.shards_metadata
     ]
