@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks import boxes, checkpoint, layers, ops, optimizers, tensors, transfers
+from benchmarks.scale.processes import Request, measure
 from benchmarks.table import show, show_fractions
 from shardwise.testing import run_on_ranks
 
@@ -40,6 +41,7 @@ def main() -> int:
     show("Checkpoints (plain: a copy of the files, or reading them; fsync alike)", kept)
     built += moved + gathered + planned + computed + looked_up + trained + stepped + kept
     over = [row.work for row in [*rows, *made, *built] if row.verdict in ("OVER", "RAISES")]
+    over += [line.title for line in measure(Request())]
     print(f"\nover budget, or raising: {', '.join(over)}" if over else "\nevery budget is held")
     return 1 if over else 0
 

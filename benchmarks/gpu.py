@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.transfer.pieces import copy
+from shardwise.transfer.views import copy
 
 MIB = 512
 

@@ -61,14 +61,19 @@ def show(title: str, rows: list[Row]) -> None:
     columns = [name for name in COLUMNS if any(name in row.seconds for row in rows)]
     lines = [["work", *columns, "budget", ""]]
     lines += [[row.work, *(cell(row, name) for name in columns), row.budget, row.verdict] for row in rows]
+    print_lines(lines)
+    for row in rows:
+        for name, why in row.raised.items():
+            print(f"  {row.work}: {name} raises {why}")
+
+
+def print_lines(lines: list[list[str]]) -> None:
+    """The first line as the head of the columns, which are as wide as need be."""
     widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
     for number, line in enumerate(lines):
         print("  " + "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
         if number == 0:
             print("  " + "  ".join("─" * width for width in widths))
-    for row in rows:
-        for name, why in row.raised.items():
-            print(f"  {row.work}: {name} raises {why}")
 
 
 def show_fractions(title: str, found: list[tuple[str, dict[str, float]]]) -> None:

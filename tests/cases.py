@@ -102,9 +102,8 @@ def whole(tensor: ShardedTensorBase) -> torch.Tensor:
 
 def parts(found: ShardedTensorBase, expected: torch.Tensor, what: str = "") -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Every shard here with its part of the plain tensor, of which the shards of all ranks must make up the whole."""
-    layout = found._layout
     assert found.shape == expected.shape, what
-    assert int(layout.boxes.volumes[layout.primary].sum()) == expected.numel(), what
+    assert int(found._layout.once.boxes.volumes.sum()) == expected.numel(), what
     shards = found.local_shards()
     return [(shard.tensor.detach(), narrow_tensor(expected.detach(), shard.metadata)) for shard in shards]
 

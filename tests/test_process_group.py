@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from shardwise import validation
+from shardwise import meeting, validation
 from shardwise.errors import RankMismatchError, RpcError, ShardCountError
 from shardwise.placement import parse
 from shardwise.process_group import (
     current_process_group,
     in_step,
     in_step_sharing,
+    in_step_telling,
     load_with_process_group,
     parse_and_validate_remote_device,
     raises_alone,
+    room,
 )
 from shardwise.testing import ranks
 
@@ -239,3 +242,90 @@ def test_word_is_left_for_those_whom_it_concerns() -> None:
 def raised(error: Exception) -> Any:
     """As work that fails."""
     raise error
+
+
+# Groups of many ranks, in which nobody writes to each of the others ---------------------------------------------------
+
+
+def in_large_groups(*tests: Any) -> None:
+    """Do these tests on this rank, where every group counts as a large one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "MOST_EACH", 1)
+        for test in tests:
+            test.on_this_rank()
+
+
+@ranks(4)
+def test_in_large_groups_ranks_agree_and_differ_alike() -> None:
+    """With the same values and the same errors as in small ones."""
+    in_large_groups(
+        test_work_that_goes_well_everywhere_gives_its_value,
+        test_one_rank_that_fails_fails_all_with_the_same_error,
+        test_errors_of_any_kind_travel,
+        test_ranks_that_disagree_are_told_who_and_about_what,
+        test_different_verbs_at_the_same_time_are_found_out,
+        test_sub_groups_agree_among_themselves,
+    )
+
+
+@ranks(3)
+def test_in_large_groups_ranks_that_fail_alone_are_heard_of() -> None:
+    """Whether they come to the next meeting or not."""
+    in_large_groups(
+        test_verbs_within_verbs_fail_together,
+        test_an_error_of_one_rank_alone_reaches_the_others,
+        test_word_is_left_for_those_whom_it_concerns,
+    )
+
+
+def sent(verb: Callable[[], object]) -> dict[str, list[int]]:
+    """The collectives that a verb begins, each with how many bytes this rank gives to it."""
+    found: dict[str, list[int]] = {}
+
+    def noting(name: str, given: int) -> Any:
+        collective = getattr(dist, name)
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            found.setdefault(name, []).append(args[given].nbytes)
+            return collective(*args, **kwargs)
+
+        return note
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", noting("all_reduce", 0))
+        patch.setattr(dist, "all_to_all_single", noting("all_to_all_single", 1))
+        gather = meeting._all_gather_single.__name__
+        patch.setattr(meeting, "_all_gather_single", noting(gather, 1))
+        verb()
+    return {"all_gather" if name == gather else name: counts for name, counts in found.items()}
+
+
+@ranks(3)
+def test_in_large_groups_agreeing_costs_the_same_however_many_there_are() -> None:
+    """A few words are reduced; what ranks bring is gathered only where they bring different things."""
+    here, group = dist.get_rank(), world()
+    assert room(group) == 128 - 25
+    assert sent(lambda: in_step(group, lambda: (1, {"x": 2}))) == {"all_to_all_single": [3 * 128]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "MOST_EACH", 2)
+        assert room(group) == 0
+        assert sent(lambda: in_step(group, lambda: (1, {"x": 2}))) == {"all_reduce": [56]}
+        told: list[Any] = []
+        assert sent(lambda: told.extend(in_step_sharing(group, lambda: (1, {}, ["a"] * 99))[1])) == {"all_reduce": [56]}
+        assert told == [["a"] * 99] * 3
+        brought = b"x" * (200 * here)
+
+        def tell() -> None:
+            told[:] = in_step_telling(group, lambda: (1, {}, brought))[1]
+
+        assert sent(tell) == {"all_reduce": [56], "all_gather": [408]}
+        assert told == [b"", b"x" * 200, b"x" * 400]
+        brought = b"" if here == 2 else b"\0"  # which differ in their length alone
+        tell()
+        assert told == [b"\0", b"\0", b""]
+
+
+def test_texts_name_a_few_of_many_ranks() -> None:
+    """And say how many there are."""
+    assert meeting.listed(range(16)) == str(list(range(16)))
+    assert meeting.listed(range(100, 16484)) == "[100, 101, 102, 103, 104, 105, 106, 107, ... 16384 in all]"

@@ -46,19 +46,19 @@ class Registry:
         self.built_in: Table = {}
         self.version = 0  # how often a handler was registered
 
-    def find(self, op: Op, spec: object) -> Handler | None:
-        """The handler for this op on a tensor with this spec."""
+    def find(self, op: Op, spec_class: type) -> Handler | None:
+        """The handler for this op on a tensor with a spec of this class."""
         if self.overrides and op in self.overrides:
             return self.overrides[op]
         if self.by_spec:
-            handler = self.find_for_spec(op, spec)
+            handler = self.find_for_spec(op, spec_class)
             if handler is not None:
                 return handler
         return self.built_in.get(op)
 
-    def find_for_spec(self, op: Op, spec: object) -> Handler | None:
-        """The handler registered for the spec's class or the nearest of its bases."""
-        for kind in type(spec).__mro__:
+    def find_for_spec(self, op: Op, spec_class: type) -> Handler | None:
+        """The handler registered for this class of specs or the nearest of its bases."""
+        for kind in spec_class.__mro__:
             handler = self.by_spec.get(kind, {}).get(op)
             if handler is not None:
                 return handler
@@ -119,12 +119,12 @@ def register_default_op(op: Op, decorator: Callable[[Op], Callable[[Handler], Ha
 
 def has_custom_op(sharding_spec: object, op: Op) -> bool:
     """Whether a handler is registered for this spec's class."""
-    return registry.find_for_spec(op, sharding_spec) is not None
+    return registry.find_for_spec(op, type(sharding_spec)) is not None
 
 
 def dispatch_custom_op(sharding_spec: object, op: Op, types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     """Call the handler that is registered for this spec's class."""
-    handler = registry.find_for_spec(op, sharding_spec)
+    handler = registry.find_for_spec(op, type(sharding_spec))
     if handler is None:
         raise UnsupportedOpError(f"Custom op: {op} not registered for {type(sharding_spec).__qualname__}")
     return handler(types, args, kwargs, process_group)

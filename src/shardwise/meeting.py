@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -27,10 +27,12 @@ from shardwise.errors import TransferError
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 HEADER = 128  # bytes of a header; what is no longer goes to each rank at once, sooner there than around the ring
+MOST_EACH = 32  # ranks of a group in which all write to each; with gloo, an all-reduce is as fast there
 PATIENCE = 0.5  # seconds after which a rank that waits looks for word of the others; twice as long each time, at most
 AT_MOST = 5.0
 READ = ", as others have read"
 NEWLINE = "\n"
+SHOWN = 8  # ranks that an error names, of many
 PROBE = 0x5A4D  # the tag of a message that nobody sends
 
 
@@ -54,31 +56,19 @@ def collective_device(process_group: ProcessGroup) -> torch.device:
     return torch.device(device.type, torch.get_device_module(device.type).current_device())
 
 
-class Gathering:
-    """An all-gather of bytes under way."""
+class _Exchange:
+    """A collective of small messages under way: every rank of the group gives a tensor, and all get one."""
 
-    def __init__(self, process_group: ProcessGroup, data: bytes, lengths: list[int]) -> None:
+    def __init__(self, process_group: ProcessGroup, device: torch.device, begin: Callable[[], Any]) -> None:
         traffic.count += 1
-        self._lengths, self._longest, self._group = lengths, max(lengths), process_group
-        if self._longest == 0:
-            return
-        device = collective_device(process_group)
-        padded = bytearray(data.ljust(self._longest, b"\0"))
-        self._mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
-        self._everyone = torch.empty(len(lengths) * self._longest, dtype=torch.uint8, device=device)
+        self._group, self._device = process_group, device
         try:
-            if self._longest <= HEADER:
-                self._mine = self._mine.repeat(len(lengths))
-                self._work: Any = dist.all_to_all_single(self._everyone, self._mine, group=process_group, async_op=True)
-            else:
-                self._work = _all_gather_single(self._everyone, self._mine, group=process_group, async_op=True)
+            self._work = begin()
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def wait(self, look: Callable[[], object] | None = None, patience: float = PATIENCE) -> list[bytes]:
-        """What every rank gives, in group order. Whenever that takes long, it is looked whether to go on waiting."""
-        if self._longest == 0:
-            return [b""] * len(self._lengths)
+    def _finish(self, look: Callable[[], object] | None, patience: float = PATIENCE) -> None:
+        """Wait until all ranks have come. Whenever that takes long, it is looked whether to go on waiting."""
         while look is not None and not self._is_over(patience):
             look()
             patience = min(2 * patience, AT_MOST)
@@ -88,13 +78,11 @@ class Gathering:
             if look is not None:
                 look()  # a rank that is gone may have said why
             raise self._lost(error) from error
-        gathered = bytes(self._everyone.cpu().numpy())
-        return [gathered[k * self._longest :][:length] for k, length in enumerate(self._lengths)]
 
     def _is_over(self, patience: float) -> bool:
         """Whether all ranks have come within so many seconds, or it is known that one will not."""
         begun = time.monotonic()
-        if self._mine.device.type == "cpu":
+        if self._device.type == "cpu":
             with suppress(RuntimeError):  # it takes longer; or it has failed, which whoever waits for it will find
                 self._work.wait(timedelta(seconds=patience))
                 return True
@@ -106,7 +94,57 @@ class Gathering:
         return True
 
     def _lost(self, error: Exception) -> TransferError:
-        return lost(f"compare with ranks {_ranks(self._group)} what they are about to do", error, self._group)
+        return lost(f"compare with ranks {listed(ranks_of(self._group))} what they are about to do", error, self._group)
+
+
+class Gathering(_Exchange):
+    """An all-gather of bytes: what a rank pays grows with the group."""
+
+    def __init__(self, process_group: ProcessGroup, data: bytes, longest: int) -> None:
+        self._longest, self._size = longest, process_group.size()
+        if longest == 0:
+            return
+        device = collective_device(process_group)
+        mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
+        self._everyone = torch.empty(self._size * longest, dtype=torch.uint8, device=device)
+        each = longest <= HEADER and not is_large(process_group)
+        self._mine = mine.repeat(self._size) if each else mine  # kept as long as it is sent
+        send = dist.all_to_all_single if each else _all_gather_single
+        super().__init__(
+            process_group, device, lambda: send(self._everyone, self._mine, group=process_group, async_op=True)
+        )
+
+    def wait(self, look: Callable[[], object] | None = None) -> list[bytes]:
+        """What every rank gives, in group order, filled up with zeros."""
+        longest = self._longest
+        if longest == 0:
+            return [b""] * self._size
+        self._finish(look)
+        gathered = bytes(self._everyone.cpu().numpy())
+        return [gathered[begin : begin + longest] for begin in range(0, self._size * longest, longest)]
+
+
+class Reduction(_Exchange):
+    """The largest of each of a few numbers: what a rank pays does not grow with the group."""
+
+    def __init__(self, process_group: ProcessGroup, numbers: Sequence[int]) -> None:
+        device = collective_device(process_group)
+        self._numbers = torch.tensor(numbers, dtype=torch.int64).to(device)
+        super().__init__(
+            process_group,
+            device,
+            lambda: dist.all_reduce(self._numbers, dist.ReduceOp.MAX, group=process_group, async_op=True),
+        )
+
+    def wait(self, look: Callable[[], object] | None = None) -> list[int]:
+        """The largest that any rank has given, for each number."""
+        self._finish(look)
+        return self._numbers.tolist()
+
+
+def is_large(process_group: ProcessGroup) -> bool:
+    """Whether the group has so many ranks that they do not write to each other one by one. All ranks say the same."""
+    return process_group.size() > MOST_EACH
 
 
 # Ranks that are gone ------------------------------------------------------------------------------------------------
@@ -116,7 +154,7 @@ def lost(what: str, error: Exception, process_group: ProcessGroup) -> TransferEr
     """The error of a rank that could not do this with the others of a group: who is gone, and what torch says."""
     timed_out = "timed out" in str(error).lower()  # after which gloo breaks all connections, whoever is there
     gone = [] if timed_out else ranks_gone(process_group)
-    who = f"rank {gone[0]} is" if len(gone) == 1 else f"ranks {', '.join(map(str, gone))} are"
+    who = f"rank {gone[0]} is" if len(gone) == 1 else f"ranks {listed(gone)[1:-1]} are"
     why = "a rank has taken longer than the group's timeout" if timed_out else "a rank has died or left"
     why = f"{who} gone" if gone else why
     says = str(error).strip().partition("\n")[0]
@@ -128,7 +166,7 @@ def ranks_gone(process_group: ProcessGroup) -> list[int]:
     with suppress(RuntimeError, ValueError):  # a group without a backend for the CPU, or without one at all
         if process_group._get_backend(torch.device("cpu")).name() != "gloo":
             return []
-        return [rank for rank in _ranks(process_group) if rank != dist.get_rank() and _is_gone(rank, process_group)]
+        return [rank for rank in ranks_of(process_group) if rank != dist.get_rank() and _is_gone(rank, process_group)]
     return []
 
 
@@ -140,8 +178,25 @@ def _is_gone(rank: int, process_group: ProcessGroup) -> bool:
     return False
 
 
-def _ranks(process_group: ProcessGroup) -> list[int]:
-    return dist.get_process_group_ranks(process_group)
+# Who is in a group --------------------------------------------------------------------------------------------------
+
+
+_members: WeakKeyDictionary[ProcessGroup, tuple[int, ...]] = WeakKeyDictionary()
+
+
+def ranks_of(process_group: ProcessGroup) -> tuple[int, ...]:
+    """The global ranks of a group that this rank is in, in group order; listed once, for a group keeps its ranks."""
+    ranks = _members.get(process_group)
+    if ranks is None:
+        ranks = _members[process_group] = tuple(dist.get_process_group_ranks(process_group))
+    return ranks
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks as an error shows them: all, or the first ones of many."""
+    if len(ranks) <= 2 * SHOWN:
+        return str(list(ranks))
+    return f"[{', '.join(map(str, ranks[:SHOWN]))}, ... {len(ranks)} in all]"
 
 
 # Ranks that failed by themselves --------------------------------------------------------------------------------------

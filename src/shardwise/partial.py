@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
@@ -15,15 +14,14 @@ from torch.utils import _pytree as pytree
 from shardwise import settings
 from shardwise.dispatch import Distributed, refuse_collective, refuse_mixed, require_plain
 from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError
-from shardwise.geometry import Boxes
-from shardwise.layout import Layout
+from shardwise.layout import Axis, Cut, Layout, Places
 from shardwise.placement import Placement, rank_device
 from shardwise.process_group import Fields, group_ranks, in_step, locate_all, or_default
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.assembly import require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import Way, moved_locals
-from shardwise.sharded_tensor.movement import whole_on
+from shardwise.sharded_tensor.movement import everyone_on, whole_on
 from shardwise.sharding_spec import ChunkShardingSpec, FixedShardingSpec, ShardingSpec
 from shardwise.transfer import make_plan
 
@@ -83,12 +81,7 @@ class PartialTensor(Distributed, torch.Tensor):
             return layout, {**fields, "requires_grad": local.requires_grad}
 
         layout = in_step(group, work)
-        ranks = group_ranks(group)
-        mine = Placement(local.device, dist.get_rank())
-        places = [
-            mine if rank == mine.rank else Placement(rank_device(rank, local.device.type), rank) for rank in ranks
-        ]
-        source, target = _stacked(layout, places)
+        source, target = _stacked(layout, everyone_on(group, local.device))
         record = torch.is_grad_enabled() and local.requires_grad
         part = local.reshape(1, *local.shape).contiguous()
         stacks, anchor = moved_locals([part], None, make_plan(source, target), Way(group), local.dtype, record=record)
@@ -141,21 +134,11 @@ def _resolved(tree: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf._reduced() if isinstance(leaf, PartialTensor) else leaf, tree)
 
 
-def _stacked(layout: Layout, places: Sequence[Placement]) -> tuple[Layout, Layout]:
+def _stacked(layout: Layout, places: Places) -> tuple[Layout, Layout]:
     """Every rank's tensor as a slice of a stack; and the stack in boxes of the layout, all slices of each."""
-    count, size = len(places), layout.size
-    stack = torch.Size([count, *size])
-    first = np.arange(count, dtype=np.int64).reshape(-1, 1)
-    rest = np.tile(np.array(size, dtype=np.int64), (count, 1)).reshape(count, len(size))
-    slices = Boxes(np.concatenate([first, np.zeros_like(rest)], 1), np.concatenate([np.ones_like(first), rest], 1))
-    zeros = np.zeros((len(layout), 1), dtype=np.int64)
-    wanted = Boxes(
-        np.concatenate([zeros, layout.boxes.offsets], 1), np.concatenate([zeros + count, layout.boxes.sizes], 1)
-    )
-    return (
-        Layout.of(stack, slices, list(places)),
-        Layout.of(stack, wanted, [layout.place(row) for row in range(len(layout))]),
-    )
+    count = len(places)
+    each = Axis(count, 0, Cut.in_steps(count, count, 0, 1))
+    return Layout.by_rule([count, *layout.size], [each], places), layout.with_dim(0, count)
 
 
 class ReplicatedTensor(torch.Tensor):

@@ -60,7 +60,7 @@ class TileGenerator(torch.Generator):
         shape = tile_shape(tuple(layout.size))
         with torch.no_grad():
             for row, tensor in zip(rows, tensors, strict=True):
-                offsets, ends = layout.boxes.offsets[row].tolist(), layout.boxes.ends[row].tolist()
+                offsets, ends = layout.at([row]).offsets[0].tolist(), layout.at([row]).ends[0].tolist()
                 self._fill_box(stream, tuple(layout.size), shape, offsets, ends, tensor.detach(), draw)
 
     def _fill_box(

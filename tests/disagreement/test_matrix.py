@@ -19,7 +19,7 @@ from tests.disagreement.given import COLUMNS, ODD, PLAIN, ROWS, WORLD, backward_
 from tests.disagreement.verbs import VERBS, Verb, filed
 
 import shardwise
-from shardwise import shard_tensor
+from shardwise import meeting, shard_tensor
 from shardwise.process_group import in_step, in_step_sharing
 from shardwise.testing import ranks
 from shardwise.testing.pool import RankFailure, run_on_ranks
@@ -64,6 +64,15 @@ def test_one_rank_that_does_otherwise_stops_all(tmp_path: Path) -> None:
     shardwise.save({"x": shard_tensor(PLAIN, ROWS)}, tmp_path / "saved")
     verbs = {**VERBS, **filed(str(tmp_path))}
     assert [line for name, verb in verbs.items() for line in faults(name, verb)] == []
+
+
+@ranks(WORLD)
+def test_one_rank_that_does_otherwise_stops_all_of_a_large_group() -> None:
+    """Where digests are reduced: verbs that bring something, verbs that do not, and a backward meet one another."""
+    names = ("from_local", "full_tensor", "sum", "a mask", "backward", "shard_module")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "MOST_EACH", 1)
+        assert [line for name in names for line in faults(name, VERBS[name])] == []
 
 
 @ranks(WORLD)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from shardwise.transfer.pieces import copy
+from shardwise.transfer.views import copy
 
 pytestmark = [
     pytest.mark.gpu,

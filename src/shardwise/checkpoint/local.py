@@ -16,8 +16,7 @@ from shardwise.layout import Layout
 from shardwise.placement import Placement
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.movement import require_movable
-from shardwise.transfer.pieces import as_bytes, is_as_it_lies
-from shardwise.transfer.plan import cut
+from shardwise.transfer.views import as_bytes, cut, is_as_it_lies
 
 STAGED = 16 * 2**20  # bytes that are copied at a time where memory cannot be written or read as it lies
 

@@ -20,7 +20,7 @@ from shardwise.checkpoint.tensor_file import Entry
 from shardwise.layout import Layout
 from shardwise.placement import Placement
 from shardwise.transfer import make_plan
-from shardwise.transfer.plan import cut
+from shardwise.transfer.views import cut
 
 GAP = 4096  # bytes between short runs that are read along with them: a disk gives whole pages anyway
 WORTH_A_READ = 16 * 1024  # bytes of a run that is not short
@@ -48,10 +48,10 @@ def slabs_of(stored: StoredTensor, local: Local, rank: int) -> Iterator[Slab]:
     if len(local.tensors) < len(wanted):
         rows = np.array(list(local.tensors), dtype=np.int64)
         place = Placement(torch.device("cpu"), rank)
-        wanted = Layout.of(stored.size, wanted.boxes.take(rows), [place] * len(rows))
+        wanted = Layout.of(stored.size, wanted.at(rows), [place] * len(rows))
     plan = make_plan(stored.layout, wanted)
-    source = plan.boxes.offsets - stored.layout.boxes.offsets[plan.src_rows]
-    target = plan.boxes.offsets - wanted.boxes.offsets[plan.dst_rows]
+    source = plan.boxes.offsets - stored.layout.at(plan.src_rows).offsets
+    target = plan.boxes.offsets - wanted.at(plan.dst_rows).offsets
     tensors = list(local.tensors.values())
     for k in range(len(plan)):
         piece = stored.pieces[plan.src_rows[k]]

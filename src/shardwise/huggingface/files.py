@@ -15,7 +15,7 @@ from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout
 from shardwise.placement import Placement, rank_device
-from shardwise.transfer.plan import cut
+from shardwise.transfer.views import cut
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SPLIT = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -112,7 +112,7 @@ class Shares:
 def _rounds(number: int, source: Source, ranks: Sequence[int]) -> Iterator[Round]:
     """A tensor in stretches of the file, dealt out to the ranks, one for each at a time."""
     assert source.layout is not None  # what is whole on every rank is a stretch
-    kind = source.layout.places[0].device.type
+    kind = source.layout.some_device.type
     fair = -(-source.size.numel() // len(ranks))
     stretches = list(cut(([0] * len(source.size), list(source.size)), min(fair, PIECE // source.dtype.itemsize)))
     for begin in range(0, len(stretches), len(ranks)):

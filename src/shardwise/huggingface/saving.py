@@ -98,7 +98,7 @@ class _Saving:
         parts: Parts = {}
         for part in shares.lying[self._ranks.here]:
             local = self._locals[part.source]
-            begin = local.layout.boxes.offsets[part.row].tolist()
+            begin = local.layout.at([part.row]).offsets[0].tolist()
             offsets = [offset - first for offset, first in zip(part.offsets, begin, strict=True)]
             name, position = self._files.place(part.source, part.offsets)
             box = view_of(local.tensors[part.row], offsets, part.sizes)

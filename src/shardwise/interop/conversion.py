@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._prims_common import make_contiguous_strides_for
@@ -42,7 +41,7 @@ from shardwise.sharded_tensor.assembly import require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import counted_once, shared_replicas, wants_graph
 from shardwise.sharded_tensor.movement import about
-from shardwise.sharding_spec import FixedShardingSpec, ShardingSpec, spec_of
+from shardwise.sharding_spec import FixedShardingSpec, ShardingSpec
 
 T = TypeVar("T")
 
@@ -120,9 +119,9 @@ def _joined_locals(tensor: ShardedTensor, layout: Layout) -> torch.Tensor:
     order = range(len(layout)) if tensor._layout == layout else cast(list[int], layout.order_of(tensor._layout))
     parts = [locals_[order[row]] for row in rows]
     if wants_graph(tensor) and tensor._layout.has_replicas and not tensor.is_leaf:
-        first = set(tensor._layout.primary.tolist())
-        parts = [counted_once(part, order[row] in first) for part, row in zip(parts, rows, strict=True)]
-    return put_together(parts, layout.boxes.take(np.array(rows))).contiguous()
+        first = tensor._layout.is_first
+        parts = [counted_once(part, first(order[row])) for part, row in zip(parts, rows, strict=True)]
+    return put_together(parts, layout.at(rows)).contiguous()
 
 
 def _partial_to_dtensor(tensor: PartialTensor, mesh: DeviceMesh, placements: Sequence[Placing] | None) -> DTensor:
@@ -244,7 +243,7 @@ def _require_held(dtensor: DTensor, layout: Layout) -> None:
     rows = layout.rows_on(dist.get_rank())
     with torch.no_grad():
         found = list(dtensor.to_local().shape)
-    expected = held_size(layout.boxes.take(np.array(rows))) if rows else found
+    expected = held_size(layout.at(rows)) if rows else found
     if found != expected:
         raise PropertyError(
             f"a DTensor of size {list(layout.size)} that is {list(dtensor.placements)} has {expected} on rank "
@@ -272,10 +271,10 @@ def _parts(
     local: torch.Tensor, layout: Layout, target: Layout, spec: ShardingSpec | None, group: ProcessGroup | None
 ) -> Parts:
     rows = layout.rows_on(dist.get_rank())
-    parts = cut_up(local, layout.boxes.take(np.array(rows))) if rows else []
+    parts = cut_up(local, layout.at(rows)) if rows else []
     order = range(len(layout)) if layout == target else cast(list[int], layout.order_of(target))
     placed = sorted(zip((order[row] for row in rows), parts, strict=True), key=lambda pair: pair[0])
-    frame = Frame.of(target, spec or spec_of(target), tuple(row for row, _ in placed), local.dtype, group)
+    frame = Frame.of(target, spec, tuple(row for row, _ in placed), local.dtype, group)
     return Parts(frame, [part for _, part in placed])
 
 

@@ -2,12 +2,15 @@
 
 A spec is a rule that makes layouts; the metadata records are a layout as others see it. Tensors with the same
 sharding share one layout object, and every result of an op reuses its input's.
+
+Boxes that follow a rule are a `Grid`, all others a `Listing`; nobody else needs to know which. What is asked of a few
+boxes costs as much in a world of thousands of ranks as on one machine; `boxes` spells all of them out.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,9 +21,14 @@ import torch
 from shardwise.errors import LayoutError
 from shardwise.geometry import Boxes, IntArray, read_only
 from shardwise.layout.checks import require_cover, require_disjoint, require_inside
+from shardwise.layout.grid import Axis, Grid, Pairs, recognised
+from shardwise.layout.listing import Listing
+from shardwise.layout.places import MOST_ASKED, Places
 from shardwise.layout.records import parse_shards, parse_size, shard_names
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.placement import Placement, PlacementLike, RemoteDevice
+from shardwise.placement import Placement, PlacementLike
+
+Where = Iterable[PlacementLike | Placement | None] | Places
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,30 +36,36 @@ class Layout:
     """Boxes on ranks for one size. Two layouts are equal when all their boxes and places are, in order."""
 
     size: torch.Size
-    boxes: Boxes
-    places: tuple[Placement, ...]  # each distinct place once
-    place_of: IntArray  # for each box, the index of its place
-    said_offsets: IntArray | None = None  # those of the records, where they say that an empty box lies beyond the end
+    pattern: Grid | Listing
+    places: Places  # of each box
+    # Of the records, where they say that empty boxes lie beyond the end: all offsets, or the dim and length of chunks.
+    said: IntArray | tuple[int, int] | None = None
 
     @staticmethod
-    def of(size: torch.Size, boxes: Boxes, placements: Sequence[PlacementLike | Placement | None]) -> Layout:
+    def of(size: Sequence[int], boxes: Boxes, placements: Where) -> Layout:
         """A layout of boxes that are known to make up the tensor."""
-        numbers: dict[Placement, int] = {}
-        seen: dict[Any, int] = {}  # few places are given many times: each is parsed once
-        place_of = np.empty(len(placements), dtype=np.int64)
-        for k, placement in enumerate(placements):
-            said: Any = placement
-            if isinstance(placement, RemoteDevice):
-                said = (placement.rank(), placement.worker_name(), placement.device())
-            number = seen.get(said)
-            if number is None:
-                number = seen[said] = numbers.setdefault(Placement.of(placement), len(numbers))
-            place_of[k] = number
         # The old system's records let empty chunks begin beyond the end; in here, no box does.
         inside = np.minimum(boxes.offsets, np.array(size, dtype=np.int64))
         said = None if (inside == boxes.offsets).all() else read_only(boxes.offsets)
-        frozen = Boxes(read_only(boxes.offsets if said is None else inside), read_only(boxes.sizes))
-        return Layout(size, frozen, tuple(numbers), read_only(place_of), said)
+        boxes = boxes if said is None else Boxes(inside, boxes.sizes)
+        pattern = recognised(size, boxes) or Listing(size, boxes)
+        return Layout(torch.Size(size), pattern, Places.of(placements), said)
+
+    @staticmethod
+    def by_rule(size: Sequence[int], axes: Iterable[Axis], places: Places) -> Layout:
+        """The layout of a grid: one box for each place, in row-major order of the axes."""
+        return Layout(torch.Size(size), Grid.of(size, axes), places)
+
+    @staticmethod
+    def on_grid(grid: Grid, places: Places) -> Layout:
+        """The layout of a grid that is there."""
+        return Layout(torch.Size(grid.size), grid, places)
+
+    @staticmethod
+    def whole(size: Sequence[int], places: Where) -> Layout:
+        """All of the tensor on each of these places."""
+        known = Places.of(places)
+        return Layout.by_rule(size, [Axis(len(known))], known)
 
     @staticmethod
     def from_metadata(shards: Sequence[ShardMetadata], size: Sequence[int]) -> Layout:
@@ -81,65 +95,108 @@ class Layout:
         return Layout.of(size, boxes, placements)
 
     def __len__(self) -> int:
-        return len(self.boxes)
+        return len(self.places)
 
     @property
     def ndim(self) -> int:
         """Number of dims of the tensor."""
         return len(self.size)
 
-    @cached_property
-    def ranks(self) -> IntArray:
-        """The global rank of each box; -1 where the placement names none."""
-        ranks = np.array([-1 if place.rank is None else place.rank for place in self.places], dtype=np.int64)
-        return read_only(ranks[self.place_of]) if len(self.places) else read_only(ranks)
+    # Boxes ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def boxes(self) -> Boxes:
+        """All boxes, spelled out: for a picture or a record, not for what every call does."""
+        return self.pattern.boxes
+
+    def at(self, rows: Sequence[int] | IntArray) -> Boxes:
+        """These boxes."""
+        return self.pattern.at(np.asarray(rows, dtype=np.int64))
+
+    def extent(self, row: int) -> list[int]:
+        """The size of one box."""
+        found = self._extents.get(row)
+        if found is None:
+            found = self.at([row]).sizes[0].tolist()
+            if len(self._extents) < MOST_ASKED:
+                self._extents[row] = found
+        return list(found)
 
     @cached_property
-    def _rows_by_rank(self) -> dict[int, tuple[int, ...]]:
-        rows: dict[int, list[int]] = {}
-        for row, rank in enumerate(self.ranks.tolist()):
-            rows.setdefault(rank, []).append(row)
-        return {rank: tuple(found) for rank, found in rows.items()}
+    def _extents(self) -> dict[int, list[int]]:
+        return {}
 
-    @cached_property
-    def primary(self) -> IntArray:
-        """The first row of each distinct box: every element once, where there are replicas."""
-        both = np.concatenate([self.boxes.offsets, self.boxes.sizes], axis=1)
-        return read_only(np.sort(np.unique(both, axis=0, return_index=True)[1])) if len(both) else np.arange(0)
+    def index(self, row: int) -> tuple[slice, ...]:
+        """One box as an index into a tensor."""
+        return self.at([row]).index(0)
 
-    @cached_property
+    def meeting(self, wanted: Boxes, *, once: bool = False) -> Pairs:
+        """Pairs of a given box and a row that share elements, in order; of replicas all, or the first one only."""
+        return self.pattern.meeting(wanted, once=once)
+
+    def cuts(self, dim: int) -> bool:
+        """Whether a box that holds anything has only a part of this dim."""
+        return self.pattern.is_cut(dim)
+
+    @property
+    def volumes(self) -> tuple[int, int]:
+        """Elements in the smallest box that holds any, and in the largest."""
+        return self.pattern.volumes
+
+    @property
     def has_replicas(self) -> bool:
         """Whether any element is held more than once."""
-        return int(self.boxes.volumes.sum()) > self.size.numel()
+        return self.pattern.has_replicas
+
+    @property
+    def is_whole_everywhere(self) -> bool:
+        """Whether every box is all of the tensor, empty or not."""
+        grid = self.pattern
+        return isinstance(grid, Grid) and not grid.cuts
+
+    def is_first(self, row: int) -> bool:
+        """Whether a box is the first of its replicas: so that every element counts once."""
+        return int(self.pattern.first(np.array([row]))[0]) == row
 
     @cached_property
     def once(self) -> Layout:
         """The same boxes, each on the first of its places only."""
-        rows = self.primary
-        return Layout.of(self.size, self.boxes.take(rows), [self.place(int(row)) for row in rows])
+        pattern, rows = self.pattern.once
+        return self if len(rows) == len(self) else Layout(self.size, pattern, self.places.take(rows))
+
+    # Places -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> IntArray:
+        """The global rank of each box; -1 where the placement names none."""
+        return self.places.ranks
 
     def rows_on(self, rank: int) -> tuple[int, ...]:
         """The boxes that this rank holds, in order."""
-        return self._rows_by_rank.get(rank, ())
+        return self.places.rows_on(rank)
 
     def place(self, row: int) -> Placement:
         """Where this box lies."""
-        return self.places[int(self.place_of[row])]
+        return self.places[int(row)]
 
-    def cuts(self, dim: int) -> bool:
-        """Whether a box that holds anything has only a part of this dim."""
-        rows = self.boxes.filled
-        return bool((self.boxes.sizes[rows, dim] < self.size[dim]).any())
+    @property
+    def some_device(self) -> torch.device:
+        """The device of the first box; a layout without boxes has the CPU."""
+        return self.places.kinds[0][0] if self.places.kinds else torch.device("cpu")
+
+    @cached_property
+    def most_elements(self) -> int:
+        """How many elements the rank holds that holds most."""
+        if self.places.each_once:
+            return self.volumes[1]
+        return max(self.elements_by_rank().values(), default=0)
 
     def elements_by_rank(self) -> dict[int, int]:
         """How many elements each rank holds, for the ranks that hold a box."""
-        volumes = self.boxes.volumes
-        return {rank: int(volumes[list(rows)].sum()) for rank, rows in sorted(self._rows_by_rank.items())}
-
-    @property
-    def offsets_to_say(self) -> IntArray:
-        """The offsets that records give."""
-        return self.boxes.offsets if self.said_offsets is None else self.said_offsets
+        ranks, number = np.unique(self.ranks, return_inverse=True)
+        totals = np.zeros(len(ranks), dtype=np.int64)
+        np.add.at(totals, number.reshape(-1), self.boxes.volumes)
+        return dict(zip(ranks.tolist(), totals.tolist(), strict=True))
 
     @cached_property
     def in_rank_order(self) -> Layout:
@@ -147,57 +204,113 @@ class Layout:
 
         As in the old system's records after a reshard, an empty box begins where the tensor ends.
         """
-        order = np.argsort(self.ranks, kind="stable")
-        return Layout.of(self.size, self.boxes.take(order), [self.place(int(row)) for row in order])
+        if (np.diff(self.ranks) >= 0).all():
+            return replace(self, said=None)
+        return self.chosen(np.argsort(self.ranks, kind="stable"))
+
+    def chosen(self, rows: IntArray) -> Layout:
+        """These boxes on their places, in this order."""
+        return Layout.of(self.size, self.pattern.at(rows), self.places.take(rows))
+
+    def on(self, places: Places) -> Layout:
+        """The same boxes on other places."""
+        return replace(self, places=places)
 
     def moved(self, place: Callable[[Placement], Placement]) -> Layout:
         """The same boxes, each place replaced by the function's answer."""
-        places = [place(old) for old in self.places]
-        distinct = list(dict.fromkeys(places))
-        numbers = np.array([distinct.index(new) for new in places], dtype=np.int64)
-        return replace(self, places=tuple(distinct), place_of=read_only(numbers[self.place_of]))
+        return self.on(self.places.mapped(place))
+
+    def with_dim(self, at: int, length: int) -> Layout:
+        """The layout of a tensor that has one more dim, in this position, which is not cut."""
+        size = [*self.size[:at], length, *self.size[at:]]
+        if isinstance(self.pattern, Grid):
+            grid = self.pattern.mapped(size, lambda dim, cut: (dim + (dim >= at), cut))
+            return Layout.on_grid(grid, self.places)
+        offsets, sizes = np.insert(self.boxes.offsets, at, 0, axis=1), np.insert(self.boxes.sizes, at, length, axis=1)
+        return Layout.of(size, Boxes(offsets, sizes), self.places)
+
+    # Records ----------------------------------------------------------------------------------------------------------
+
+    def said_at(self, rows: Sequence[int] | IntArray) -> IntArray:
+        """The offsets that records give of these boxes."""
+        if isinstance(self.said, np.ndarray):
+            return self.said[np.asarray(rows, dtype=np.int64)]
+        offsets = self.at(rows).offsets
+        if self.said is not None:
+            # An empty chunk is said to begin at its number times the chunk size, as the old records do.
+            dim, length = self.said
+            offsets[:, dim] = np.asarray(rows, dtype=np.int64) * length
+        return offsets
+
+    @property
+    def offsets_to_say(self) -> IntArray:
+        """The offsets that records give."""
+        return self.boxes.offsets if self.said is None else self.said_at(np.arange(len(self)))
 
     def shard_metadata(self, row: int) -> ShardMetadata:
         """A new record of one box."""
-        offsets, sizes = self.offsets_to_say[row].tolist(), self.boxes.sizes[row].tolist()
-        return ShardMetadata.trusted(offsets, sizes, self.place(row).remote_device())
+        return ShardMetadata.trusted(self.said_at([row])[0].tolist(), self.extent(row), self.place(row).remote_device())
 
     def metadata(self, properties: TensorProperties) -> ShardedTensorMetadata:
         """New records of the whole tensor."""
-        devices = [place.remote_device() for place in self.places]
-        rows = zip(self.offsets_to_say.tolist(), self.boxes.sizes.tolist(), self.place_of.tolist(), strict=True)
+        places, place_of = self.places.distinct
+        devices = [place.remote_device() for place in places]
+        rows = zip(self.offsets_to_say.tolist(), self.boxes.sizes.tolist(), place_of.tolist(), strict=True)
         shards = [ShardMetadata.trusted(offsets, sizes, devices[place]) for offsets, sizes, place in rows]
         return ShardedTensorMetadata(shards, self.size, properties)
+
+    # Comparing --------------------------------------------------------------------------------------------------------
 
     @cached_property
     def digest(self) -> bytes:
         """16 bytes that differ, for all practical purposes, when the layouts differ."""
-        hasher = hashlib.blake2b(digest_size=16)
-        hasher.update(repr((tuple(self.size), [(str(place), place.rank) for place in self.places])).encode())
-        for array in (self.boxes.offsets, self.boxes.sizes, self.place_of):
-            hasher.update(np.ascontiguousarray(array).tobytes())
+        hasher = hashlib.blake2b(self.places.digest, digest_size=16)
+        hasher.update(repr(tuple(self.size)).encode())
+        if isinstance(self.pattern, Grid):  # which is the only way to write these boxes by rule
+            hasher.update(repr(self.pattern.axes).encode())
+        else:
+            for array in (self.boxes.offsets, self.boxes.sizes):
+                hasher.update(array.tobytes())
         return hasher.digest()
 
     @cached_property
     def outline(self) -> str:
         """The first boxes and the digest in one line, for errors that compare layouts."""
-        shown = [f"{self.boxes.describe(row)} on {self.place(row)}" for row in range(min(len(self), 4))]
+        first = self.at(np.arange(min(len(self), 4)))
+        shown = [f"{first.describe(row)} on {self.place(row)}" for row in range(len(first))]
         more = f" and {len(self) - 4} more" if len(self) > 4 else ""
         return f"({', '.join(shown)}{more}) #{self.digest.hex()[:12]}"
+
+    def has_same_boxes(self, other: Layout) -> bool:
+        """Whether the boxes are the same, in order, wherever they lie."""
+        if isinstance(self.pattern, Grid) or isinstance(other.pattern, Grid):
+            return self.pattern == other.pattern
+        return self.pattern is other.pattern or self.boxes == other.boxes
 
     def order_of(self, other: Layout) -> list[int] | None:
         """For each box, the row of the same box on the same place in another layout; None if they differ in more
         than the order of their boxes."""
-        if self.size != other.size or len(self) != len(other):
+        if self.size != other.size or len(self) != len(other) or self.volumes != other.volumes:
             return None
-        rows: dict[tuple[Any, ...], list[int]] = {}
-        for row in range(len(other)):
-            rows.setdefault(other._key(row), []).append(row)
-        found = [rows.get(self._key(row), []) for row in range(len(self))]
-        return [same.pop(0) for same in found] if all(found) else None
+        if self == other:
+            return list(range(len(self)))
+        kinds = {kind: number for number, kind in enumerate(self.places.kinds)}
+        if set(kinds) != set(other.places.kinds) or any(self.cuts(dim) != other.cuts(dim) for dim in range(self.ndim)):
+            return None
+        one, two = self._table(kinds), other._table(kinds)
+        order, others = np.lexsort(one), np.lexsort(two)
+        if (one[:, order] != two[:, others]).any():
+            return None
+        found = np.empty(len(self), dtype=np.int64)
+        found[order] = others
+        rows: list[int] = found.tolist()
+        return rows
 
-    def _key(self, row: int) -> tuple[Any, ...]:
-        return *self.boxes.offsets[row].tolist(), *self.boxes.sizes[row].tolist(), self.place(row)
+    def _table(self, kinds: dict[Any, int]) -> IntArray:
+        """Everything about the boxes, one column each."""
+        numbers = np.array([kinds[kind] for kind in self.places.kinds], dtype=np.int64)
+        boxes = self.boxes
+        return np.stack([*boxes.offsets.T, *boxes.sizes.T, numbers[self.places.kind_of], self.ranks])
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Layout) and self.digest == other.digest)
@@ -206,5 +319,9 @@ class Layout:
         return hash(self.digest)
 
     def __repr__(self) -> str:
-        ranks = sorted(rank for rank in self._rows_by_rank if rank >= 0)
-        return f"Layout({tuple(self.size)} in {len(self)} boxes on ranks {ranks})"
+        ranks = self.places.different_ranks[self.places.different_ranks >= 0]
+        shown = ranks.tolist() if len(ranks) <= MOST_SHOWN else f"{ranks[0]} … {ranks[-1]} ({len(ranks)} of them)"
+        return f"Layout({tuple(self.size)} in {len(self)} boxes on ranks {shown})"
+
+
+MOST_SHOWN = 16  # ranks in a text

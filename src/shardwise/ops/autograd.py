@@ -37,9 +37,8 @@ def _roots(tensor: ShardedTensorBase, gradient: Any) -> tuple[list[torch.Tensor]
     else:
         grads = list(tensor._locals_of(gradient))
     if tensor._layout.has_replicas:
-        first = set(tensor._layout.primary.tolist())
         pairs = zip(tensor._frame.rows, grads, strict=True)
-        grads = [grad if row in first else torch.zeros_like(grad) for row, grad in pairs]
+        grads = [grad if tensor._layout.is_first(row) else torch.zeros_like(grad) for row, grad in pairs]
     if not roots and tensor._anchor is not None:
         roots, grads = [tensor._anchor], [torch.zeros_like(tensor._anchor)]
     return roots, grads

@@ -9,14 +9,13 @@ import numpy as np
 import torch
 
 from shardwise.geometry import Boxes
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Places
 from shardwise.ops.below import HANDLERS
 from shardwise.ops.call import Call
+from shardwise.ops.cells import cells_of, projected
 from shardwise.ops.compute import assemble, compute, expect, frame_of, places_of
 from shardwise.ops.plain_operand import shared_plain
 from shardwise.ops.rule import Labels, Rule
-from shardwise.ops.schedule import cells_of
-from shardwise.placement import Placement
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradients import new_anchor, recorded
 from shardwise.sharded_tensor.movement import whole_on
@@ -38,7 +37,7 @@ def _cat(call: Call) -> Any:
         whole = [labels.new(one.shape[dim], whole=True) for one in pieces]
         dims = [[along if k != dim else whole[n] for k, along in enumerate(shared)] for n in range(len(pieces))]
         out = [along if k != dim else labels.new(size[dim], whole=True) for k, along in enumerate(shared)]
-        if all(one._layout.place_of.tolist() == pieces[0]._layout.place_of.tolist() for one in pieces):  # type: ignore[attr-defined] # sharded
+        if all(one._layout.places == pieces[0]._layout.places for one in pieces):  # type: ignore[attr-defined] # sharded
             rule = labels.rule(dims, [out])
             if _stays(sharded, rule):
                 return compute(sharded, rule)
@@ -52,7 +51,8 @@ def _stays(call: Call, rule: Rule) -> bool:
     if cells is None:
         return False
     return all(
-        cells.layout(dims, one.shape) == one._layout for dims, one in zip(rule.operands, call.sharded(), strict=True)
+        projected(cells, dims, tuple(one.shape)) == one._layout
+        for dims, one in zip(rule.operands, call.sharded(), strict=True)
     )
 
 
@@ -90,22 +90,23 @@ class Joined(torch.autograd.Function):
 def _behind(pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.dtype) -> Any:
     """Boxes of all, one tensor's behind another's; nothing moves."""
     offsets, sizes, found, anchors = [], [], {}, []
-    places: list[Placement] = []
-    begin = 0
+    places: list[Places] = []
+    begin = count = 0
     for one in pieces:
-        layout, rows = one._layout, range(len(one._layout))
+        layout = one._layout
         tensors, anchor = recorded(one)
         anchors += [] if anchor is None else [anchor]
         moved = layout.boxes.offsets.copy()
         moved[:, dim] += begin
         for row, local in zip(one._frame.rows, tensors, strict=True):
-            found[len(places) + row] = local.to(dtype, copy=True)
+            found[count + row] = local.to(dtype, copy=True)
         offsets.append(moved)
         sizes.append(layout.boxes.sizes)
-        places += [layout.place(row) for row in rows]
+        places.append(layout.places)
+        count += len(layout)
         begin += one.shape[dim]
     boxes = Boxes(np.concatenate(offsets), np.concatenate(sizes))
-    made = Layout.of(torch.Size(size), boxes, places)
+    made = Layout.of(torch.Size(size), boxes, Places.join(places))
     frame = frame_of(made, dtype, pieces[0]._frame.process_group)
     records = torch.is_grad_enabled() and any(one.requires_grad for one in pieces)
     if records and found:  # one node for all, so that whatever is used of it, the backward reaches every piece

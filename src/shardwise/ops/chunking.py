@@ -5,27 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.geometry import Boxes
 from shardwise.layout import Layout
 from shardwise.ops.compute import places_of
 from shardwise.ops.plain_operand import shared_plain
 from shardwise.ops.recorder import not_repeatable
+from shardwise.ops.schedule import chunked
 from shardwise.sharded_tensor import ShardedTensorBase, from_local
 from shardwise.sharded_tensor.gradients import recorded
-from shardwise.sharding_spec import even_cut, spec_of
+from shardwise.sharding_spec import spec_of
 
 
 def chunked_layout(size: Sequence[int], dim: int, model: ShardedTensorBase) -> Layout:
     """One dim in even chunks, one for each rank of the model's group."""
-    places = places_of(model._layout, model._frame.process_group)
-    offsets = np.zeros((len(places), len(size)), dtype=np.int64)
-    sizes = np.tile(np.array(size, dtype=np.int64), (len(places), 1))
-    offsets[:, dim], sizes[:, dim] = even_cut(size[dim], len(places))
-    return Layout.of(torch.Size(size), Boxes(offsets, sizes), places)
+    return chunked(size, places_of(model._layout, model._frame.process_group), dim)
 
 
 def in_chunks(x: Any, dim: int) -> Any:
@@ -43,9 +38,8 @@ def own_chunk(x: torch.Tensor, dim: int, model: ShardedTensorBase) -> torch.Tens
     if isinstance(x, ShardedTensorBase):
         moved: Any = x
         return recorded(x if layout == x._layout else moved.redistribute(spec_of(layout)))[0][0]
-    begin, size = (
-        int(each[layout.rows_on(dist.get_rank())[0], dim]) for each in (layout.boxes.offsets, layout.boxes.sizes)
-    )
+    box = layout.at(layout.rows_on(dist.get_rank())[:1])
+    begin, size = int(box.offsets[0, dim]), int(box.sizes[0, dim])
     return shared_plain(x, model._frame.process_group).narrow(dim, begin, size)
 
 

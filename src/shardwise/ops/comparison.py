@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -40,7 +41,7 @@ def _item(call: Call) -> Any:
         raise PropertyError(f"a Tensor with {x.numel()} elements cannot be converted to Scalar")
     layout, group = x._layout, x._frame.process_group
     with torch.no_grad():
-        if group is None or len(set(layout.ranks[layout.boxes.filled].tolist())) == dist.get_world_size(group):
+        if group is None or len(np.unique(layout.ranks[layout.pattern.filled])) == dist.get_world_size(group):
             return next(local.item() for local in x._local_tensors() if local.numel())
         return x.full_tensor().item()  # type: ignore[attr-defined] # it has a group
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -17,21 +18,19 @@ from torch.utils import _pytree as pytree
 from shardwise import settings
 from shardwise.dispatch import unsupported
 from shardwise.errors import ProcessGroupError, UnsupportedOpError
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Places
 from shardwise.meeting import break_off
 from shardwise.ops.call import Call, function
 from shardwise.ops.plain_operand import shared_plain
 from shardwise.ops.rule import Reduction, Rule
 from shardwise.ops.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
-from shardwise.placement import Placement, rank_device
-from shardwise.process_group import ROOM, Fields, Step, group_ranks, in_step, in_step_telling, is_member, talks
+from shardwise.process_group import Fields, Step, group_ranks, in_step, in_step_telling, is_member, room, talks
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.drawing import drawn_apart
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import Way, moved_locals, new_anchor, note_write, recorded
 from shardwise.sharded_tensor.movement import require_movable
 from shardwise.sharded_tensor.recorded_backward import tie
-from shardwise.sharding_spec import spec_of
 from shardwise.transfer import make_plan
 
 Tensors = list[torch.Tensor]
@@ -43,7 +42,7 @@ class Prepared(NamedTuple):
     rule: Rule
     schedule: Schedule
     group: ProcessGroup | None
-    everyone: tuple[Placement, ...]
+    everyone: Places
     expected: list[tuple[torch.Size, torch.dtype]]
     lead: int | None
     tells: bool  # whether partial results are so small that they are told to all while the ranks agree
@@ -74,8 +73,7 @@ def prepare(call: Call, rule: Rule, *, lead: int | None = None) -> Prepared | No
     schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
     if schedule is None:
         return None
-    heard = schedule.partial and group is not None and talks(group)
-    tells = heard and not schedule.moved and _can_tell(call, schedule, everyone)
+    tells = schedule.partial and not schedule.moved and _can_tell(call, schedule, everyone, group)
     return Prepared(rule, schedule, group, everyone, expected, lead, tells)
 
 
@@ -95,7 +93,7 @@ class _Computation:
         self.call = call
         self.rule, self.schedule, self.group, self.everyone, self.expected, self.lead, self.tells = prepared
         schedule, group = self.schedule, self.group
-        self.here = schedule.here(dist.get_rank() if dist.is_initialized() else -1)
+        self.here = schedule.cells.rows_on(dist.get_rank() if dist.is_initialized() else -1)
         self.records = torch.is_grad_enabled() and any(operand.requires_grad for operand in call.operands)
         self.anchors: Tensors = []
         # Kernels look at indices: what they find wrong is found before the ranks agree, else they agree meanwhile.
@@ -129,7 +127,6 @@ class _Computation:
             tensors, anchor = (operand._local_tensors(), operand._anchored()) if written else recorded(operand)
         else:
             require_movable(operand)
-            assert target is not None
             assert self.group is not None
             record = torch.is_grad_enabled() and operand.requires_grad
             tensors, anchor = recorded(operand)
@@ -146,12 +143,13 @@ class _Computation:
         operand = shared_plain(operand.as_subclass(torch.Tensor), self.group)
         if operand.requires_grad and not self.here:
             self.anchors.append(tie([operand]))
-        boxes = self.schedule.cells.project(self.rule.operands[number])
-        return [operand[boxes.index(row)] if operand.ndim else operand for row in self.here]
+        layout = self.schedule.operands[number]
+        return [operand[layout.index(row)] if operand.ndim else operand for row in self.here]
 
     def _local(self, row: int, tensors: Tensors) -> Any:
-        sizes = [boxes.boxes.sizes[row].tolist() for boxes in self.schedule.results]
-        changes = self.rule.adapt(self.call, sizes) if self.rule.adapt is not None else {}
+        changes = {}
+        if self.rule.adapt is not None:
+            changes = self.rule.adapt(self.call, [layout.extent(row) for layout in self.schedule.results])
         if self.rule.contiguous:
             tensors = [tensor.contiguous() for tensor in tensors]
         return self.call.run(tensors, **changes)
@@ -166,7 +164,7 @@ class _Computation:
         partials: list[tuple[torch.Tensor, ...]] = []
         failed: Exception | None = None
         for row, tensors in zip(self.here, per_cell, strict=True):
-            if row not in stacking.rows:
+            if not stacking.takes(row):
                 self.anchors.append(tie(tensors))
                 continue
             try:
@@ -210,7 +208,7 @@ class _Computation:
         rank = dist.get_rank() if dist.is_initialized() else -1
         for k, layout in enumerate(layouts):
             for row, leaves in zip(layout.rows_on(rank), flat, strict=True):
-                if list(leaves[k].shape) != layout.boxes.sizes[row].tolist():
+                if list(leaves[k].shape) != layout.extent(row):
                     raise unsupported(self.call.op, (), self.call.arguments, "its results have other sizes than said")
 
     def _written(self, target: ShardedTensorBase) -> ShardedTensorBase:
@@ -263,7 +261,7 @@ def _differentiable(dtype: torch.dtype) -> bool:
 # What all ranks know -----------------------------------------------------------------------------------------------
 
 
-def meeting(call: Call) -> tuple[ProcessGroup | None, tuple[Placement, ...]]:
+def meeting(call: Call) -> tuple[ProcessGroup | None, Places]:
     """The group of the sharded operands, and a place on each of its ranks."""
     sharded = call.sharded()
     group = sharded[0]._frame.process_group
@@ -275,18 +273,16 @@ def meeting(call: Call) -> tuple[ProcessGroup | None, tuple[Placement, ...]]:
     return group, places_of(sharded[0]._layout, group)
 
 
-def places_of(layout: Layout, group: ProcessGroup | None) -> tuple[Placement, ...]:
+def places_of(layout: Layout, group: ProcessGroup | None) -> Places:
     """A place on each rank of a group, of the kind that the layout uses."""
     if group is None or not is_member(group):
-        return layout.places
-    return _places(layout, tuple(group_ranks(group)))
+        return layout.places.take(np.sort(np.unique(layout.places.distinct[1], return_index=True)[1]))
+    return _places(layout.places, group)
 
 
-@lru_cache(maxsize=512)
-def _places(layout: Layout, ranks: tuple[int, ...]) -> tuple[Placement, ...]:
-    known = {place.rank: place for place in reversed(layout.places)}
-    kind = layout.places[0].device.type
-    return tuple(known.get(rank) or Placement(rank_device(rank, kind), rank) for rank in ranks)
+@lru_cache(maxsize=128)
+def _places(places: Places, group: ProcessGroup) -> Places:
+    return places.for_ranks(np.array(group_ranks(group), dtype=np.int64))
 
 
 def frame_of(layout: Layout, dtype: torch.dtype, group: ProcessGroup | None) -> Frame:
@@ -297,7 +293,7 @@ def frame_of(layout: Layout, dtype: torch.dtype, group: ProcessGroup | None) -> 
 
 @lru_cache(maxsize=1024)
 def _frame(layout: Layout, rows: tuple[int, ...], dtype: torch.dtype, group: ProcessGroup | None) -> Frame:
-    return Frame.of(layout, spec_of(layout), rows, dtype, group)
+    return Frame.of(layout, None, rows, dtype, group)
 
 
 def agreement(call: Call, group: ProcessGroup | None) -> Any:
@@ -319,12 +315,14 @@ def raised(error: Exception) -> NoReturn:
     raise error
 
 
-def _can_tell(call: Call, schedule: Schedule, everyone: tuple[Placement, ...]) -> bool:
-    """Whether the partial results are so small that they can be told."""
+def _can_tell(call: Call, schedule: Schedule, everyone: Places, group: ProcessGroup | None) -> bool:
+    """Whether there is somebody to tell the partial results to, and they are so small that they can be told."""
+    if group is None or not talks(group):
+        return False
     source = make_stacking(schedule, everyone).source
     assert schedule.rule.reduction is not None
     itemsize = max(dtype.itemsize for dtype in expect_partial(call, schedule.rule.reduction))
-    return max(source.elements_by_rank().values(), default=0) * itemsize <= ROOM
+    return source.most_elements * itemsize <= room(group)
 
 
 def _fields(call: Call) -> Fields:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ def _set_data(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
         tensor._become(data._frame, [other.detach().requires_grad_(wants_grad) for other in others])
     with torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined] # a property to Python
-    tensor._frame, tensor._known_metadata = replace(data._frame, spec=spec), None
+    tensor._frame, tensor._known_metadata = data._frame.with_spec(spec), None
 
 
 def _data_of(tensor: Any, data: Any) -> tuple[ShardingSpec, list[torch.Tensor]]:
@@ -89,7 +88,7 @@ def _data_of(tensor: Any, data: Any) -> tuple[ShardingSpec, list[torch.Tensor]]:
     size, sharded in any way over its group.
     """
     if isinstance(data, ShardedTensorBase) and data._layout != tensor._layout:
-        there, here = (one._layout.moved(lambda place: place.on(torch.device("meta"))) for one in (data, tensor))
+        there, here = (one._layout.on(one._layout.places.on(torch.device("meta"))) for one in (data, tensor))
         resized = data.shape != tensor.shape and tensor.is_leaf and data._process_group is tensor._process_group
         if there == here or resized:
             return data._sharding_spec, data._local_tensors()

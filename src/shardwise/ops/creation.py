@@ -11,7 +11,7 @@ import torch
 from shardwise import settings
 from shardwise.dispatch import Op, registry, unsupported
 from shardwise.geometry import Boxes
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Places
 from shardwise.ops.below import HANDLERS
 from shardwise.ops.call import Call
 from shardwise.ops.compute import assemble, frame_of, places_of
@@ -43,8 +43,10 @@ FORMATS = (None, torch.preserve_format, torch.contiguous_format)
 def _placed(layout: Layout, device: Any) -> Layout:
     """The layout on each rank's device of this kind; a number is the rank's own affair, which others do not know."""
     kind = None if device is None else torch.device(device).type
-    if kind is None or all(place.device.type == kind for place in layout.places):
+    if kind is None or layout.places.device_types == {kind}:
         return layout
+    if layout.places.are_known:
+        return layout.on(Places.on_ranks(layout.ranks, kind))
     return layout.moved(lambda place: place.on(rank_device(place.rank or 0, kind)))
 
 
@@ -91,7 +93,7 @@ def _cut_alike(size: torch.Size, layout: Layout) -> Layout | None:
     for dim in other:
         sizes[:, dim] = np.where(sizes[:, dim] == layout.size[dim], size[dim], 0)
         offsets[:, dim] = np.minimum(offsets[:, dim], size[dim])
-    return Layout.of(size, Boxes(offsets, sizes), [layout.place(row) for row in range(len(layout))])
+    return Layout.of(size, Boxes(offsets, sizes), layout.places)
 
 
 def _new(call: Call) -> Any:
@@ -108,7 +110,7 @@ def _new(call: Call) -> Any:
         layout = whole_on(size, everyone) if is_small or size.numel() < 2 else chunked(size, everyone)
     layout = _placed(layout, call["device"])
     frame = frame_of(layout, dtype, group) if layout is not x._layout else x._frame.with_dtype(dtype)
-    sizes = [layout.boxes.sizes[row].tolist() for row in frame.rows]
+    sizes = layout.at(frame.rows).sizes.tolist()
     stand_in = torch.empty(0, dtype=dtype, device=frame.device)
     if "stride" in call.arguments:  # sharded tensors are contiguous
         made = [torch.empty(one, dtype=dtype, device=frame.device) for one in sizes]

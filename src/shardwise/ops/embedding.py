@@ -97,7 +97,7 @@ def _plain_if_everywhere(value: Any, weight: ShardedTensor) -> Any:
 def _can_stay(weight: ShardedTensor, options: Options) -> bool:
     """Whether plain ids need nobody else: every rank has all rows of its columns, and no row is looked at whole."""
     layout = weight._layout
-    whole = bool((layout.boxes.sizes[layout.boxes.filled, :1] == layout.size[0]).all()) and layout.ndim == 2
+    whole = layout.ndim == 2 and not layout.cuts(0)
     return whole and options.max_norm is None and not (options.sparse and layout.has_replicas)
 
 

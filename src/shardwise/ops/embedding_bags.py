@@ -59,11 +59,7 @@ def _in_rows(ids: Any, offsets: Any, samples: Any, weight: ShardedTensor) -> Bag
     """Bags of one length: rows of a matrix, of which any rank may have any."""
     portion = portion_of(ids, weight, cut=[0])
     layout = portion.layout
-    bags = Layout.of(
-        torch.Size(layout.size[:1]),
-        Boxes(layout.boxes.offsets[:, :1], layout.boxes.sizes[:, :1]),
-        [layout.place(row) for row in range(len(layout))],
-    )
+    bags = Layout.of(layout.size[:1], Boxes(layout.boxes.offsets[:, :1], layout.boxes.sizes[:, :1]), layout.places)
     like = torch.empty(0, ids.shape[1], dtype=ids.dtype, device=ids.device)
     mine = torch.cat([like, *portion.tensors])
     counted = portion.counted()
@@ -129,7 +125,7 @@ def _whole_bags(ids: ShardedTensor, offsets: Any, weight: ShardedTensor, ends: b
     return bags if all(in_step_sharing(weight._process_group, work)[1]) else None
 
 
-def _told_by(offsets: IntArray, ids: Layout, ranks: list[int]) -> Layout | None:
+def _told_by(offsets: IntArray, ids: Layout, ranks: tuple[int, ...]) -> Layout | None:
     """The layout of the bags that these offsets give to the ranks that have their ids, if they cut no bag."""
     spans = sorted((*_span(ids, rank), rank) for rank in ranks)
     begins = np.array([begin for begin, _, _ in spans], dtype=np.int64)
@@ -146,4 +142,5 @@ def _told_by(offsets: IntArray, ids: Layout, ranks: list[int]) -> Layout | None:
 def _span(layout: Layout, rank: int) -> tuple[int, int]:
     """From where to where the only box of this rank goes, in one dim."""
     (row,) = layout.rows_on(rank)
-    return int(layout.boxes.offsets[row, 0]), int(layout.boxes.ends[row, 0])
+    box = layout.at([row])
+    return int(box.offsets[0, 0]), int(box.ends[0, 0])

@@ -59,8 +59,7 @@ def look_up(op: Op, weight: ShardedTensor, options: Options, want: Callable[[], 
     # Replicas of a leaf each get the whole gradient. To count how often a row is looked up, they must, too; then one of
     # them keeps it.
     shared = weight._layout.has_replicas and (weight.is_leaf or options.scale_grad_by_freq)
-    first = set(weight._layout.primary.tolist())
-    silent = [row not in first and not weight.is_leaf for row in weight._frame.rows]
+    silent = [not weight._layout.is_first(row) and not weight.is_leaf for row in weight._frame.rows]
 
     def work() -> tuple[tuple[Wanted, int | None], Fields]:
         if weight.dim() != 2 or weight.is_meta:

@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from shardwise.dispatch import Distributed
 from shardwise.errors import ProcessGroupError, PropertyError
-from shardwise.geometry import Boxes
 from shardwise.layout import Layout
 from shardwise.ops.chunking import chunked_layout
 from shardwise.ops.compute import assemble, frame_of, places_of
@@ -38,10 +36,9 @@ class Portion:
         """Which ids count in frequencies: of boxes that lie on several ranks, those of the first; None: all."""
         if not self.layout.has_replicas:
             return None
-        first = set(self.layout.primary.tolist())
         rows = self.layout.rows_on(dist.get_rank())
-        marks = [torch.full_like(ids, row in first) for row, ids in zip(rows, self.tensors, strict=True)]
-        return flat(marks, self.layout.places[0].device)
+        marks = [torch.full_like(ids, self.layout.is_first(row)) for row, ids in zip(rows, self.tensors, strict=True)]
+        return flat(marks, self.layout.some_device)
 
 
 def flat(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -95,7 +92,7 @@ def require_together(tensor: ShardedTensor, weight: ShardedTensor) -> None:
 
 def boxes_of(plain: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """What this rank's boxes are of a plain tensor."""
-    return [plain[layout.boxes.index(row)] for row in layout.rows_on(dist.get_rank())]
+    return [plain[layout.index(row)] for row in layout.rows_on(dist.get_rank())]
 
 
 def dealt(size: Sequence[int], weight: ShardedTensor, allowed: Sequence[int]) -> Layout:
@@ -109,20 +106,13 @@ def dealt(size: Sequence[int], weight: ShardedTensor, allowed: Sequence[int]) ->
 
 def _cuts_others(layout: Layout, allowed: Sequence[int]) -> bool:
     """Whether a box has only a part of a dim that must be whole."""
-    size = np.array(layout.size, dtype=np.int64)
-    cut = (layout.boxes.sizes != size)[layout.boxes.filled]
-    return bool(np.delete(cut, list(allowed), axis=1).any())
+    return any(layout.cuts(dim) for dim in range(layout.ndim) if dim not in allowed)
 
 
 @lru_cache(maxsize=256)
 def with_rows(layout: Layout, width: int) -> Layout:
     """The layout of the result: a row of this width for each id, or bag."""
-    extra = np.zeros((len(layout), 1), dtype=np.int64)
-    boxes = Boxes(
-        np.concatenate([layout.boxes.offsets, extra], 1), np.concatenate([layout.boxes.sizes, extra + width], 1)
-    )
-    places = [layout.place(row) for row in range(len(layout))]
-    return Layout.of(torch.Size([*layout.size, width]), boxes, places)
+    return layout.with_dim(layout.ndim, width)
 
 
 def wrapped(layout: Layout, found: torch.Tensor, weight: ShardedTensor) -> Any:
@@ -131,8 +121,8 @@ def wrapped(layout: Layout, found: torch.Tensor, weight: ShardedTensor) -> Any:
     A rank without boxes keeps what it found, which is nothing, in its graph: the backward is a collective.
     """
     frame = frame_of(with_rows(layout, weight.shape[1]), found.dtype, weight._process_group)
-    sizes = [layout.boxes.sizes[row].tolist() for row in frame.rows]
-    lengths = [int(layout.boxes.volumes[row]) for row in frame.rows]
+    boxes = layout.at(frame.rows)
+    sizes, lengths = boxes.sizes.tolist(), boxes.volumes.tolist()
     parts = [found] if len(lengths) == 1 else torch.split_with_sizes(found, lengths) if lengths else ()
     tensors = [part.reshape(*size, weight.shape[1]) for part, size in zip(parts, sizes, strict=True)]
     return assemble(ShardedTensor, frame, tensors, [found], found.requires_grad)

@@ -22,7 +22,7 @@ from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.gradients import compared, new_anchor, wants_graph
 from shardwise.transfer import make_plan
 from shardwise.transfer.execute import wire_device
-from shardwise.transfer.pieces import as_bytes, copy
+from shardwise.transfer.views import as_bytes, copy
 
 
 class Cell(NamedTuple):

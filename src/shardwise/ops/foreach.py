@@ -37,7 +37,7 @@ def _shards(one: Any, model: Any) -> list[Any]:
     if not isinstance(one, torch.Tensor) or not one.ndim:
         return [one] * max(len(rows), 1)
     wide = one.expand(model.shape)
-    return [wide[model._layout.boxes.index(row)] for row in rows] or [one.reshape(-1)[:0]]
+    return [wide[model._layout.index(row)] for row in rows] or [one.reshape(-1)[:0]]
 
 
 def _value(arg: Any) -> Any:

@@ -132,8 +132,8 @@ def require_budget(
 def is_everywhere(tensor: ShardedTensorBase) -> bool:
     """Whether every rank holds all of the tensor already."""
     layout, group = tensor._layout, tensor._frame.process_group
-    whole = layout.boxes.volumes == layout.size.numel()
-    return bool(whole.all()) and group is not None and len(set(layout.ranks.tolist())) == dist.get_world_size(group)
+    everyone = len(layout.places.different_ranks)
+    return layout.is_whole_everywhere and group is not None and everyone == dist.get_world_size(group)
 
 
 def _drawing_alike(seed: int, device: torch.device, work: Callable[[], Any]) -> Any:

@@ -47,12 +47,12 @@ class Whole:
         frame = self.blank._frame
         if isinstance(grad, PartialTensor):
             grad = grad.redistribute(FixedShardingSpec.of(frame.layout))
-        boxes = frame.layout.boxes
         if not isinstance(grad, ShardedTensorBase):  # the same on every rank
             if grad.shape != frame.size:
                 raise PropertyError(f"expected a gradient of size {tuple(frame.size)}, found {summary(grad)}")
-            rows = [(row, boxes.offsets[row].tolist(), boxes.sizes[row].tolist()) for row in frame.rows]
-            found = [narrow_tensor_by_index(grad, offsets, sizes) for _, offsets, sizes in rows]
+            boxes = frame.layout.at(frame.rows)
+            rows = zip(boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True)
+            found = [narrow_tensor_by_index(grad, offsets, sizes) for offsets, sizes in rows]
         else:
             if grad._layout != frame.layout and frame.layout.order_of(grad._layout) is None:
                 grad = grad.redistribute(FixedShardingSpec.of(frame.layout))  # type: ignore[attr-defined] # has a group
@@ -64,9 +64,8 @@ class Whole:
         frame, found = self.blank._frame, self.parts_of(grad)
         if not frame.layout.has_replicas:
             return found
-        first = set(frame.layout.primary.tolist())
         pairs = zip(frame.rows, found, strict=True)
-        return [one if row in first else torch.zeros_like(one) + tie([one]) for row, one in pairs]
+        return [one if frame.layout.is_first(row) else torch.zeros_like(one) + tie([one]) for row, one in pairs]
 
 
 class _Closed(Function):
@@ -189,7 +188,7 @@ def _gradient(
 
 
 def _sizes(frame: Frame) -> list[list[int]]:
-    sizes: list[list[int]] = frame.layout.boxes.sizes[list(frame.rows)].tolist()
+    sizes: list[list[int]] = frame.layout.at(frame.rows).sizes.tolist()
     return sizes
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwise.geometry import Boxes
+from shardwise.geometry import Boxes, IntArray
 from shardwise.layout import Layout
 from shardwise.ops.below import HANDLERS
 from shardwise.ops.call import Call
@@ -28,36 +29,49 @@ def part(
 
     With ``apart`` the parts share memory, but are no views to autograd, as the results of `torch.unsafe_split`.
     """
-    layout = x._layout
-    count = max(-(-(stop - start) // step), 0)
-    first = np.clip(-(-(layout.boxes.offsets[:, dim] - start) // step), 0, count)
-    last = np.clip(-(-(layout.boxes.ends[:, dim] - start) // step), 0, count)
-    last = np.maximum(first, last)
-    offsets, sizes = layout.boxes.offsets.copy(), layout.boxes.sizes.copy()
-    offsets[:, dim], sizes[:, dim] = first, last - first
-    size = list(layout.size)
-    size[dim] = count
-    was = layout.boxes.volumes > 0
-    rows = np.flatnonzero((Boxes(offsets, sizes).volumes > 0) | ~was | (not count))
-    rows = rows if len(rows) else np.arange(1)  # a tensor has at least one box
-    made = Layout.of(torch.Size(size), Boxes(offsets, sizes).take(rows), [layout.place(int(row)) for row in rows])
+    made, runs = _cut_out(x._layout, dim, start, stop, step, x._frame.rows)
     tensors, anchor = recorded(x)
     local = dict(zip(x._frame.rows, tensors, strict=True))
     found = []
-    for row in rows.tolist():
-        if row in local:
-            begin = start + int(first[row]) * step - int(layout.boxes.offsets[row, dim])
-            length = int(last[row] - first[row])
-            end = begin + (length - 1) * step + 1 if length else begin
-            begin, end = (min(max(at, 0), local[row].shape[dim]) for at in (begin, end))
-            if apart:
-                around = [begin, end - begin, local[row].shape[dim] - end]
-                found.append(local[row].unsafe_split_with_sizes(around, dim)[1])
-            else:
-                found.append(local[row][(*(slice(None),) * dim, slice(begin, end, step))])
+    for row, begin, end in runs:
+        begin, end = (min(max(at, 0), local[row].shape[dim]) for at in (begin, end))
+        if apart:
+            around = [begin, end - begin, local[row].shape[dim] - end]
+            found.append(local[row].unsafe_split_with_sizes(around, dim)[1])
+        else:
+            found.append(local[row][(*(slice(None),) * dim, slice(begin, end, step))])
     view = _view(x, made, found, tensors, anchor)
     view._view_of = None if apart else x
     return view
+
+
+@lru_cache(maxsize=1024)
+def _cut_out(
+    layout: Layout, dim: int, start: int, stop: int, step: int, here: tuple[int, ...]
+) -> tuple[Layout, list[tuple[int, int, int]]]:
+    """The layout of a part; and of the boxes that are here, those that have some of it, from where to where."""
+    boxes, count = layout.boxes, max(-(-(stop - start) // step), 0)
+    first = np.clip(-(-(boxes.offsets[:, dim] - start) // step), 0, count)
+    last = np.maximum(first, np.clip(-(-(boxes.ends[:, dim] - start) // step), 0, count))
+    offsets, sizes = boxes.offsets.copy(), boxes.sizes.copy()
+    offsets[:, dim], sizes[:, dim] = first, last - first
+    size = list(layout.size)
+    size[dim] = count
+    rows = np.flatnonzero((Boxes(offsets, sizes).volumes > 0) | (boxes.volumes == 0) | (not count))
+    rows = rows if len(rows) else np.arange(1)  # a tensor has at least one box
+    made = Layout.of(size, Boxes(offsets, sizes).take(rows), layout.places.take(rows))
+    runs = []
+    for row in here_of(rows, here):
+        begin = start + int(first[row]) * step - int(boxes.offsets[row, dim])
+        length = int(last[row] - first[row])
+        runs.append((row, begin, begin + (length - 1) * step + 1 if length else begin))
+    return made, runs
+
+
+def here_of(rows: IntArray, here: tuple[int, ...]) -> list[int]:
+    """Which of these rows, which ascend, are here."""
+    kept: list[int] = np.intersect1d(rows, np.array(here, dtype=np.int64), assume_unique=True).tolist()
+    return kept
 
 
 def _view(
@@ -93,17 +107,24 @@ def _select(call: Call) -> Any:
 
 def _without(x: ShardedTensorBase, dim: int) -> ShardedTensorBase:
     """The same without a dim of one element, as views; boxes that hold nothing of it are left out."""
-    layout = x._layout
-    rows = np.flatnonzero(layout.boxes.sizes[:, dim] == 1)
-    if not len(rows):
+    made, kept = _squeezed(x._layout, dim, x._frame.rows)
+    if made is None:
         return x.squeeze(dim)  # type: ignore[return-value] # sharded
-    boxes = Boxes(np.delete(layout.boxes.offsets, dim, 1), np.delete(layout.boxes.sizes, dim, 1)).take(rows)
-    size = torch.Size([extent for k, extent in enumerate(layout.size) if k != dim])
-    made = Layout.of(size, boxes, [layout.place(int(row)) for row in rows])
     tensors, anchor = recorded(x)
-    kept = set(rows.tolist())
     found = [local.squeeze(dim) for row, local in zip(x._frame.rows, tensors, strict=True) if row in kept]
     return _view(x, made, found, tensors, anchor)
+
+
+@lru_cache(maxsize=1024)
+def _squeezed(layout: Layout, dim: int, here: tuple[int, ...]) -> tuple[Layout | None, list[int]]:
+    """The layout without a dim of one element, None if no box has it; and which of the boxes here have it."""
+    boxes = layout.boxes
+    rows = np.flatnonzero(boxes.sizes[:, dim] == 1)
+    if not len(rows):
+        return None, []
+    size = [extent for k, extent in enumerate(layout.size) if k != dim]
+    kept = Boxes(np.delete(boxes.offsets, dim, 1), np.delete(boxes.sizes, dim, 1)).take(rows)
+    return Layout.of(size, kept, layout.places.take(rows)), here_of(rows, here)
 
 
 def _split_at(x: Any, dim: int, sizes: Sequence[int], *, apart: bool = False) -> list[Any]:
@@ -133,16 +154,22 @@ def _flip(call: Call) -> Any:
     """Each shard is flipped where it is, and is then the mirror box."""
     x = call.operands[0]
     assert isinstance(x, ShardedTensorBase)
-    layout, dims = x._layout, [dim % x.ndim for dim in call["dims"]]
-    offsets = layout.boxes.offsets.copy()
-    for dim in dims:
-        offsets[:, dim] = x.shape[dim] - layout.boxes.ends[:, dim]
-    made = Layout.of(layout.size, Boxes(offsets, layout.boxes.sizes), [layout.place(row) for row in range(len(layout))])
+    dims = [dim % x.ndim for dim in call["dims"]]
+    made = _mirrored(x._layout, tuple(dims))
     tensors, anchor = recorded(x)
     frame = frame_of(made, x.dtype, x._frame.process_group)
     anchors = [] if anchor is None else [anchor]
     records = torch.is_grad_enabled() and x.requires_grad
     return assemble(type(x), frame, [local.flip(dims) for local in tensors], anchors, records)
+
+
+@lru_cache(maxsize=1024)
+def _mirrored(layout: Layout, dims: tuple[int, ...]) -> Layout:
+    """The layout of the tensor from its end, in these dims."""
+    offsets = layout.boxes.offsets.copy()
+    for dim in dims:
+        offsets[:, dim] = layout.size[dim] - layout.boxes.ends[:, dim]
+    return Layout.of(layout.size, Boxes(offsets, layout.boxes.sizes), layout.places)
 
 
 def _diagonal(call: Call) -> Any:
@@ -151,22 +178,23 @@ def _diagonal(call: Call) -> Any:
     assert isinstance(x, ShardedTensorBase)
     (size, _), *_ = expect(call)
     layout, first, second = x._layout, call["dim1"] % x.ndim, call["dim2"] % x.ndim
+    every = layout.boxes
     offset = call["offset"]
     shift = {first: max(-offset, 0), second: max(offset, 0)}
-    low = np.maximum(*(layout.boxes.offsets[:, dim] - by for dim, by in shift.items())).clip(0)
-    high = np.minimum(*(layout.boxes.ends[:, dim] - by for dim, by in shift.items())).clip(0, size[-1])
+    low = np.maximum(*(every.offsets[:, dim] - by for dim, by in shift.items())).clip(0)
+    high = np.minimum(*(every.ends[:, dim] - by for dim, by in shift.items())).clip(0, size[-1])
     rest = [dim for dim in range(x.ndim) if dim not in shift]
     run = np.stack([low, np.maximum(high - low, 0)])
-    rows = np.flatnonzero((run[1] > 0) & (layout.boxes.volumes > 0))
+    rows = np.flatnonzero((run[1] > 0) & (every.volumes > 0))
     rows = rows if len(rows) else np.arange(1)
-    offsets = np.concatenate([layout.boxes.offsets[:, rest], run[0][:, None]], 1)[rows]
-    sizes = np.concatenate([layout.boxes.sizes[:, rest], run[1][:, None]], 1)[rows]
-    made = Layout.of(size, Boxes(offsets, sizes), [layout.place(int(row)) for row in rows])
+    offsets = np.concatenate([every.offsets[:, rest], run[0][:, None]], 1)[rows]
+    sizes = np.concatenate([every.sizes[:, rest], run[1][:, None]], 1)[rows]
+    made = Layout.of(size, Boxes(offsets, sizes), layout.places.take(rows))
     tensors, anchor = recorded(x)
     local = dict(zip(x._frame.rows, tensors, strict=True))
     found = []
-    for row in (row for row in rows.tolist() if row in local):
-        begins = [int(low[row]) + shift[dim] - int(layout.boxes.offsets[row, dim]) for dim in (first, second)]
+    for row in here_of(rows, x._frame.rows):
+        begins = [int(low[row]) + shift[dim] - int(every.offsets[row, dim]) for dim in (first, second)]
         inner = local[row].narrow(first, begins[0], int(run[1][row])).narrow(second, begins[1], int(run[1][row]))
         found.append(inner.diagonal(0, first, second))
     return _view(x, made, found, tensors, anchor)

@@ -186,7 +186,7 @@ def _holds_no_tensor(value: Any) -> bool:
 def _lies_as(tensor: Any, made: ShardedTensorBase) -> bool:
     if not isinstance(tensor, ShardedTensorBase):
         return False
-    return tensor._frame.spec is made._frame.spec and tensor._frame.layout == made._frame.layout
+    return tensor._frame.given_spec is made._frame.given_spec and tensor._frame.layout == made._frame.layout
 
 
 def _is_harmless(func: Any) -> bool:

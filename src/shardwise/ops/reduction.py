@@ -10,9 +10,9 @@ import torch
 
 from shardwise.ops.below import HANDLERS, RULES
 from shardwise.ops.call import Call
+from shardwise.ops.cells import cells_of
 from shardwise.ops.compute import assemble, compute
 from shardwise.ops.rule import Along, Labels, Reduction, Rule
-from shardwise.ops.schedule import cells_of
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradients import recorded
 
@@ -267,10 +267,11 @@ def flat_indices(x: ShardedTensorBase) -> ShardedTensorBase:
     """For each element, its place in the flattened tensor: sharded as the tensor is."""
     layout, made = x._layout, []
     for row in x._frame.rows:
-        total = torch.zeros(tuple(layout.boxes.sizes[row].tolist()), dtype=torch.int64, device=x.device)
+        box = layout.at([row])
+        total = torch.zeros(layout.extent(row), dtype=torch.int64, device=x.device)
         step = 1
         for dim in reversed(range(x.ndim)):
-            begin, size = int(layout.boxes.offsets[row, dim]), int(layout.boxes.sizes[row, dim])
+            begin, size = int(box.offsets[0, dim]), int(box.sizes[0, dim])
             index = torch.arange(begin, begin + size, device=x.device) * step
             total += index.reshape(-1, *[1] * (x.ndim - dim - 1))
             step *= x.shape[dim]

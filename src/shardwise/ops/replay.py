@@ -105,7 +105,7 @@ def _tell(value: Any, parts: list[Any], plain: list[torch.Tensor], grad: bool) -
             raise Unfit
         plain += tensors
         marks = records, value._copy_of_view
-        parts += (frame.layout, frame.dtype, frame.process_group, frame.spec.__class__, marks)
+        parts += (frame.layout, frame.dtype, frame.process_group, frame.spec_class, marks)
     elif kind is torch.Tensor or kind is Parameter:
         if (grad and value.requires_grad) or value.layout is not torch.strided:
             raise Unfit

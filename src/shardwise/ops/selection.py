@@ -40,7 +40,7 @@ def _nonzero(call: Call) -> Any:
     part = own_chunk(x.detach(), dim, model)
     layout = chunked_layout(x.shape, dim, model)
     found = part.nonzero()
-    found[:, dim] += int(layout.boxes.offsets[layout.rows_on(dist.get_rank())[0], dim])
+    found[:, dim] += int(layout.at(layout.rows_on(dist.get_rank())[:1]).offsets[0, dim])
     return one_behind_another(found, model)
 
 

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from shardwise.geometry import Boxes
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Places
 from shardwise.ops.below import HANDLERS, RULES
 from shardwise.ops.call import Call
 from shardwise.ops.compute import assemble, compute, expect, frame_of, places_of
 from shardwise.ops.rule import Along, Labels, Rule
 from shardwise.sharded_tensor.gradients import recorded
-from shardwise.sharding_spec import even_cut, spec_of
+from shardwise.sharding_spec import even_axis, spec_of
 
 aten = torch.ops.aten
 
@@ -164,7 +164,7 @@ def _through_flat(x: Any, after: Sequence[int]) -> Any:
     for layout in layouts:
         inner = layout.boxes.volumes
         boxes = Boxes((np.cumsum(inner) - inner).reshape(-1, 1), inner.reshape(-1, 1))
-        runs.append(Layout.of(flat, boxes, [layout.place(row) for row in range(len(layout))]))
+        runs.append(Layout.of(flat, boxes, layout.places))
     rows = x.redistribute(spec_of(layouts[0]))
     runs_of = _reshaped(rows, runs[0]).redistribute(spec_of(runs[1]))
     made = _reshaped(runs_of, layouts[1])
@@ -172,24 +172,21 @@ def _through_flat(x: Any, after: Sequence[int]) -> Any:
     return made
 
 
-def _in_rows(size: torch.Size, places: Sequence[Any]) -> Layout:
+def _in_rows(size: torch.Size, places: Places) -> Layout:
     """The first dim that can be cut, in chunks."""
     dim = next(dim for dim, extent in enumerate(size) if extent > 1)
-    offsets, sizes = (np.tile(np.array(row, dtype=np.int64), (len(places), 1)) for row in ([0] * len(size), size))
-    offsets[:, dim], sizes[:, dim] = even_cut(size[dim], len(places))
-    return Layout.of(size, Boxes(offsets, sizes), places)
+    return Layout.by_rule(size, [even_axis(dim, size[dim], len(places))], places)
 
 
 def _holds_all(layout: Layout) -> bool:
-    return bool((layout.boxes.volumes == layout.size.numel()).any())
+    return bool(len(layout.pattern.whole))
 
 
 def _reshaped(x: Any, layout: Layout) -> Any:
     """The same local tensors as boxes of another layout."""
     tensors, anchor = recorded(x)
-    sizes = layout.boxes.sizes
     frame = frame_of(layout, x.dtype, x._frame.process_group)
-    found = [local.reshape(sizes[row].tolist()) for local, row in zip(tensors, frame.rows, strict=True)]
+    found = [local.reshape(layout.extent(row)) for local, row in zip(tensors, frame.rows, strict=True)]
     return assemble(
         type(x), frame, found, [] if anchor is None else [anchor], torch.is_grad_enabled() and x.requires_grad
     )

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
@@ -16,7 +17,6 @@ from shardwise.process_group import Fields, in_step_sharing
 from shardwise.sharded_optim.member import Member, lies_whole
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.frame import Frame, Parts
-from shardwise.sharded_tensor.movement import whole_on
 from shardwise.sharded_tensor.shard import narrow_tensor_by_index
 from shardwise.sharding_spec import FixedShardingSpec
 
@@ -51,7 +51,7 @@ def exported(
             return (members, state, sharded), fields, told
 
         (members, state, sharded), told = in_step_sharing(group, work)
-        known = {member.name: _merged(member, of_all) for member, *of_all in zip(sharded, *told, strict=True)}
+        known = {member.name: _merged(member, of_all) for member, *of_all in zip(sharded, *told.kinds, strict=True)}
     with torch.no_grad():
         return {
             member.name: {
@@ -92,7 +92,7 @@ def _number(scalar: torch.Tensor) -> Any:
 
 
 def _merged(member: Member, told: list[Described | None]) -> Described:
-    """What all ranks say of one parameter, when they agree."""
+    """What is said of one parameter on whatever rank, when the ranks agree."""
     said = [one for one in told if one is not None]
     if not said:
         return {}
@@ -183,8 +183,8 @@ def frame_for(held: Frame, size: torch.Size) -> Frame:
     """Where state of this size lies, for leaves that lie there: beside each of them, whole unless of their size."""
     if size == held.size:
         return held
-    layout = whole_on(size, [held.layout.place(row) for row in range(len(held.layout))])
-    return Frame.of(layout, FixedShardingSpec.of(layout), held.rows, held.dtype, held.process_group)
+    layout = Layout.whole(size, held.layout.places)
+    return Frame.of(layout, None, held.rows, held.dtype, held.process_group)
 
 
 def project(layout: Layout, size: torch.Size) -> Layout | None:
@@ -199,14 +199,12 @@ def project(layout: Layout, size: torch.Size) -> Layout | None:
     offsets, sizes = layout.boxes.offsets.copy(), layout.boxes.sizes.copy()
     offsets[:, flat] = 0
     sizes[:, flat] = sizes[:, flat].clip(max=1)
-    seen: dict[Any, int] = {}
-    for row in range(len(layout)):
-        if sizes[row].all():
-            seen.setdefault((*offsets[row].tolist(), *sizes[row].tolist(), layout.place(row)), row)
-    rows = list(seen.values())
+    table = np.concatenate([offsets, sizes, layout.places.distinct[1].reshape(-1, 1)], 1)
+    filled = np.flatnonzero(sizes.all(axis=1))
+    rows = np.sort(filled[np.unique(table[filled], axis=0, return_index=True)[1]])
     boxes = Boxes(offsets[rows], sizes[rows])
     try:
-        return Layout.checked(size, boxes, [layout.place(row) for row in rows], boxes.describe, replicas=True)
+        return Layout.checked(size, boxes, layout.places.take(rows), boxes.describe, replicas=True)
     except LayoutError:
         return None
 
@@ -242,8 +240,8 @@ def _spread(member: Member, value: Any) -> list[Any]:
         there: ShardedTensor = value.redistribute(FixedShardingSpec.of(target.layout), process_group=group)
         return there._local_tensors()
     if isinstance(value, torch.Tensor) and held is not None and value.shape == held.size:
-        boxes = held.layout.boxes
-        parts = [(boxes.offsets[row].tolist(), boxes.sizes[row].tolist()) for row in held.rows]
+        boxes = held.layout.at(held.rows)
+        parts = zip(boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True)
         return [narrow_tensor_by_index(value.detach(), *part).clone() for part in parts]
     return [value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value) for _ in member.leaves]
 

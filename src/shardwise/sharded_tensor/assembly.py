@@ -109,14 +109,14 @@ def allocate(
         rows = layout.rows_on(dist.get_rank()) if is_member(group) else ()
         tensors = []
         for row in rows:
-            sizes = layout.boxes.sizes[row].tolist()
+            sizes = layout.extent(row)
             tensor = create_tensor_from_params(
                 sizes, local_device=layout.place(row).device, tensor_properties=properties
             )
             tensors.append(tensor)
         if fill is not None:
             # A rank without shards tries it on nothing, so that all ranks learn alike whether it can be done.
-            device = layout.places[0].device
+            device = layout.some_device
             nothing = torch.empty(0, dtype=properties.dtype, device=device)
             with torch.no_grad():
                 if draw is not None and generator is not None:

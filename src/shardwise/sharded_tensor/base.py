@@ -186,7 +186,7 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
     def _sharding_spec(self, spec: ShardingSpec) -> None:
         # Clients name the rule that they cut by; where the boxes lie is the layout's to say, and stays.
         assembly.require_spec(spec)
-        self._frame = replace(self._frame, spec=spec)
+        self._frame = self._frame.with_spec(spec)
 
     @property
     def _process_group(self) -> ProcessGroup | None:
@@ -373,9 +373,9 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
         return id(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # torch says Any
-        rows, ranks = self._frame.rows, len(self._layout.elements_by_rank())
+        rows, ranks = self._frame.rows, len(self._layout.places.different_ranks)
         shards = f"{len(self._layout)} shard{'s' * (len(self._layout) != 1)} on {ranks} rank{'s' * (ranks != 1)}"
-        here = ", ".join(self._layout.boxes.describe(row) for row in rows[:3]) or "none"
+        here = ", ".join(map(self._layout.at(rows[:3]).describe, range(len(rows[:3])))) or "none"
         more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
         grad = ", requires_grad=True" if self.requires_grad else ""
         whole = f"{tuple(self.shape)}, {self.dtype}, {shards}"
@@ -428,7 +428,7 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
             if tensor is None:
                 raise unsupported(func, args, kwargs, "no sharded tensor was found among the arguments")
         frame = tensor._frame
-        handler = registry.find(func, frame.spec)
+        handler = registry.find(func, frame.spec_class)
         try:
             if handler is None:
                 return registry.verbs["descend"](func, args, kwargs or {})

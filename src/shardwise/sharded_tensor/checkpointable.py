@@ -72,6 +72,6 @@ def _offered(tensor: ShardedTensorBase) -> list[Held]:
 
 
 def _boxes(tensor: ShardedTensorBase) -> list[Held]:
-    boxes, rows = tensor._layout.boxes, list(tensor._frame.rows)
-    pairs = zip(boxes.offsets[rows].tolist(), boxes.sizes[rows].tolist(), tensor._local_tensors(), strict=True)
+    boxes = tensor._layout.at(tensor._frame.rows)
+    pairs = zip(boxes.offsets.tolist(), boxes.sizes.tolist(), tensor._local_tensors(), strict=True)
     return [(torch.Size(offsets), torch.Size(sizes), local) for offsets, sizes, local in pairs]

@@ -25,7 +25,7 @@ def call_directly(name: str) -> None:
     @functools.wraps(method)
     def direct(self: ShardedTensorBase, *args: Any, **kwargs: Any) -> Any:
         frame = self._frame
-        handler = registry.find(method, frame.spec)
+        handler = registry.find(method, frame.spec_class)
         try:
             if handler is None or mode_is_active() or not dispatches():
                 return method(self, *args, **kwargs)

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.layout import Layout
 from shardwise.sharded_tensor.shard import Shard
-from shardwise.sharding_spec import ShardingSpec
+from shardwise.sharding_spec import FixedShardingSpec, ShardingSpec, spec_class_of, spec_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,21 +18,27 @@ class Frame:
     """Everything about a sharded tensor but its data. The result of an op shares its input's frame."""
 
     layout: Layout
-    spec: ShardingSpec
     rows: tuple[int, ...]  # the boxes of the layout that are here
     dtype: torch.dtype
     device: torch.device  # of the shards that are here, or the one they would be on
     process_group: ProcessGroup | None
     size: torch.Size  # the layout's, one step nearer
     single: bool = False  # whether one shard is here, and no element is held twice: then ops are simplest
+    spec_class: type[ShardingSpec] = FixedShardingSpec
+    given_spec: ShardingSpec | None = None  # that made the layout; else one is found when asked for
 
     def __deepcopy__(self, memo: object) -> Frame:
         return self  # frozen, and the group is the same in the copy
 
+    @property
+    def spec(self) -> ShardingSpec:
+        """The spec that made the layout, or that would."""
+        return spec_of(self.layout) if self.given_spec is None else self.given_spec
+
     @staticmethod
     def of(
         layout: Layout,
-        spec: ShardingSpec,
+        spec: ShardingSpec | None,
         rows: tuple[int, ...],
         dtype: torch.dtype,
         process_group: ProcessGroup | None,
@@ -40,7 +46,21 @@ class Frame:
         """A frame on the device that the layout gives to these rows."""
         device = layout.place(rows[0]).device if rows else _device_without_shards(layout)
         single = len(rows) == 1 and not layout.has_replicas
-        return Frame(layout, spec, rows, dtype, device, process_group, layout.size, single)
+        return Frame(
+            layout,
+            rows,
+            dtype,
+            device,
+            process_group,
+            layout.size,
+            single,
+            spec_class_of(layout) if spec is None else type(spec),
+            spec,
+        )
+
+    def with_spec(self, spec: ShardingSpec) -> Frame:
+        """The same frame, with another name for its layout."""
+        return replace(self, given_spec=spec, spec_class=type(spec))
 
     def with_dtype(self, dtype: torch.dtype) -> Frame:
         """The same frame for another dtype."""
@@ -65,7 +85,7 @@ class Parts:
 
 def _device_without_shards(layout: Layout) -> torch.device:
     """The device a rank without shards would use: of the kind that the others use."""
-    device = layout.places[0].device if layout.places else torch.device("cpu")
+    device = layout.some_device
     if device.type in ("cpu", "meta"):
         return device
     module = torch.get_device_module(device.type)

@@ -135,11 +135,10 @@ class _Own(torch.autograd.Function):
         """A tensor for each shard, zeros where another rank has the first replica; then a zero for the anchor."""
         layout, rank = plan.src, dist.get_rank()
         ctx.plan, ctx.dtype, ctx.way = plan, dtype, way
-        first = set(layout.primary.tolist())
-        ctx.counts = [row in first for row in layout.rows_on(rank)]
+        ctx.counts = [layout.is_first(row) for row in layout.rows_on(rank)]
         made = []
         for row, counts in zip(layout.rows_on(rank), ctx.counts, strict=True):
-            part = whole[layout.boxes.index(row)].clone()
+            part = whole[layout.index(row)].clone()
             made.append(part if counts else torch.zeros_like(part))
         anchor = torch.zeros((), device=whole.device)
         ctx.save_for_backward(anchor)
@@ -242,12 +241,12 @@ def moved_locals(
     record: bool,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Local tensors of the plan's destination; recorded by autograd, an anchor comes with them."""
-    if plan.dst.places and plan.dst.places[0].device.type == "meta":  # nothing to move; every rank knows that
+    if plan.dst.some_device.type == "meta":  # nothing to move; every rank knows that
         way.ready()
         return empty_tensors(plan.dst, dtype), None
     if not record:
         return move(plan, tensors, dtype=dtype, **way.options()).wait(), None
-    anchor = new_anchor(plan.src.places[0].device) if anchor is None else anchor
+    anchor = new_anchor(plan.src.some_device) if anchor is None else anchor
     *outs, anchor = _apply(plan, way, dtype, *tensors, anchor)
     return outs, anchor
 

@@ -76,7 +76,7 @@ def build_global_metadata(
     return metadata
 
 
-def joined(gathered: Sequence[ShardedTensorMetadata | None], ranks: list[int]) -> ShardedTensorMetadata:
+def joined(gathered: Sequence[ShardedTensorMetadata | None], ranks: Sequence[int]) -> ShardedTensorMetadata:
     """All ranks' shards in one record, when the ranks agree on everything else."""
     holders = [(rank, metadata) for rank, metadata in zip(ranks, gathered, strict=True) if metadata is not None]
     if not holders:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -16,10 +18,9 @@ from torch.distributed import ProcessGroup
 from shardwise import settings
 from shardwise.dispatch import Distributed, require_plain
 from shardwise.errors import ProcessGroupError, PropertyError, SpecError
-from shardwise.geometry import Boxes
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Places
 from shardwise.metadata import TensorProperties
-from shardwise.placement import WITHOUT_INDEX, Placement, rank_device
+from shardwise.placement import WITHOUT_INDEX, Placement
 from shardwise.process_group import (
     Fields,
     Step,
@@ -62,12 +63,10 @@ class Request:
 
 def require_movable(tensor: ShardedTensorBase) -> None:
     """Raise unless the local tensors can be sent: before the ranks agree, for afterwards it would be too late."""
-    for shard_size, local in zip(
-        tensor._layout.boxes.sizes[list(tensor._frame.rows)], tensor._local_tensors(), strict=True
-    ):
+    for shard_size, local in zip(tensor._layout.at(tensor._frame.rows).sizes, tensor._local_tensors(), strict=True):
         if list(local.shape) != shard_size.tolist():
             raise PropertyError(f"a shard of size {shard_size.tolist()} was given a tensor of size {list(local.shape)}")
-        if local.is_meta and any(place.device.type != "meta" for place in tensor._layout.places):
+        if local.is_meta and tensor._layout.places.device_types != {"meta"}:
             raise PropertyError("a shard without data, on the meta device, cannot be moved")
 
 
@@ -81,9 +80,21 @@ def about(tensor: ShardedTensorBase, name: str = "tensor") -> dict[str, object]:
 
 def whole_on(size: torch.Size, places: Sequence[Placement]) -> Layout:
     """The layout that has all of a tensor on each of these places."""
-    whole = Boxes.whole(size)
-    rows = [0] * len(places)
-    return Layout.of(size, Boxes(whole.offsets[rows], whole.sizes[rows]), list(places))
+    return Layout.whole(size, places)
+
+
+def everyone_on(group: ProcessGroup, device: torch.device) -> Places:
+    """A place on each rank of a group: here this device, elsewhere one of its type, as ranks use them by convention."""
+    return _everyone_on(group, device, dist.get_rank())
+
+
+@lru_cache(maxsize=64)
+def _everyone_on(group: ProcessGroup, device: torch.device, here: int) -> Places:
+    usual = Places.on_ranks(np.array(group_ranks(group), dtype=np.int64), device.type)
+    (row,) = usual.rows_on(here)
+    if usual[row].device == device:
+        return usual
+    return usual.mapped(lambda place: place.on(device) if place.rank == here else place)
 
 
 def scattered(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_group: ProcessGroup | None) -> Parts:
@@ -99,18 +110,18 @@ def scattered(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_g
         properties = TensorProperties.create_from_tensor(tensor)
         layout = locate_all(spec.layout(tensor.size()), group)
         source = global_rank(src_rank, group, "src_rank")
-        if tensor.is_meta and source == dist.get_rank() and layout.places[0].device.type != "meta":
+        if tensor.is_meta and source == dist.get_rank() and layout.some_device.type != "meta":
             raise PropertyError("the tensor on the source rank has no data: it is on the meta device")
         return (layout, source), {"src_rank": src_rank, **fields_of(layout, spec, properties)}
 
     layout, source = in_step(group, work)
     rows = layout.rows_on(dist.get_rank())
     frame = Frame.of(layout, spec, rows, tensor.dtype, group)
-    have = whole_on(layout.size, [Placement(layout.places[0].device, source)])
+    have = whole_on(layout.size, [Placement(layout.some_device, source)])
     mine = [tensor] if dist.get_rank() == source else []
     if not is_member(group):
         outs = []
-    elif layout.places[0].device.type == "meta":
+    elif layout.some_device.type == "meta":
         outs = empty_tensors(layout, tensor.dtype)
     else:
         outs = move(make_plan(have, layout), mine, group, dtype=tensor.dtype).wait()
@@ -171,9 +182,11 @@ def gather(
     if not is_member(group):
         return
     layout = tensor._layout
-    plan = make_plan(layout, whole_on(layout.size, [Placement(layout.places[0].device, target)]))
+    plan = make_plan(layout, whole_on(layout.size, [Placement(layout.some_device, target)]))
     kind = tensor.dtype
-    largest = max((count for (src, to), count in plan.traffic.items() if src != to), default=0) * kind.itemsize
+    arriving = plan.receives(target)
+    counts = [int(arriving.of(peer).boxes.volumes.sum()) for peer in arriving.ranks if peer != target]
+    largest = max(counts, default=0) * kind.itemsize
     outs = [] if out is None else [out if dtype in (None, out.dtype) else torch.empty_like(out, dtype=dtype)]
     locals_ = [local.detach() for local in tensor._local_tensors()]
     move(plan, locals_, group, dtype=kind, outs=outs, max_bytes=max(largest, 1)).wait()
@@ -195,10 +208,7 @@ def full_tensor(tensor: ShardedTensor) -> torch.Tensor:
 
     step = Step(group, work)
     device = tensor.device
-    here = dist.get_rank()
-    places = [
-        Placement(device if rank == here else rank_device(rank, device.type), rank) for rank in group_ranks(group)
-    ]
+    places = everyone_on(group, device)
     plan, way = make_plan(tensor._layout, whole_on(tensor.shape, places)), Way(group, ready=step.finish)
     if not wants_graph(tensor) or tensor.is_meta or settings.current().own_batches:
         return moved_tensors(tensor, plan, way)[0][0]

@@ -30,14 +30,15 @@ VERSION = 1
 def state_of(tensor: ShardedTensorBase) -> dict[str, Any]:
     """What pickle writes: plain values, and the local tensors."""
     layout = tensor._layout
+    places, place_of = layout.places.distinct
     return {
         "version": VERSION,
         "size": list(layout.size),
         "offsets": layout.offsets_to_say.tolist(),
         "sizes": layout.boxes.sizes.tolist(),
-        "places": [str(place) for place in layout.places],
-        "ranks": [place.rank for place in layout.places],
-        "place_of": layout.place_of.tolist(),
+        "places": [str(place) for place in places],
+        "ranks": [place.rank for place in places],
+        "place_of": place_of.tolist(),
         "rows": list(tensor._frame.rows),
         "tensors": list(tensor._local_tensors()),
         "dtype": tensor.dtype,
@@ -107,7 +108,7 @@ def checked_parts(
         raise PropertyError(f"a pickled ShardedTensor with {len(tensors)} tensors for shards {rows}, expected {here}")
     for row, tensor in zip(rows, tensors, strict=True):
         found = (list(tensor.size()), tensor.dtype, tensor.requires_grad)
-        wanted = (layout.boxes.sizes[row].tolist(), dtype, requires_grad)
+        wanted = (layout.extent(row), dtype, requires_grad)
         if found != wanted:
             raise PropertyError(f"a pickled ShardedTensor whose shard {row} is {found}, expected {wanted}")
     moved = _on_loaded_devices(layout, rows, [*tensors, probe])

@@ -25,8 +25,7 @@ def make_alike(
 
     step = Step(process_group, work)
     rows = layout.rows_on(dist.get_rank())
-    first = {int(row) for row in layout.primary}
-    mine = [tensor.detach().clone() for row, tensor in zip(rows, tensors, strict=True) if row in first]
+    mine = [tensor.detach().clone() for row, tensor in zip(rows, tensors, strict=True) if layout.is_first(row)]
     plan = make_plan(layout.once, layout)
     outs = [tensor.detach() for tensor in tensors]
     move(plan, mine, process_group, dtype=dtype, outs=outs, ready=step.finish).wait()

@@ -11,8 +11,9 @@ from torch.distributed import ProcessGroup, rpc
 
 from shardwise.dispatch import registry
 from shardwise.errors import MemoryFormatError, RpcError
+from shardwise.layout import Places
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, restore_properties
-from shardwise.placement import WITHOUT_INDEX, rank_device
+from shardwise.placement import WITHOUT_INDEX
 from shardwise.process_group import Fields, in_step, or_default
 from shardwise.random import Draw, TileGenerator, current_generator
 from shardwise.sharded_tensor import assembly, movement, old_pickles, pickling, remote
@@ -356,7 +357,7 @@ def _stays(tensor: ShardedTensor, device: torch.device) -> bool:
     if device.type in WITHOUT_INDEX or device == torch.device(device.type):
         return True
     places = tensor._layout.places
-    usual = all(place.rank is not None and place.device == rank_device(place.rank, device.type) for place in places)
+    usual = places.are_known and places == Places.on_ranks(places.ranks, device.type)
     return usual and device == tensor.device
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from shardwise.geometry import Boxes
-from shardwise.layout import Layout, parse_size
+from shardwise.layout import Layout, Places, parse_size
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
-from shardwise.placement import Placement, PlacementLike, RemoteDevice, mesh_placements
-from shardwise.sharding_spec.chunking import even_cut, get_split_size, parse_dim, require_number
+from shardwise.placement import PlacementLike, RemoteDevice, mesh_placements
+from shardwise.sharding_spec.chunking import even_axis, get_split_size, parse_dim, require_number
 from shardwise.sharding_spec.spec import PlacedShardingSpec
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ class ChunkShardingSpec(PlacedShardingSpec):
 
     def layout(self, size: Sequence[int]) -> Layout:
         """The chunks of a tensor of this size."""
-        return _layout(parse_size(size), self.dim, tuple(map(Placement.of, self.placements)))
+        return _layout(parse_size(size), self.dim, self._places)
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """The chunks of a tensor of this size, as new records."""
@@ -58,12 +56,9 @@ class ChunkShardingSpec(PlacedShardingSpec):
 
 
 @lru_cache(maxsize=512)
-def _layout(size: torch.Size, dim: int, places: tuple[Placement, ...]) -> Layout:
+def _layout(size: torch.Size, dim: int, places: Places) -> Layout:
     """Remembered, so that the many tensors of a model that are sharded alike share one layout object."""
     dim = parse_dim(dim, len(size))
-    sizes = np.tile(np.array(size, dtype=np.int64), (len(places), 1))
-    offsets = np.zeros_like(sizes)
-    sizes[:, dim] = even_cut(size[dim], len(places))[1]
+    made = Layout.by_rule(size, [even_axis(dim, size[dim], len(places))], places)
     # An empty chunk is said to begin at its number times the chunk size, even beyond the end, as the old records do.
-    offsets[:, dim] = np.arange(len(places)) * get_split_size(size[dim], len(places))
-    return Layout.of(size, Boxes(offsets, sizes), places)
+    return replace(made, said=(dim, get_split_size(size[dim], len(places))))

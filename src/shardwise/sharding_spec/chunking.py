@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardwise.errors import NamedDimError, SpecError
 from shardwise.geometry import IntArray
+from shardwise.layout import Axis, Cut
 
 if TYPE_CHECKING:
     from shardwise.sharding_spec.chunk import ChunkShardingSpec
@@ -35,16 +37,21 @@ def get_chunk_sharding_params(
     return begin, get_chunked_dim_size(sharding_dim_size, split_size, index)
 
 
+def even_axis(dim: int, dim_size: int, chunks: int) -> Axis:
+    """A dim in even chunks, as an axis of a grid."""
+    return Axis(chunks, dim, Cut.in_steps(dim_size, chunks, 0, get_split_size(dim_size, chunks)) if dim_size else None)
+
+
 def even_cut(dim_size: int, chunks: int) -> tuple[IntArray, IntArray]:
     """Offsets and sizes of all chunks; an empty chunk begins where the dim ends, never behind it."""
     edges = np.minimum(np.arange(chunks + 1, dtype=np.int64) * get_split_size(dim_size, chunks), dim_size)
     return edges[:-1], np.diff(edges)
 
 
-def sized_cut(sizes: list[int]) -> tuple[IntArray, IntArray]:
-    """Offsets and sizes of pieces whose sizes are given."""
-    array = np.array(sizes, dtype=np.int64)
-    return np.cumsum(array) - array, array
+def sized_axis(dim: int, sizes: Sequence[int]) -> Axis:
+    """A dim in pieces whose sizes are given, as an axis of a grid."""
+    edges = np.concatenate([[0], np.cumsum(np.array(sizes, dtype=np.int64))])
+    return Axis(len(sizes), dim, Cut.between(edges) if edges[-1] else None)
 
 
 def require_number(spec: str, dim: object) -> None:

@@ -56,5 +56,5 @@ class FixedShardingSpec(ShardingSpec):
 
     def _plain_arguments(self) -> tuple[Any, ...]:
         layout = self._layout
-        places = [str(layout.place(row)) for row in range(len(layout))]
+        places = [str(place) for place in layout.places]
         return list(layout.size), layout.offsets_to_say.tolist(), layout.boxes.sizes.tolist(), places

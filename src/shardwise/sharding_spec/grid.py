@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from shardwise.errors import SpecError
-from shardwise.geometry import Boxes, IntArray
-from shardwise.layout import Layout, parse_size
+from shardwise.layout import Layout, Places, parse_size
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.placement import RemoteDevice, mesh_grid, parse
-from shardwise.sharding_spec.chunking import even_cut, parse_dim, require_number, sized_cut
+from shardwise.sharding_spec.chunking import even_axis, parse_dim, require_number, sized_axis
 from shardwise.sharding_spec.spec import ShardingSpec
 
 if TYPE_CHECKING:
@@ -68,19 +66,11 @@ class GridShardingSpec(ShardingSpec):
 
     def layout(self, size: Sequence[int]) -> Layout:
         """One box for each place of the grid."""
-        return _layout(self, parse_size(size))
+        return _layout(parse_size(size), self.dims, self.grid, self.sizes, self._places)
 
-    def cut(self, axis: int, dim_size: int) -> tuple[IntArray, IntArray]:
-        """How the dim of one axis of the grid is cut when it has this size."""
-        given = self.sizes[axis]
-        if given is None:
-            return even_cut(dim_size, self.grid[axis])
-        if sum(given) != dim_size:
-            raise SpecError(
-                f"sizes {list(given)} for dim {self.dims[axis]} add up to {sum(given)}, but the tensor has {dim_size}: "
-                "the shards do not cover the entire tensor"
-            )
-        return sized_cut(list(given))
+    @cached_property
+    def _places(self) -> Places:
+        return Places.of(self.placements)
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """One shard for each place of the grid, as new records."""
@@ -97,18 +87,20 @@ class GridShardingSpec(ShardingSpec):
 
 
 @lru_cache(maxsize=512)
-def _layout(spec: GridShardingSpec, size: torch.Size) -> Layout:
+def _layout(size: torch.Size, dims: tuple[int, ...], grid: tuple[int, ...], sizes: Sizes, places: Places) -> Layout:
     """Remembered, so that the many tensors of a model that are sharded alike share one layout object."""
-    dims = [parse_dim(dim, len(size)) for dim in spec.dims]
-    if len(set(dims)) != len(dims):
-        raise SpecError(f"dims {spec.dims} name one dim of a {len(size)}-dim tensor twice")
-    sizes = np.tile(np.array(size, dtype=np.int64), (len(spec.placements), 1))
-    offsets = np.zeros_like(sizes)
-    cells = np.indices(spec.grid).reshape(len(spec.grid), -1)
-    for axis, dim in enumerate(dims):
-        cut_offsets, cut_sizes = spec.cut(axis, size[dim])
-        offsets[:, dim], sizes[:, dim] = cut_offsets[cells[axis]], cut_sizes[cells[axis]]
-    return Layout.of(size, Boxes(offsets, sizes), spec.placements)
+    cut = [parse_dim(dim, len(size)) for dim in dims]
+    if len(set(cut)) != len(cut):
+        raise SpecError(f"dims {dims} name one dim of a {len(size)}-dim tensor twice")
+    axes = []
+    for dim, count, given in zip(cut, grid, sizes, strict=True):
+        if given is not None and sum(given) != size[dim]:
+            raise SpecError(
+                f"sizes {list(given)} for dim {dim} add up to {sum(given)}, but the tensor has {size[dim]}: "
+                "the shards do not cover the entire tensor"
+            )
+        axes.append(even_axis(dim, size[dim], count) if given is None else sized_axis(dim, given))
+    return Layout.by_rule(size, axes, places)
 
 
 def _parse_dims(dims: Sequence[int]) -> tuple[int, ...]:

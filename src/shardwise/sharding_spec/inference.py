@@ -8,11 +8,11 @@ from functools import lru_cache
 import numpy as np
 
 from shardwise.geometry import Boxes, IntArray
-from shardwise.layout import Layout, parse_shards
+from shardwise.layout import Axis, Grid, Layout, parse_shards
 from shardwise.metadata import ShardMetadata
-from shardwise.placement import RemoteDevice
+from shardwise.placement import RemoteDevice, parse
 from shardwise.sharding_spec.chunk import ChunkShardingSpec
-from shardwise.sharding_spec.chunking import even_cut
+from shardwise.sharding_spec.chunking import even_axis, even_cut, sized_axis
 from shardwise.sharding_spec.enumerable import EnumerableShardingSpec
 from shardwise.sharding_spec.fixed import FixedShardingSpec
 from shardwise.sharding_spec.grid import GridShardingSpec, nest
@@ -34,15 +34,14 @@ def _infer(
     shards_metadata: Sequence[ShardMetadata], *kinds: Callable[[Boxes, list[RemoteDevice]], ShardingSpec | None]
 ) -> ShardingSpec:
     boxes = parse_shards(shards_metadata)
-    placements = [shard.placement for shard in shards_metadata if shard.placement is not None]
-    for kind in kinds if len(placements) == len(boxes) else ():
-        found = kind(boxes, placements)
+    placements = [None if shard.placement is None else parse(shard.placement) for shard in shards_metadata]
+    places = [placement for placement in placements if placement is not None]
+    for kind in kinds if len(places) == len(boxes) else ():
+        found = kind(boxes, places)
         if found is not None:
             return found
     # Its own records: the caller may go on changing the given ones.
-    return EnumerableShardingSpec(
-        [ShardMetadata(shard.shard_offsets, shard.shard_sizes, shard.placement) for shard in shards_metadata]
-    )
+    return EnumerableShardingSpec(ShardMetadata.many(boxes.offsets.tolist(), boxes.sizes.tolist(), placements))
 
 
 def _as_chunk(boxes: Boxes, placements: list[RemoteDevice]) -> ChunkShardingSpec | None:
@@ -88,17 +87,13 @@ def _as_grid(boxes: Boxes, placements: list[RemoteDevice]) -> GridShardingSpec |
         return None
     order = np.argsort(place)
     dims = [dim for dim, _, _ in cuts]
-    sizes = [None if _is_even(cut) else cut.tolist() for _, _, cut in cuts]
+    sizes = [None if _is_even(sized_axis(dim, cut.tolist())) else cut.tolist() for dim, _, cut in cuts]
     return GridShardingSpec(dims, nest([placements[int(k)] for k in order], shape), sizes=sizes)
-
-
-def _is_even(sizes: IntArray) -> bool:
-    return bool((even_cut(int(sizes.sum()), len(sizes))[1] == sizes).all())
 
 
 def placed(spec: ShardingSpec, layout: Layout) -> ShardingSpec:
     """The spec for the same boxes on the places of this layout, which it has made and which was then moved."""
-    placements = [layout.place(row).remote_device() for row in range(len(layout))]
+    placements = _devices(layout)
     if type(spec) is ChunkShardingSpec:
         return ChunkShardingSpec(spec.dim, placements)
     if type(spec) is GridShardingSpec:
@@ -108,20 +103,42 @@ def placed(spec: ShardingSpec, layout: Layout) -> ShardingSpec:
     return EnumerableShardingSpec([layout.shard_metadata(row) for row in range(len(layout))])
 
 
+def spec_class_of(layout: Layout) -> type[ShardingSpec]:
+    """The class of `spec_of`, without the spec."""
+    grid, places = layout.pattern, layout.places
+    if not isinstance(grid, Grid) or any(worker is not None for _, worker in places.kinds):
+        return FixedShardingSpec
+    if not grid.cuts and places.each_once and (layout.has_replicas or len(layout) == 1):
+        return ReplicatedShardingSpec
+    if not grid.cuts or len(grid.cuts) < len(grid.axes):
+        return FixedShardingSpec
+    if len(grid.axes) > 1:
+        return GridShardingSpec
+    return ChunkShardingSpec if _is_even(grid.axes[0]) else FixedShardingSpec
+
+
 @lru_cache(maxsize=512)
 def spec_of(layout: Layout) -> ShardingSpec:
     """A spec that makes exactly this layout: chunk, grid or replicated where such a one does, else a fixed one."""
-    devices = [layout.place(row).remote_device() for row in range(len(layout))]
-    candidates: list[ShardingSpec | None] = []
-    if layout.has_replicas or len(layout) == 1:
-        whole = layout.boxes.volumes == layout.size.numel()
-        candidates = [ReplicatedShardingSpec(devices)] if whole.all() and len(layout.places) == len(layout) else []
-    elif layout.ndim and len(layout) <= MOST_INFERRED:
-        candidates = [_as_chunk(layout.boxes, devices), _as_grid(layout.boxes, devices)]
-    for spec in candidates:
-        if spec is not None and spec.layout(layout.size) == layout:
-            return spec
-    return FixedShardingSpec.of(layout)
+    kind, grid = spec_class_of(layout), layout.pattern
+    if kind is FixedShardingSpec or not isinstance(grid, Grid):
+        return FixedShardingSpec.of(layout)
+    if kind is ReplicatedShardingSpec:
+        return ReplicatedShardingSpec(_devices(layout))
+    dims = list(grid.cuts)
+    if kind is ChunkShardingSpec:
+        return ChunkShardingSpec(dims[0], _devices(layout))
+    shape = tuple(axis.count for axis in grid.axes)
+    sizes = [
+        None if _is_even(axis) else grid.cuts[dim].lengths().tolist() for axis, dim in zip(grid.axes, dims, strict=True)
+    ]
+    return GridShardingSpec(dims, nest(_devices(layout), shape), sizes=sizes)
 
 
-MOST_INFERRED = 4096  # boxes for which another spec is looked for
+def _is_even(axis: Axis) -> bool:
+    """Whether an axis cuts as `torch.chunk` does."""
+    return axis.dim is not None and axis.cut is not None and axis == even_axis(axis.dim, axis.cut.size, axis.count)
+
+
+def _devices(layout: Layout) -> list[RemoteDevice]:
+    return [place.remote_device() for place in layout.places]

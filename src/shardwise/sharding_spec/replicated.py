@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from shardwise.errors import SpecError
-from shardwise.geometry import Boxes
-from shardwise.layout import Layout, parse_size
+from shardwise.layout import Layout, Places, parse_size
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
-from shardwise.placement import Placement, PlacementLike, RemoteDevice
+from shardwise.placement import PlacementLike, RemoteDevice
 from shardwise.sharding_spec.spec import PlacedShardingSpec
 
 
@@ -39,7 +37,7 @@ class ReplicatedShardingSpec(PlacedShardingSpec):
 
     def layout(self, size: Sequence[int]) -> Layout:
         """One box, as large as the tensor, for each placement."""
-        return _layout(parse_size(size), tuple(map(Placement.of, self.placements)))
+        return _layout(parse_size(size), self._places)
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """One shard, as large as the tensor, for each placement, as new records."""
@@ -50,7 +48,5 @@ class ReplicatedShardingSpec(PlacedShardingSpec):
 
 
 @lru_cache(maxsize=512)
-def _layout(size: torch.Size, places: tuple[Placement, ...]) -> Layout:
-    whole = Boxes.whole(size)
-    sizes = np.tile(whole.sizes, (len(places), 1))
-    return Layout.of(size, Boxes(np.zeros_like(sizes), sizes), places)
+def _layout(size: torch.Size, places: Places) -> Layout:
+    return Layout.whole(size, places)

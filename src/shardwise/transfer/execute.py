@@ -11,17 +11,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import P2POp, ProcessGroup
 
 from shardwise.errors import TransferError
+from shardwise.geometry import IntArray
 from shardwise.layout import Layout
 from shardwise.meeting import break_off, lost, wait_for_data
 from shardwise.process_group import is_fake, sends, without_data
-from shardwise.transfer.pieces import Piece, as_bytes, copy, is_as_it_lies, pieces_of
+from shardwise.transfer.pieces import Pieces
 from shardwise.transfer.plan import Plan
 from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
+from shardwise.transfer.views import Piece, as_bytes, copy, is_as_it_lies, source_views, target_views
 
 Write = Callable[[torch.Tensor, torch.Tensor], object]  # into a view of the destination, what arrived for it
 Ready = Callable[[], object]  # called once, after packing and before anything is sent
@@ -56,8 +59,7 @@ class _Carrier:
         self._plan, self._group, self._dtype = plan, group, dtype
         self._rank = dist.get_rank()
         self._wire = wire_device(plan, group)
-        kinds = {place.device.type for layout in (plan.src, plan.dst) for place in layout.places}
-        self._staged = self._wire.type == "cpu" and "cuda" in kinds  # through pinned memory of the host
+        self._staged = self._wire.type == "cpu" and "cuda" in _device_types(plan)  # through pinned memory of the host
         self._write: Write = torch.Tensor.add_ if plan.sums else copy
 
     def _empty(self, count: int) -> torch.Tensor:
@@ -101,20 +103,24 @@ class AllToAll(_Carrier):
         ready: Ready,
     ) -> None:
         super().__init__(plan, outs, group, dtype)
-        members, rank = dist.get_process_group_ranks(group), self._rank
-        sends = [pieces_of(plan, plan.pieces(rank, r), plan.src, plan.src_rows, tensors) for r in members]
-        receives = [pieces_of(plan, plan.pieces(r, rank), plan.dst, plan.dst_rows, outs) for r in members]
+        members = dist.get_process_group_ranks(group)
+        messages = [in_group_order(side(self._rank), members) for side in (plan.sends, plan.receives)]
+        sends, receives = source_views(messages[0], plan, tensors), target_views(messages[1], plan, outs)
         source = self._as_it_lies(sends, tensors)
         target = None if plan.sums else self._as_it_lies(receives, outs)
-        local = members.index(rank)
         copies: list[tuple[Piece, Piece]] = []
         if source is None and target is None:
             # Our own pieces need not go through the collective, which would only copy them.
-            copies = list(zip(sends[local], receives[local], strict=True))
-            sends[local] = receives[local] = []
-        into, out = ([sum(p.count for p in pieces) * dtype.itemsize for pieces in side] for side in (sends, receives))
-        given = as_bytes(self._packed([p for pieces in sends for p in pieces]) if source is None else source)
-        self._pieces = [piece for pieces in receives for piece in pieces]
+            mine = [np.flatnonzero(message.peers == self._rank).tolist() for message in messages]
+            copies = [(sends[k], receives[j]) for k, j in zip(*mine, strict=True)]
+            messages = [message.chosen(np.flatnonzero(message.peers != self._rank)) for message in messages]
+            sends, receives = (
+                [view for k, view in enumerate(views) if k not in set(own)]
+                for views, own in zip((sends, receives), mine, strict=True)
+            )
+        into, out = (_bytes_by_member(message, members, dtype.itemsize) for message in messages)
+        given = as_bytes(self._packed(sends) if source is None else source)
+        self._pieces = receives
         self._arrived = self._empty(sum(piece.count for piece in self._pieces)) if target is None else None
         taken = as_bytes(target if self._arrived is None else self._arrived)  # type: ignore[arg-type] # one is there
         ready()
@@ -131,12 +137,12 @@ class AllToAll(_Carrier):
         assert work is not None, "only an outsider of the group gets no work"
         return work
 
-    def _as_it_lies(self, messages: list[list[Piece]], tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The one local tensor whose memory, as it lies, is all the messages one after the other; if there is one."""
+    def _as_it_lies(self, pieces: list[Piece], tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The one local tensor whose memory, as it lies, is all the pieces one after the other; if there is one."""
         if len(tensors) != 1 or not self._fits(tensors[0]):
             return None
         position = tensors[0].storage_offset()
-        for piece in (piece for message in messages for piece in message):
+        for piece in pieces:
             if not piece.view.is_contiguous() or (piece.count and piece.view.storage_offset() != position):
                 return None
             position += piece.count
@@ -178,20 +184,18 @@ class PointToPoint(_Carrier):
         max_bytes: int,
     ) -> None:
         super().__init__(plan, outs, group, dtype)
-        most = _segment_elements(plan, max_bytes, dtype.itemsize)
+        # So large may a segment be that no rank ever holds more than the limit in buffers.
+        most = max(max_bytes // (max(plan.most_peers, 1) * dtype.itemsize), 1)
         rank = self._rank
-        local = plan.pieces(rank, rank)
-        sources = pieces_of(plan, local, plan.src, plan.src_rows, tensors)
-        targets = pieces_of(plan, local, plan.dst, plan.dst_rows, outs)
+        sends, receives = plan.sends(rank), plan.receives(rank)
+        sources, targets = source_views(sends.of(rank), plan, tensors), target_views(receives.of(rank), plan, outs)
         self._copies = list(zip(sources, targets, strict=True))
         self._sends = {
-            peer: _segments(
-                peer, pieces_of(plan, plan.pieces(rank, peer), plan.src, plan.src_rows, tensors, most), most
-            )
+            peer: _segments(peer, source_views(sends.of(peer), plan, tensors, most), most)
             for peer in plan.destinations(rank)
         }
         self._receives = {
-            peer: _segments(peer, pieces_of(plan, plan.pieces(peer, rank), plan.dst, plan.dst_rows, outs, most), most)
+            peer: _segments(peer, target_views(receives.of(peer), plan, outs, most), most)
             for peer in plan.sources(rank)
         }
         self._rounds = max((len(s) for s in (*self._sends.values(), *self._receives.values())), default=0)
@@ -356,7 +360,7 @@ def _begun(
 def empty_tensors(layout: Layout, dtype: torch.dtype, *, fill: Any = None) -> list[torch.Tensor]:
     """New local tensors for this rank's boxes of a layout, filled with a value if one is given."""
     made = [
-        torch.empty(layout.boxes.sizes[row].tolist(), dtype=dtype, device=layout.place(row).device)
+        torch.empty(layout.extent(row), dtype=dtype, device=layout.place(row).device)
         for row in layout.rows_on(dist.get_rank())
     ]
     return made if fill is None else [tensor.fill_(fill) for tensor in made]
@@ -365,7 +369,7 @@ def empty_tensors(layout: Layout, dtype: torch.dtype, *, fill: Any = None) -> li
 def wire_device(plan: Plan, process_group: ProcessGroup) -> torch.device:
     """Where buffers must lie to be sent: decided by the layouts and the group, so the same at both ends."""
     backends = {device.type for device in process_group._device_types}
-    kinds = {place.device.type for layout in (plan.src, plan.dst) for place in layout.places}
+    kinds = _device_types(plan)
     accelerators = backends - {"cpu"}
     if dist.get_backend(process_group) == "gloo" or (kinds == {"cpu"} and "cpu" in backends) or not accelerators:
         return torch.device("cpu")  # gloo would abort if handed memory of another device
@@ -386,11 +390,26 @@ def _segments(peer: int, pieces: list[Piece], most: int) -> list[Segment]:
     return segments
 
 
-def _segment_elements(plan: Plan, max_bytes: int, itemsize: int) -> int:
-    """How large a segment may be so that no rank ever holds more than so many bytes of buffers."""
-    at_once: dict[int, int] = {}
-    for src, dst in plan.traffic:
-        if src != dst:
-            at_once[src] = at_once.get(src, 0) + 1
-            at_once[dst] = at_once.get(dst, 0) + 1
-    return max(max_bytes // (max(at_once.values(), default=1) * itemsize), 1)
+def in_group_order(pieces: Pieces, members: list[int]) -> Pieces:
+    """Pieces in the order in which a collective of the group takes them: that of its members."""
+    numbers = _member_numbers(pieces.peers, members)
+    return pieces if (np.diff(numbers) >= 0).all() else pieces.chosen(np.argsort(numbers, kind="stable"))
+
+
+def _member_numbers(ranks: IntArray, members: list[int]) -> IntArray:
+    """Which members of a group these ranks are."""
+    known = np.array(members, dtype=np.int64)
+    order = np.argsort(known, kind="stable")
+    return order[np.searchsorted(known[order], ranks)]
+
+
+def _bytes_by_member(pieces: Pieces, members: list[int], itemsize: int) -> list[int]:
+    """How many bytes go to, or come from, each member of a group."""
+    counts = np.zeros(len(members), dtype=np.int64)
+    np.add.at(counts, _member_numbers(pieces.peers, members), pieces.boxes.volumes)
+    split: list[int] = (counts * itemsize).tolist()
+    return split
+
+
+def _device_types(plan: Plan) -> frozenset[str]:
+    return plan.src.places.device_types | plan.dst.places.device_types

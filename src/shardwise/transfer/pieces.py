@@ -1,81 +1,156 @@
-"""Pieces of local tensors: as views, copied as fast as can be, and as bytes."""
+"""Which pieces of boxes go where: for one rank what it sends and what it receives, or for all ranks at once.
+
+Replicas in the source share the load: of each piece whose receiver holds no replica, each holder sends an even part.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-import torch
-import torch.distributed as dist
+import numpy as np
 
+from shardwise.geometry import Boxes, IntArray
 from shardwise.layout import Layout
-from shardwise.transfer.plan import Plan, cut
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a local tensor: as a view, and its number of elements."""
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Parts of boxes of a source, each of which goes to a box of a destination, by the rank at the other end."""
 
-    view: torch.Tensor
-    count: int
+    boxes: Boxes  # in the coordinates of the whole tensor
+    src_rows: IntArray
+    dst_rows: IntArray
+    peers: IntArray  # ascending
 
+    @staticmethod
+    def sorted(boxes: Boxes, src_rows: IntArray, dst_rows: IntArray, *ranks: IntArray) -> Pieces:
+        """In order of these ranks, the last of which are the peers; for one pair of ranks, as they lie there."""
+        order = np.lexsort((src_rows, dst_rows, *ranks[::-1]))
+        return Pieces(boxes.take(order), src_rows[order], dst_rows[order], ranks[-1][order])
 
-def pieces_of(
-    plan: Plan,
-    run: range,
-    layout: Layout,
-    rows: object,
-    tensors: Sequence[torch.Tensor],
-    most: int | None = None,
-    rank: int | None = None,
-) -> list[Piece]:
-    """Views of the local tensors, or of another rank's, for a run of pieces, each of at most so many elements."""
-    if not run:
-        return []
-    here = {row: k for k, row in enumerate(layout.rows_on(dist.get_rank() if rank is None else rank))}
-    chosen = slice(run.start, run.stop)
-    row_list = rows[chosen].tolist()  # type: ignore[index] # an array of rows
-    offsets = (plan.boxes.offsets[chosen] - layout.boxes.offsets[row_list]).tolist()
-    sizes = plan.boxes.sizes[chosen].tolist()
-    pieces = []
-    for row, offset, size in zip(row_list, offsets, sizes, strict=True):
-        tensor = tensors[here[row]].detach()
-        boxes = [(offset, size)] if most is None else cut((offset, size), most)
-        for begin, extent in boxes:
-            view = tensor[tuple(slice(o, o + s) for o, s in zip(begin, extent, strict=True))] if extent else tensor
-            pieces.append(Piece(view, view.numel()))
-    return pieces
+    def __len__(self) -> int:
+        return len(self.boxes)
 
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The ranks at the other end, ascending."""
+        found: list[int] = self.peers[np.flatnonzero(np.diff(self.peers, prepend=-2))].tolist() if len(self) else []
+        return found
 
-def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy one view into another. On a GPU in the widest units that both allow, which doubles the speed of slabs."""
-    if source.is_cuda and target.is_cuda and source.dtype == target.dtype and is_as_it_lies(source, target):
-        for unit in WIDE:
-            if _comes_in(source, unit) and _comes_in(target, unit):
-                source, target = source.view(unit), target.view(unit)
-                break
-    target.copy_(source)
+    def chosen(self, pieces: slice | IntArray) -> Pieces:
+        """Some of them."""
+        boxes = Boxes(self.boxes.offsets[pieces], self.boxes.sizes[pieces])
+        return Pieces(boxes, self.src_rows[pieces], self.dst_rows[pieces], self.peers[pieces])
+
+    def of(self, peer: int) -> Pieces:
+        """Those of one rank at the other end."""
+        start, stop = np.searchsorted(self.peers, [peer, peer + 1])
+        return self.chosen(slice(int(start), int(stop)))
+
+    def elements(self, *, but: int) -> int:
+        """Elements in all of them but those of one rank."""
+        return int(self.boxes.volumes[self.peers != but].sum())
+
+    def back(self) -> Pieces:
+        """The same on their way back."""
+        return Pieces.sorted(self.boxes, self.dst_rows, self.src_rows, self.peers)
 
 
-WIDE = (torch.complex128, torch.float64)  # 16 and 8 bytes
+def received_pieces(src: Layout, dst: Layout, rank: int) -> Pieces:
+    """What a rank gets."""
+    mine = np.array(dst.rows_on(rank), dtype=np.int64)
+    wanted = dst.at(mine)
+    given, first = src.meeting(wanted, once=True)
+    low, high = _common(wanted, given, src.at(first))
+    src_rows, dst_rows = first, mine[given]
+    if src.has_replicas:
+        here = np.array(src.rows_on(rank), dtype=np.int64)
+        own, at = _found(src.pattern.first(here), first)
+        far = np.flatnonzero(~own)
+        piece, holder, part, count = _holders(src, first[far])
+        piece = far[piece]
+        far_low, far_high = _part(low[piece], high[piece], part, count)
+        low, high = np.concatenate([low[own], far_low]), np.concatenate([high[own], far_high])
+        src_rows = np.concatenate([here[at[own]], holder])
+        dst_rows = np.concatenate([dst_rows[own], dst_rows[piece]])
+    return _filled(low, high, src_rows, dst_rows, src.ranks[src_rows])
 
 
-def _comes_in(view: torch.Tensor, unit: torch.dtype) -> bool:
-    """Whether each row of a view is whole units, and begins at one."""
-    ratio = unit.itemsize // view.element_size()
-    if ratio <= 1 or not view.dim() or view.stride(-1) != 1 or view.size(-1) % ratio:
-        return False
-    # Of a dim of one element too, though its stride is never walked: torch looks at it.
-    return view.data_ptr() % unit.itemsize == 0 and all(stride % ratio == 0 for stride in view.stride()[:-1])
+def sent_pieces(src: Layout, dst: Layout, mine: IntArray) -> Pieces:
+    """What the holders of these rows have for others, and for themselves."""
+    there = src.at(mine)
+    given, dst_rows = dst.meeting(there)
+    low, high = _common(there, given, dst.at(dst_rows))
+    src_rows, receiver = mine[given], dst.ranks[dst_rows]
+    if src.has_replicas:
+        first = src.pattern.first(mine)
+        # Of two replicas on one rank, the first gives it to itself.
+        _, index, number = np.unique(np.stack([src.ranks[mine], first]), axis=1, return_index=True, return_inverse=True)
+        earliest = index[number.reshape(-1)] == np.arange(len(mine))
+        own = receiver == src.ranks[src_rows]
+        kept = np.flatnonzero(own & earliest[given])
+        far = np.flatnonzero(~own & ~_hold(src, first[given], receiver))
+        piece, holder, part, count = _holders(src, first[given[far]])
+        sent = np.flatnonzero(holder == src_rows[far[piece]])
+        piece, part, count = far[piece[sent]], part[sent], count[sent]
+        far_low, far_high = _part(low[piece], high[piece], part, count)
+        low, high = np.concatenate([low[kept], far_low]), np.concatenate([high[kept], far_high])
+        src_rows = np.concatenate([src_rows[kept], src_rows[piece]])
+        dst_rows = np.concatenate([dst_rows[kept], dst_rows[piece]])
+    return _filled(low, high, src_rows, dst_rows, src.ranks[src_rows], dst.ranks[dst_rows])
 
 
-def is_as_it_lies(*tensors: torch.Tensor) -> bool:
-    """Whether the values are those in memory: torch may have put off to conjugate or to negate them."""
-    return not any(tensor.is_conj() or tensor.is_neg() for tensor in tensors)
+def _common(boxes: Boxes, given: IntArray, others: Boxes) -> tuple[IntArray, IntArray]:
+    """Where what two boxes share begins and ends."""
+    return np.maximum(boxes.offsets[given], others.offsets), np.minimum(boxes.ends[given], others.ends)
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor, whatever its dtype."""
-    assert is_as_it_lies(tensor), "its memory does not hold its values"
-    # Of one element, any stride is contiguous; `view` wants 1.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+def _found(known: IntArray, asked: IntArray) -> tuple[IntArray, IntArray]:
+    """For each number that is asked for, whether it is among the known ones, and the first place where."""
+    if not len(known):
+        return np.zeros(len(asked), dtype=bool), np.zeros(len(asked), dtype=np.int64)
+    order = np.argsort(known, kind="stable")
+    at = order[np.minimum(np.searchsorted(known[order], asked), len(known) - 1)]
+    return known[at] == asked, at
+
+
+def _hold(src: Layout, first: IntArray, ranks: IntArray) -> IntArray:
+    """For each pair of a box, given by its first row, and a rank: whether the rank holds that box."""
+    number, rows = src.places.rows_on_each(ranks)
+    same = src.pattern.first(rows) == first[number]
+    held = np.zeros(len(ranks), dtype=bool)
+    held[number[same]] = True
+    return held
+
+
+def _holders(src: Layout, first: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """All that hold these boxes: which of the boxes, the row, its number among them by rank, and how many there are."""
+    box, rows = src.pattern.holders(first)
+    order = np.lexsort((rows, src.ranks[rows], box))
+    box, rows = box[order], rows[order]
+    counts = np.bincount(box, minlength=len(first)).astype(np.int64)
+    part = np.arange(len(box)) - np.repeat(np.cumsum(counts) - counts, counts)
+    if not src.ndim:  # a scalar cannot be shared: its first holder sends it
+        some = np.flatnonzero(part == 0)
+        return box[some], rows[some], part[some], np.ones(len(some), dtype=np.int64)
+    return box, rows, part, counts[box]
+
+
+def _part(low: IntArray, high: IntArray, part: IntArray, count: IntArray) -> tuple[IntArray, IntArray]:
+    """One of so many even parts of each piece, cut along its longest dim."""
+    if not low.shape[1]:
+        return low, high
+    dim = np.argmax(high - low, axis=1)
+    rows = np.arange(len(low))
+    begin, length = low[rows, dim], (high - low)[rows, dim]
+    low, high = low.copy(), high.copy()
+    low[rows, dim], high[rows, dim] = begin + length * part // count, begin + length * (part + 1) // count
+    return low, high
+
+
+def _filled(low: IntArray, high: IntArray, src_rows: IntArray, dst_rows: IntArray, *ranks: IntArray) -> Pieces:
+    """Those that hold anything, in order of these ranks."""
+    some = np.flatnonzero((low < high).all(axis=1))
+    boxes = Boxes(low[some], high[some] - low[some])
+    return Pieces.sorted(boxes, src_rows[some], dst_rows[some], *(each[some] for each in ranks))

@@ -16,7 +16,7 @@ from shardwise.placement import Placement
 
 def relabel(src: Layout, dst: Layout) -> Layout:
     """The destination with its ranks exchanged among themselves such that as much as possible stays where it is."""
-    ranks = sorted({place.rank for place in dst.places if place.rank is not None})
+    ranks = dst.places.different_ranks[dst.places.different_ranks >= 0].tolist()
     number = {rank: k for k, rank in enumerate(ranks)}
     kept = np.zeros((len(ranks), len(ranks)), dtype=np.int64)  # by rank, and part it might take
     i, j = intersections(src.boxes, dst.boxes)

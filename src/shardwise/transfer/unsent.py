@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.transfer.pieces import as_bytes, copy, pieces_of
 from shardwise.transfer.plan import Plan
+from shardwise.transfer.views import as_bytes, copy, source_views, target_views
 
 Tell = Callable[[bytes], list[bytes]]  # tells a few bytes to every rank, and gives what all told, in group order
 
@@ -44,19 +44,19 @@ def tell_all(
     """A transfer of a few bytes: every rank tells all others what it has, while they agree on what they are doing."""
     flat = [tensor.detach().resolve_conj().resolve_neg().reshape(-1).to("cpu", dtype) for tensor in tensors]
     mine = as_bytes(torch.cat(flat)) if flat else torch.empty(0, dtype=torch.uint8)
-    for rank, letter in zip(dist.get_process_group_ranks(group), tell(bytes(mine.numpy())), strict=True):
-        if plan.pieces(rank, dist.get_rank()):
-            sizes = plan.src.boxes.sizes[list(plan.src.rows_on(rank))].tolist()
-            _take_from(rank, plan, _read(letter, sizes, dtype), outs)
+    letters = dict(zip(dist.get_process_group_ranks(group), tell(bytes(mine.numpy())), strict=True))
+    for rank in plan.receives(dist.get_rank()).ranks:
+        sizes = plan.src.at(plan.src.rows_on(rank)).sizes.tolist()
+        _take_from(rank, plan, _read(letters[rank], sizes, dtype), outs)
     return Done(outs)
 
 
 def _take_from(rank: int, plan: Plan, tensors: Sequence[torch.Tensor], outs: list[torch.Tensor]) -> None:
     """Write what a rank has for this one, its tensors being here."""
     write = torch.Tensor.add_ if plan.sums else copy
-    run = plan.pieces(rank, dist.get_rank())
-    sources = pieces_of(plan, run, plan.src, plan.src_rows, tensors, rank=rank)
-    for one, other in zip(sources, pieces_of(plan, run, plan.dst, plan.dst_rows, outs), strict=True):
+    pieces = plan.receives(dist.get_rank()).of(rank)
+    sources = source_views(pieces, plan, tensors, rank=rank)
+    for one, other in zip(sources, target_views(pieces, plan, outs), strict=True):
         write(other.view, one.view.to(other.view.device))
 
 

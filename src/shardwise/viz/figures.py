@@ -48,8 +48,9 @@ def holdings(layout: Layout, dtype: torch.dtype) -> list[Holding]:
     volumes, item = layout.boxes.volumes, dtype.itemsize
     total = max(int(volumes.sum()), 1)
     found = []
-    for number, place in enumerate(layout.places):
-        held = volumes[layout.place_of == number]
+    places, place_of = layout.places.distinct
+    for number, place in enumerate(places):
+        held = volumes[place_of == number]
         rank = -1 if place.rank is None else place.rank
         elements = int(held.sum())
         empty = int((held == 0).sum())

@@ -1,44 +1,41 @@
-"""Process groups: who is in one, where a placement lies in it, and whether its ranks agree.
+"""Ranks that agree, or fail together.
 
-Ranks fail together. A verb runs its local part through `in_step`: what one rank finds wrong is told to all before
-anyone enters the next collective, and what must be the same everywhere is compared by digest. So either every
-rank goes on or every rank raises the same error.
+A verb runs its local part through `in_step`: what one rank finds wrong is told to all before anyone enters the next
+collective, and what must be the same everywhere is compared by digest. So either every rank goes on or every rank
+raises the same error.
+
+How the digests travel depends on the size of the group alone, so that all ranks begin the same collective whatever verb
+they are in. In a small group each rank sends its header to each, and a few bytes that it brings with it. In a large one
+an all-reduce finds out whether all digests are the same, at a cost that does not grow; what the ranks bring is gathered
+afterwards, if it is not the same on all of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar, cast
 
-import torch
-import torch.distributed as dist
-from torch.distributed import ProcessGroup, distributed_c10d, rpc
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from shardwise import settings
-from shardwise.errors import (
-    PlacementError,
-    ProcessGroupError,
-    RankMismatchError,
-    RpcError,
-    ShardwiseError,
-    same_kind,
-)
-from shardwise.layout import Layout
+from shardwise.errors import RankMismatchError, ShardwiseError, same_kind
 from shardwise.meeting import (
     HEADER,
     Gathering,
     Ledger,
+    Reduction,
+    is_large,
     leave_word,
     ledger_of,
+    listed,
     require_unbroken,
     take_word_back,
     word_of,
 )
-from shardwise.placement import Placement, RemoteDevice
+from shardwise.process_group.membership import group_ranks, is_member, talks
+from shardwise.process_group.told import Told
 
 T = TypeVar("T")
 Fields = Mapping[str, object]  # what must be the same on every rank, by name
@@ -47,119 +44,18 @@ DIGEST = 16
 SUBJECT = "ShardedTensor"  # what an error says has the fields that differ
 # A header: digest, whether this rank failed, length of what it brings, and that itself if there is room.
 ROOM = HEADER - DIGEST - 1 - 8
+MOST = 2**63 - 1  # of a number that is reduced
 
 
-@contextmanager
-def load_with_process_group(process_group: ProcessGroup) -> Iterator[ProcessGroup]:
-    """Within this context, sharded tensors are unpickled onto this group instead of the default one."""
-    if settings.current().process_group is not None:
-        raise ProcessGroupError('ProcessGroup already set by previous "load_with_process_group" context manager')
-    with settings.changed(process_group=process_group):
-        yield process_group
-
-
-def current_process_group() -> ProcessGroup:
-    """The group of the innermost `load_with_process_group`, else the default group."""
-    return or_default(settings.current().process_group)
-
-
-def or_default(process_group: ProcessGroup | None) -> ProcessGroup:
-    """The given group, or the default group."""
-    return process_group if process_group is not None else distributed_c10d._get_default_group()
-
-
-def is_member(process_group: ProcessGroup) -> bool:
-    """Whether the calling rank belongs to the group."""
-    return dist.get_rank(process_group) >= 0
-
-
-def _require_member(process_group: ProcessGroup) -> None:
-    if not is_member(process_group):
-        raise ProcessGroupError(
-            "this rank is not in the process group of the tensor: it may make, save and load the tensor, of which it "
-            "holds nothing, and has no part in what the ranks of the group compute"
-        )
-
-
-def group_ranks(process_group: ProcessGroup) -> list[int]:
-    """The global ranks of a group that the calling rank belongs to, in group order."""
-    _require_member(process_group)
-    return dist.get_process_group_ranks(process_group)
-
-
-def sends(process_group: ProcessGroup) -> bool:
-    """Whether the group can send from one rank to another; one written in Python may have collectives only."""
-    kind = type(process_group)
-    return kind is ProcessGroup or kind.send is not ProcessGroup.send
-
-
-def without_data() -> bool:
-    """Whether tensors that are made now have a size and no data: within torch's FakeTensorMode."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
-# Placements in a group ------------------------------------------------------------------------------------------
-
-
-def locate(placement: Placement, process_group: ProcessGroup) -> Placement:
-    """The placement with its rank known, or an error when that rank or worker is not in this group."""
-    if placement.worker is not None:
-        placement = replace(placement, rank=_worker_rank(placement.worker))
-    if placement.rank is not None and is_member(process_group):
-        ranks = group_ranks(process_group)
-        if placement.rank not in ranks:
-            raise PlacementError(f"Global rank {placement.rank} does not exist in input process group: {ranks}")
-    return placement
-
-
-def locate_all(layout: Layout, process_group: ProcessGroup) -> Layout:
-    """The layout with every rank known and in the group; a bare device is an error, for nobody would hold it."""
-    for place in layout.places:
-        if place.rank is None and place.worker is None:
-            raise PlacementError(
-                f"placement '{place}' names no rank, so no process would hold its shard: write 'rank:N/{place}'"
-            )
-    if all(place.worker is None for place in layout.places):
-        for place in layout.places:
-            locate(place, process_group)
-        return layout
-    return layout.moved(lambda place: locate(place, process_group))
-
-
-def parse_and_validate_remote_device(
-    pg: ProcessGroup, remote_device: RemoteDevice | None
-) -> tuple[int | None, torch.device]:
-    """The global rank, when it has one, and the device of a placement in this group."""
-    place = locate(Placement.of(remote_device), pg)
-    return place.rank, place.device
-
-
-def rpc_workers() -> list[Any] | None:
-    """Every worker of the RPC framework; None while it is not initialised."""
-    framework: Any = rpc  # what we need of it has no declared types
-    if not rpc.is_available() or not framework._is_current_rpc_agent_set():
-        return None
-    return list(framework._get_current_rpc_agent().get_worker_infos())
-
-
-def _worker_rank(name: str) -> int:
-    workers = rpc_workers()
-    if workers is None:
-        hint = f"; did you mean rank:{name.removeprefix('rank')}?" if name.startswith("rank") else ""
-        raise RpcError(f"RPC framework needs to be initialized for using worker names: {name}{hint}")
-    for worker in workers:
-        if worker.name == name:
-            return int(worker.id)
-    raise PlacementError(f"Invalid worker name: {name}")
-
-
-# Agreement ------------------------------------------------------------------------------------------------------
+def room(process_group: ProcessGroup) -> int:
+    """How many bytes can be told along with the digest, and cost nothing more."""
+    return 0 if is_large(process_group) else ROOM
 
 
 def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> T:
     """Do this rank's part of a verb; return only if it went well on every rank and all agree on the fields.
 
-    Every rank of the group must call it. 128 bytes per rank travel, more only when there is an error to tell.
+    Every rank of the group must call it. About 100 bytes travel, more only when there is an error to tell.
     """
     if not settings.current().validate or not talks(process_group):
         return work()[0]
@@ -191,7 +87,7 @@ class Step(Generic[T]):
 
 def in_step_sharing(
     process_group: ProcessGroup, work: Callable[[], tuple[T, Fields, Any]], *, subject: str = SUBJECT
-) -> tuple[T, list[Any]]:
+) -> tuple[T, Told[Any]]:
     """The same, and what each rank brings (plain values that JSON knows) is given to all, in group order.
 
     The subject is what an error says has these fields.
@@ -201,17 +97,17 @@ def in_step_sharing(
         value, fields, brought = work()
         return value, fields, json.dumps(brought).encode()
 
-    value, gathered = in_step_telling(process_group, encoded, subject=subject)
-    return value, [json.loads(entry) for entry in gathered]
+    value, told = in_step_telling(process_group, encoded, subject=subject)
+    return value, told.changed(json.loads)
 
 
 def in_step_telling(
     process_group: ProcessGroup, work: Callable[[], tuple[T, Fields, bytes]], *, subject: str = SUBJECT
-) -> tuple[T, list[bytes]]:
-    """The same for bytes; up to `ROOM` of them travel with the digest."""
+) -> tuple[T, Told[bytes]]:
+    """The same for bytes; up to `room` of them travel with the digest."""
     if not talks(process_group):
         value, _, brought = work()
-        return value, [brought] * (process_group.size() if is_member(process_group) else 1)  # as if all said the same
+        return value, Told.alike(brought, process_group.size() if is_member(process_group) else 1)
 
     def attempt() -> tuple[tuple[T, bytes], Fields]:
         value, fields, brought = work()
@@ -219,23 +115,8 @@ def in_step_telling(
 
     result, fields, error = _attempt(process_group, attempt)
     brought = b"" if result is None else result[1]
-    letters = _meet(process_group, fields, error, brought, subject).end()
-    lengths = [length for length, _ in letters]
-    told = [letter for _, letter in letters] if max(lengths) <= ROOM else _all_gather(process_group, brought, lengths)
+    told = _meet(process_group, fields, error, brought, subject).end()
     return cast(tuple[T, bytes], result)[0], told
-
-
-def talks(process_group: ProcessGroup) -> bool:
-    """Whether there is anybody to agree with: a fake group has nobody, an outsider is not asked."""
-    if not is_member(process_group) or process_group.size() == 1:
-        return False
-    return not is_fake(process_group) and not without_data()
-
-
-def is_fake(process_group: ProcessGroup) -> bool:
-    """Whether this is a group of torch's `fake` backend, whose other ranks are not there."""
-    _require_member(process_group)
-    return dist.get_backend(process_group) == "fake"
 
 
 def _attempt(
@@ -254,13 +135,6 @@ def _attempt(
     return value, fields, None
 
 
-def _header(fields: Fields, error: Exception | None, brought: bytes) -> bytes:
-    told = brought if len(brought) <= ROOM else b""
-    return (_digest(fields) + bytes([error is not None]) + len(brought).to_bytes(8, "little") + told).ljust(
-        HEADER, b"\0"
-    )
-
-
 def _meet(
     process_group: ProcessGroup, fields: Fields, error: Exception | None, brought: bytes, subject: str = SUBJECT
 ) -> _Meeting:
@@ -275,7 +149,7 @@ def _meet(
 
 
 class _Meeting:
-    """Headers of all ranks on their way."""
+    """Digests of all ranks on their way."""
 
     def __init__(
         self,
@@ -293,27 +167,26 @@ class _Meeting:
         self._number, self._failure = ledger.begun, ledger.failure
         ledger.begun += 1
         ledger.failure = None  # told here
-        self._headers = Gathering(group, _header(fields, error, brought), [HEADER] * group.size())
+        kind = _Compared if is_large(group) else _Headers
+        self._round = kind(group, _digest(fields), error is not None, brought)
         self._sizes: Gathering | None = None  # of what each rank reports
         self._entries: Gathering | None = None  # and the reports; both may be under way when the meeting is left
 
-    def end(self) -> list[tuple[int, bytes]]:
+    def end(self) -> Told[bytes]:
         """What each rank brings; raises the same error on every rank unless nobody failed and all fields agree.
 
         Each rank raises it once: not here, if it has done so before.
         """
-        headers = self._headers.wait(None if self._told else self._look)
+        agreed = self._round.agree(None if self._told else self._look)
         if self._ledger.left is self:
             self._ledger.left = None
-        begin = HEADER - ROOM
-        if all(other[: DIGEST + 1] == headers[0][: DIGEST + 1] for other in headers) and not headers[0][DIGEST]:
-            lengths = [int.from_bytes(other[DIGEST + 1 : begin], "little") for other in headers]
-            return [(length, other[begin : begin + length]) for length, other in zip(lengths, headers, strict=True)]
+        if agreed:
+            return self._round.told()
         reports = self._reports()
         if self._failure is not None:
             take_word_back(self._group, self._number)
         if self._told:
-            return []
+            return Told.alike(b"", 1)
         raise _told_to_all(_verdict(reports, group_ranks(self._group)), self._group) from self._error
 
     def _look(self) -> None:
@@ -330,11 +203,71 @@ class _Meeting:
         report = json.dumps([said, failure, self._subject]).encode()
         look = None if self._told else self._look
         if self._sizes is None:
-            self._sizes = Gathering(self._group, len(report).to_bytes(8, "little"), [8] * self._group.size())
+            self._sizes = Gathering(self._group, len(report).to_bytes(8, "little"), 8)
         lengths = [int.from_bytes(size, "little") for size in self._sizes.wait(look)]
         if self._entries is None:
-            self._entries = Gathering(self._group, report, lengths)
-        return [json.loads(entry) for entry in self._entries.wait(look)]
+            self._entries = Gathering(self._group, report, max(lengths))
+        entries = zip(self._entries.wait(look), lengths, strict=True)
+        return [json.loads(entry[:length]) for entry, length in entries]
+
+
+class _Headers:
+    """Each rank's digest, sent to each rank, with what it brings if there is room."""
+
+    def __init__(self, group: ProcessGroup, digest: bytes, failed: bool, brought: bytes) -> None:
+        self._group, self._brought = group, brought
+        letter = brought if len(brought) <= ROOM else b""
+        header = digest + bytes([failed]) + len(brought).to_bytes(8, "little") + letter
+        self._gathering = Gathering(group, header, HEADER)
+
+    def agree(self, look: Callable[[], object] | None) -> bool:
+        """Whether all digests are the same, and no rank failed."""
+        self._headers = self._gathering.wait(look)
+        first = self._headers[0]
+        self._alike = self._headers.count(first) == len(self._headers)
+        same = self._alike or all(other[: DIGEST + 1] == first[: DIGEST + 1] for other in self._headers)
+        return same and not first[DIGEST]
+
+    def told(self) -> Told[bytes]:
+        """What each rank brings."""
+        if self._alike and len(self._brought) <= ROOM:
+            return Told.alike(self._brought, len(self._headers))
+        begin = HEADER - ROOM
+        lengths = [int.from_bytes(header[DIGEST + 1 : begin], "little") for header in self._headers]
+        longest = max(lengths)
+        letters = [header[begin:] for header in self._headers]
+        if longest > ROOM:
+            letters = Gathering(self._group, self._brought, longest).wait()
+        return Told.by(letter[:length] for letter, length in zip(letters, lengths, strict=True))
+
+
+class _Compared:
+    """The largest and the smallest digest, by an all-reduce. A rank that failed gives what no digest can be."""
+
+    def __init__(self, group: ProcessGroup, digest: bytes, failed: bool, brought: bytes) -> None:
+        self._group, self._brought = group, brought
+        words = [_word(digest[:8]), _word(digest[8:]), _word(hashlib.blake2b(brought, digest_size=8).digest())]
+        numbers = [*words, *(~word for word in words)]  # the largest complement is that of the smallest
+        self._reduction = Reduction(group, [MOST] * len(numbers) + [0] if failed else [*numbers, len(brought)])
+
+    def agree(self, look: Callable[[], object] | None) -> bool:
+        """Whether all digests are the same, and no rank failed."""
+        *largest, self._longest = self._reduction.wait(look)
+        one, two, brought = (high == ~low for high, low in zip(largest[:3], largest[3:], strict=True))
+        self._alike = brought
+        return one and two
+
+    def told(self) -> Told[bytes]:
+        """What each rank brings; that is sent only if it is not the same on all of them."""
+        if self._alike:
+            return Told.alike(self._brought, self._group.size())
+        entry = len(self._brought).to_bytes(8, "little") + self._brought
+        entries = Gathering(self._group, entry, 8 + self._longest).wait()
+        return Told.by(entry[8 : 8 + int.from_bytes(entry[:8], "little")] for entry in entries)
+
+
+def _word(digest: bytes) -> int:
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def raises_alone(process_group: ProcessGroup | None, error: Exception, *, in_op: bool = False) -> None:
@@ -358,7 +291,7 @@ def _is_told(error: Exception, process_group: ProcessGroup) -> bool:
 
 
 def _told_to_all(error: Exception, process_group: ProcessGroup) -> Exception:
-    error.told_to = tuple(group_ranks(process_group))  # type: ignore[attr-defined] # whatever kind of error it is
+    error.told_to = group_ranks(process_group)  # type: ignore[attr-defined] # whatever kind of error it is
     return error
 
 
@@ -366,7 +299,7 @@ def _failure_of(rank: int, kind: str, message: str, others: str = "") -> Excepti
     return same_kind(kind, f"{message}\n(found on rank {rank}{others}; every rank of the group stops)")
 
 
-def _verdict(reports: list[Any], ranks: list[int]) -> Exception:
+def _verdict(reports: list[Any], ranks: tuple[int, ...]) -> Exception:
     """The one error that every rank raises, from what all ranks reported."""
     failed = [(rank, failure) for rank, (_, failure, _) in zip(ranks, reports, strict=True) if failure is not None]
     if failed:
@@ -382,7 +315,7 @@ def _verdict(reports: list[Any], ranks: list[int]) -> Exception:
                     f"{subject} {name} property does not match from different ranks! "
                     f"{name}={mine} on rank:{ranks[0]} does not match with {name}={theirs} on rank:{rank}."
                 )
-    return RankMismatchError(f"ranks {ranks} differ in values that read the same: {first}")
+    return RankMismatchError(f"ranks {listed(ranks)} differ in values that read the same: {first}")
 
 
 def _digest(fields: Fields) -> bytes:
@@ -390,8 +323,3 @@ def _digest(fields: Fields) -> bytes:
     for name, value in fields.items():
         hasher.update(f"{name}={value};".encode())
     return hasher.digest()
-
-
-def _all_gather(process_group: ProcessGroup, data: bytes, lengths: list[int]) -> list[bytes]:
-    """What every rank gives, in group order, when the lengths are known."""
-    return Gathering(process_group, data, lengths).wait()

@@ -1,0 +1,82 @@
+"""A world of which this process is one rank: its places, specs over all of them, and sizes of which each has a part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise
+from shardwise.placement import RemoteDevice, parse
+
+T = TypeVar("T")
+
+RANK = 1  # who this process is
+FEW = 8  # ranks of the layouts with which everything is done once before it is timed
+
+
+def start(ranks: int) -> None:
+    """Be one rank of a world whose other ranks are not there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=ranks)
+
+
+class World:
+    """The first ranks of the world, and how tensors are cut over them: in chunks, or by a grid as square as can be."""
+
+    def __init__(self, ranks: int, *, grids: bool) -> None:
+        self.ranks, self.grids = ranks, grids
+        down = next(side for side in range(math.isqrt(ranks), 0, -1) if ranks % side == 0)
+        self.shape = (down, ranks // down)
+        self.side = max(self.shape) if grids else ranks  # a dim of this many elements can be cut for all
+
+    def __str__(self) -> str:
+        return f"{self.ranks:,} ranks in {'a grid' if self.grids else 'chunks'}"
+
+    @cached_property
+    def places(self) -> list[RemoteDevice]:
+        return [parse(f"rank:{rank}/cpu") for rank in range(self.ranks)]
+
+    def specs(self) -> tuple[shardwise.ShardingSpec, shardwise.ShardingSpec]:
+        """New ones each time: rows and columns in chunks, or a grid and the grid with its axes exchanged."""
+        if not self.grids:
+            return shardwise.ChunkShardingSpec(0, self.places), shardwise.ChunkShardingSpec(1, self.places)
+        nested = grid_of(self.places, self.shape)
+        return shardwise.GridShardingSpec((0, 1), nested), shardwise.GridShardingSpec((1, 0), nested)
+
+    def half(self) -> shardwise.ShardingSpec:
+        """The first of these specs, over the first half of the ranks."""
+        return World(self.ranks // 2, grids=self.grids).specs()[0]
+
+    def narrow(self, factor: int, width: int) -> tuple[int, ...]:
+        """A size whose last dim stays whole under the first spec."""
+        return (self.side * factor, self.side, width) if self.grids else (self.side * factor, width)
+
+    def wide(self, factor: int, width: int) -> tuple[int, int]:
+        """A size that both specs cut for all ranks."""
+        return self.side * factor, self.side * width
+
+    def part(self, size: tuple[int, ...]) -> tuple[int, ...]:
+        """Of such a size, the part that a rank has under the first spec."""
+        cuts = self.shape if self.grids else (self.ranks,)
+        return *(length // cut for length, cut in zip(size, cuts, strict=False)), *size[len(cuts) :]
+
+    @cached_property
+    def dtensor_mesh(self) -> DeviceMesh:
+        ranks = list(range(self.ranks))
+        return DeviceMesh("cpu", grid_of(ranks, self.shape) if self.grids else ranks)
+
+    def dtensor_placements(self) -> tuple[Sequence[Placement], Sequence[Placement]]:
+        """What the specs are to DTensor."""
+        return ([Shard(0), Shard(1)], [Shard(1), Shard(0)]) if self.grids else ([Shard(0)], [Shard(1)])
+
+
+def grid_of(flat: Sequence[T], shape: tuple[int, int]) -> list[list[T]]:
+    down, across = shape
+    return [list(flat[row * across : (row + 1) * across]) for row in range(down)]
