@@ -20,6 +20,7 @@ from shardwise import (
     ShardingSpec,
     ShardMetadata,
 )
+from shardwise.sharded_tensor.shard import narrow_tensor
 
 
 def places(*ranks: int, device: str = "cpu") -> list[str]:
@@ -59,6 +60,18 @@ SPECS: dict[str, ShardingSpec] = {
 ALL: dict[str, ShardingSpec] = {**SPECS, "replicated": ReplicatedShardingSpec(places(0, 2, 3))}
 # Those that differ in what a rank holds: one shard, none, several, empty ones, replicas.
 KINDS = ("chunk dim 0", "chunk on two ranks", "uneven, several per rank", "with empty boxes", "replicated")
+# Those that differ in how they cut, for tests of many ops: either dim, out of order, several of a chunk, on some ranks,
+# n-D with a column of empty boxes, boxes of any size, all on one rank beside empty boxes, replicas.
+CUTS = (
+    "chunk dim -1",
+    "chunk out of order",
+    "chunk repeated",
+    "chunk on two ranks",
+    "uneven grid",
+    "uneven, several per rank",
+    "with empty boxes",
+    "replicated",
+)
 PLAIN = torch.arange(42.0).reshape(SIZE)
 
 
@@ -85,6 +98,21 @@ def whole(tensor: ShardedTensorBase) -> torch.Tensor:
         filled[index] += 1
     assert bool((filled == 1).all()), "every element must be in exactly one shard"
     return result
+
+
+def parts(found: ShardedTensorBase, expected: torch.Tensor, what: str = "") -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Every shard here with its part of the plain tensor, of which the shards of all ranks must make up the whole."""
+    assert found.shape == expected.shape, what
+    assert int(found._layout.once.boxes.volumes.sum()) == expected.numel(), what
+    shards = found.local_shards()
+    return [(shard.tensor.detach(), narrow_tensor(expected.detach(), shard.metadata)) for shard in shards]
+
+
+def assert_holds(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
+    """Assert that a tensor is the plain one but for rounding; if it is sharded, each rank its own shards."""
+    whole = [(found.detach(), expected.detach())]
+    for one, other in parts(found, expected, what) if isinstance(found, ShardedTensorBase) else whole:
+        assert_close(one, other, what)
 
 
 # Sums in another order, or of parts, round differently; so do the vector and the scalar code of a function, and the

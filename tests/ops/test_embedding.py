@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import ALL, SIZE, assert_close, boxes, chunks, places
-from tests.ops.test_own_batches import BAGS, BATCHES, OPTIONS, sent, shards_close, table
+from tests.cases import ALL, CUTS, SIZE, assert_close, boxes, chunks, places
+from tests.ops.tables import BAGS, BATCHES, OPTIONS, sent, shards_close, table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -41,10 +41,10 @@ def assert_same(found: Any, expected: torch.Tensor, weight: ShardedTensor, plain
     shards_close(weight.grad, plain.grad)
 
 
-@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("spec", CUTS)
 @ranks(4)
 def test_plain_ids_are_the_same_on_every_rank(spec: str) -> None:
-    """The result is one tensor and the gradient that of one loss, for every option and every layout of the table."""
+    """The result is one tensor and the gradient that of one loss, for every option and every kind of table."""
     for k, options in enumerate(OPTIONS.values()):
         plain, ids = table().requires_grad_(), IDS.view(SHAPES[k % len(SHAPES)])
         weight = shard_tensor(table(), ALL[spec]).requires_grad_()
@@ -52,7 +52,7 @@ def test_plain_ids_are_the_same_on_every_rank(spec: str) -> None:
         assert_same(found, functional.embedding(ids, plain, **options), weight, plain)
 
 
-@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("spec", CUTS)
 @ranks(4)
 def test_a_batch_of_all_ranks(spec: str) -> None:
     """Each rank's own ids, joined: the rows come to the ids, wherever the table lies."""
@@ -64,7 +64,7 @@ def test_a_batch_of_all_ranks(spec: str) -> None:
         assert_same(found, functional.embedding(IDS, plain, **options), weight, plain)
 
 
-@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("spec", CUTS)
 @ranks(4)
 def test_ids_in_any_layout(spec: str) -> None:
     """Several boxes of ids on a rank, none, replicas: the result lies as the ids do, with whole rows."""
@@ -117,7 +117,15 @@ def test_each_plain_id_travels_once() -> None:
     assert to_holders == [8 * int(((mine >= 2 * k) & (mine < 2 * k + 2)).sum()) for k in range(4)]
 
 
-MODES = [("sum", False), ("sum", True), ("mean", False), ("max", False)]
+BAG_OPTIONS = [  # mode, whether samples are weighted, what else
+    ("sum", False, "max_norm"),
+    ("sum", True, "padding"),
+    ("sum", True, "max_norm"),
+    ("mean", False, "plain"),
+    ("mean", False, "padding"),
+    ("max", False, "padding"),
+    ("max", False, "max_norm"),
+]
 
 
 @pytest.mark.parametrize(
@@ -131,33 +139,30 @@ def test_bags_of_flat_ids(kind: str, spec: str) -> None:
     starts = torch.tensor([0, *sizes[:-1]]).cumsum(0)
     offsets = torch.cat([bags + start for bags, start in zip(BAGS, starts, strict=True)])
     samples = torch.rand(16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    for mode, weighted in MODES:
-        for name in ("plain", "padding", "max_norm"):
-            options: dict[str, Any] = {"mode": mode, **OPTIONS[name]}
-            plain, weights = table().requires_grad_(), samples.clone().requires_grad_()
-            expected = functional.embedding_bag(
-                IDS, plain, offsets, **options, per_sample_weights=weights if weighted else None
-            )
-            twin, leaf = shard_tensor(table(), ALL[spec]).requires_grad_(), samples.clone().requires_grad_()
-            own, given = leaf.split(sizes)[here].detach().requires_grad_(), leaf
-            ids: Any = IDS
-            where: Any = offsets
-            taken: Any = given
-            if kind.startswith("own"):
-                ids, taken = from_local(BATCHES[here]), from_local(own)
-                where = offsets if kind.endswith("everywhere") else from_local(BAGS[here] + starts[here])
-            elif kind == "offsets everywhere":
-                where = shard_tensor(offsets, ReplicatedShardingSpec(places(0, 1, 2, 3)))
-            elif kind == "cut bags":
-                ids = shard_tensor(IDS, chunks(0, 3, 1, 0, 2))
-            found = functional.embedding_bag(
-                ids, twin, where, **options, per_sample_weights=taken if weighted else None
-            )
-            assert_same(found, expected, twin, plain)
-            if weighted and kind.startswith("own"):
-                assert_close(own.grad, weights.grad.split(sizes)[here])
-            elif weighted:
-                assert_close(given.grad, weights.grad)
+    for mode, weighted, name in BAG_OPTIONS:
+        options: dict[str, Any] = {"mode": mode, **OPTIONS[name]}
+        plain, weights = table().requires_grad_(), samples.clone().requires_grad_()
+        expected = functional.embedding_bag(
+            IDS, plain, offsets, **options, per_sample_weights=weights if weighted else None
+        )
+        twin, leaf = shard_tensor(table(), ALL[spec]).requires_grad_(), samples.clone().requires_grad_()
+        own, given = leaf.split(sizes)[here].detach().requires_grad_(), leaf
+        ids: Any = IDS
+        where: Any = offsets
+        taken: Any = given
+        if kind.startswith("own"):
+            ids, taken = from_local(BATCHES[here]), from_local(own)
+            where = offsets if kind.endswith("everywhere") else from_local(BAGS[here] + starts[here])
+        elif kind == "offsets everywhere":
+            where = shard_tensor(offsets, ReplicatedShardingSpec(places(0, 1, 2, 3)))
+        elif kind == "cut bags":
+            ids = shard_tensor(IDS, chunks(0, 3, 1, 0, 2))
+        found = functional.embedding_bag(ids, twin, where, **options, per_sample_weights=taken if weighted else None)
+        assert_same(found, expected, twin, plain)
+        if weighted and kind.startswith("own"):
+            assert_close(own.grad, weights.grad.split(sizes)[here])
+        elif weighted:
+            assert_close(given.grad, weights.grad)
 
 
 @pytest.mark.parametrize("spec", ["chunk dim 0", "chunk dim -1", "uneven, several per rank"])

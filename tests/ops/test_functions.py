@@ -2,58 +2,21 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tests.cases import ALL, KINDS, PLAIN, SPECS, assert_close, chunks, places
+from tests.cases import ALL, CUTS, KINDS, SPECS, assert_close, chunks, places
+from tests.ops.functions import Normalized, Square, X
 from torch import nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import PartialTensor, ReplicatedShardingSpec, ShardedTensor, shard_tensor
-from shardwise.errors import UnsupportedOpError, ViewWriteError
+from shardwise import ReplicatedShardingSpec, ShardedTensor, shard_tensor
+from shardwise.errors import ViewWriteError
 from shardwise.testing import ranks
-
-X = (PLAIN.double() - 20) / 10
-
-
-class _Square(Function):
-    """Saves its argument."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = ctx.saved_tensors[0]
-        return 2 * x * grad
-
-
-class _Normalized(Function):
-    """Looks at the whole in its backward: a collective, in which every rank takes part; saves its result."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, power: float = 2.0) -> tuple[torch.Tensor, torch.Tensor]:
-        return x.pow(power), x.argmax(0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-        ctx.power = inputs[1]
-        ctx.save_for_backward(inputs[0], output[0])
-        ctx.mark_non_differentiable(output[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
-        x, y = ctx.saved_tensors
-        return grad * y / (1 + y.abs().sum()) + ctx.power * x * grad / grad.norm(), None
 
 
 class _Several(Function):
@@ -93,10 +56,10 @@ def twin(layout: str, act: Callable[..., torch.Tensor], *more: torch.Tensor) -> 
 @ranks(4)
 def test_the_gradient_goes_through_a_function(layout: str) -> None:
     """Beside other ways from the same tensor, and through the Function twice."""
-    twin(layout, lambda x: (_Square.apply(x) + x).sum())
-    twin(layout, lambda x: (_Square.apply(_Square.apply(x)) * x).sum())
-    twin(layout, lambda x: _Square.apply(x)[:2].sum())
-    twin(layout, lambda x: (_Normalized.apply(x, 3)[0] * x).sum())
+    twin(layout, lambda x: (Square.apply(x) + x).sum())
+    twin(layout, lambda x: (Square.apply(Square.apply(x)) * x).sum())
+    twin(layout, lambda x: Square.apply(x)[:2].sum())
+    twin(layout, lambda x: (Normalized.apply(x, 3)[0] * x).sum())
 
 
 @ranks(4)
@@ -104,7 +67,7 @@ def test_a_result_is_changed_in_place_or_every_rank_says_no() -> None:
     """A rank without shards does as those with them."""
     for layout in KINDS:
         x = shard_tensor(X, ALL[layout]).requires_grad_()
-        y = _Square.apply(x)
+        y = Square.apply(x)
         if ALL[layout] is ALL["replicated"]:
             with pytest.raises(ViewWriteError, match=r"has replicas.*Change a clone\(\)"):
                 y.mul_(2)
@@ -129,10 +92,10 @@ def test_gradients_are_asked_for_while_nothing_is_recorded() -> None:
 def test_arguments_by_name_where_torch_takes_them() -> None:
     """Which older versions do not, whatever the tensors are."""
     try:
-        _Normalized.apply(X, power=3)
+        Normalized.apply(X, power=3)
     except TypeError:
         pytest.skip("this torch takes no arguments of a Function by name")
-    twin("uneven, several per rank", lambda x: (_Normalized.apply(x, power=3)[0] * x).sum())
+    twin("uneven, several per rank", lambda x: (Normalized.apply(x, power=3)[0] * x).sum())
 
 
 @pytest.mark.parametrize("layout", KINDS)
@@ -230,7 +193,8 @@ def test_a_plain_argument_gets_a_plain_gradient(layout: str) -> None:
     assert_close(x.grad.full_tensor(), plain.grad)
 
 
-TWICE = {**SPECS, "replicated on all ranks": ReplicatedShardingSpec(places(0, 1, 2, 3))}
+TWICE = {layout: SPECS[layout] for layout in CUTS if layout in SPECS}
+TWICE["replicated on all ranks"] = ReplicatedShardingSpec(places(0, 1, 2, 3))
 
 
 @pytest.mark.parametrize("layout", TWICE)
@@ -240,7 +204,7 @@ def test_a_function_is_differentiated_twice(layout: str) -> None:
     grads = []
     for x in (shard_tensor(X, TWICE[layout]), X.clone()):
         leaf = x.requires_grad_()
-        (first,) = torch.autograd.grad((_Square.apply(leaf * 2) * leaf).sum(), leaf, create_graph=True)
+        (first,) = torch.autograd.grad((Square.apply(leaf * 2) * leaf).sum(), leaf, create_graph=True)
         (first * first).sum().backward()
         grads.append(leaf.grad)
     assert_close(grads[0].full_tensor(), grads[1])
@@ -265,165 +229,3 @@ def test_a_function_gives_a_plain_tensor() -> None:
         assert type(y.grad) is torch.Tensor
         assert_close(y.grad, other.grad)
         assert_close(x.grad.full_tensor(), plain.grad)
-
-
-class _Exponential(Function):
-    """Saves its result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = ctx.saved_tensors[0]
-        return grad * y
-
-
-class _Once(_Square):
-    """May be differentiated once."""
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = ctx.saved_tensors[0]
-        return 2 * x * grad
-
-
-@ranks(2)
-def test_what_cannot_be_differentiated_twice_says_so() -> None:
-    """The first derivative is right, the second would miss something, and is refused on every rank."""
-    x = shard_tensor(X, chunks(0, 0, 1)).requires_grad_()
-    cases = [(_Exponential, "saved one of its own", X.exp()), (_Once, "once_differentiable", 2 * X)]
-    for kind, why, expected in cases:
-        (grad,) = torch.autograd.grad(kind.apply(x).sum(), x)
-        assert_close(grad.full_tensor(), expected)
-        with pytest.raises(UnsupportedOpError, match=why):
-            torch.autograd.grad((kind.apply(x) * x).sum(), x, create_graph=True)
-
-
-class _Choosy(Function):
-    """Wants to know which gradients are missing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> Any:
-        ctx.set_materialize_grads(False)
-        return x + 1, x * 2
-
-    @staticmethod
-    def backward(ctx: Any, first: Any, second: Any) -> Any:
-        assert first is None
-        return 2 * second
-
-
-class _InPlace(Function):
-    """Changes its argument."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return 2 * grad
-
-
-@ranks(3)
-def test_contexts_are_as_those_of_plain_tensors() -> None:
-    """Missing gradients are None where that is asked for, and what is changed after it was saved is found out."""
-    x = shard_tensor(X, chunks(0, 0, 2)).requires_grad_()
-    _Choosy.apply(x)[1].sum().backward()
-    assert (x.grad == 2).all().item()
-    inner = x * 1
-    out = _Square.apply(inner)
-    assert out.grad_fn.name() == "_SquareBackward"
-    assert out.requires_grad
-    assert not out.is_leaf
-    before = inner.full_tensor().detach()
-    with pytest.raises(UnsupportedOpError, match="mark_dirty"):
-        _InPlace.apply(inner)
-    assert_close(inner.full_tensor().detach(), before)
-    with torch.no_grad():
-        assert not _Square.apply(x).requires_grad
-    assert not _Square.apply(x.detach()).requires_grad
-
-
-@ranks(2)
-def test_an_argument_that_was_changed_after_it_was_saved_is_refused() -> None:
-    """As torch refuses it; a result that was changed is refused if it was saved, and is fine if not."""
-    for kind, changed in ((_Square, "argument"), (_Exponential, "result")):
-        x = shard_tensor(X, chunks(0, 0, 1)).requires_grad_() * 1
-        out = kind.apply(x)
-        (x if changed == "argument" else out).add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
-    leaf = shard_tensor(X, chunks(0, 0, 1)).requires_grad_()
-    out = _Square.apply(leaf)
-    out.mul_(3)
-    out.sum().backward()
-    assert_close(leaf.grad.full_tensor(), 6 * X)
-
-
-@ranks(2)
-def test_a_function_keeps_what_it_saves_and_nothing_else() -> None:
-    """While the graph lives; and nothing goes round in circles, so that all is freed with it, without a collector."""
-    leaf = shard_tensor(X, chunks(0, 0, 1)).requires_grad_()
-    gc.disable()
-    for kind, keeps in ((_Square, (True, False)), (_Exponential, (False, True)), (_Negated, (False, False))):
-        inner = leaf * 1
-        out = kind.apply(inner)
-        memory = [weakref.ref(one.local_tensor().untyped_storage()) for one in (inner, out)]
-        loss = out.sum()
-        del inner, out
-        assert tuple(one() is not None for one in memory) == keeps
-        loss.backward()
-        del loss
-        assert [one() for one in memory] == [None, None]
-    gc.enable()
-
-
-class _Negated(Function):
-    """Saves nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return -x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return -grad
-
-
-@ranks(2)
-def test_partial_tensors_go_through_a_function() -> None:
-    """As the sums that they are, as arguments and as results."""
-
-    class Parts(Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return PartialTensor(x.full_tensor())
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            return 2 * grad  # what both ranks contribute
-
-    local = X.clone().requires_grad_()
-    _Square.apply(PartialTensor(local)).sum().backward()
-    assert_close(local.grad, 4 * X)
-    x = shard_tensor(X, chunks(1, 0, 1)).requires_grad_()
-    (Parts.apply(x) * shard_tensor(X, chunks(0, 0, 1))).sum().backward()
-    assert_close(x.grad.full_tensor(), 2 * X)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's tracer does
-def test_functions_of_plain_tensors_are_compiled_whole() -> None:
-    """`apply` is still what torch's tracer takes it for."""
-    x = X.clone().requires_grad_()
-    compiled = torch.compile(lambda x: _Square.apply(x).sin().sum(), fullgraph=True, backend="aot_eager")
-    compiled(x).backward()
-    assert_close(x.grad, 2 * X * X.square().cos())
-    doubled = torch.func.grad(lambda x: _Normalized.apply(x)[0].sum())(X)
-    assert doubled.shape == X.shape

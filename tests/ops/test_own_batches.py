@@ -2,89 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import random
-from collections.abc import Callable
-from typing import Any, ParamSpec
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import ALL, SIZE, assert_close, boxes, chunks, holds, places
-from torch import nn
+from tests.cases import ALL, CUTS, SIZE, boxes, chunks, holds, places
+from tests.ops.tables import BAGS, BATCHES, OPTIONS, ROWS, WIDTH, close, mine, own, seeds, sent, shards_close, table
 from torch.nn import functional
 
 import shardwise
-from shardwise import ReplicatedShardingSpec, ShardedTensor, settings, shard_tensor
-from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError
+from shardwise import ReplicatedShardingSpec, shard_tensor
+from shardwise.errors import ProcessGroupError
 from shardwise.ops import embedding as embedding_ops
 from shardwise.ops.embedding_route import make_route
 from shardwise.testing import ranks
 
 assert embedding_ops  # which registers the ops
 
-P = ParamSpec("P")
-ROWS, WIDTH = SIZE
-# Of ranks 0 to 3: repeated ids, none at all, ids that others have too, all of one kind.
-BATCHES = [torch.tensor(ids, dtype=torch.int64) for ids in ([6, 0, 3, 3, 2], [], [5, 5, 4, 0, 1, 6, 2, 5, 3], [2, 2])]
-BAGS = [torch.tensor(bags, dtype=torch.int64) for bags in ([0, 0, 2], [0], [0, 1, 5, 9], [0])]  # some are empty
 
-
-def own(function: Callable[P, None]) -> Callable[P, None]:
-    """Decorator: within `own_batches`, on each rank."""
-
-    @functools.wraps(function)
-    def within(*args: P.args, **kwargs: P.kwargs) -> None:
-        with shardwise.own_batches():
-            function(*args, **kwargs)
-
-    return within
-
-
-def table() -> torch.Tensor:
-    """The plain table, the same on every rank."""
-    return torch.rand(SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-def seeds(*size: int) -> torch.Tensor:
-    """What the results are multiplied with, so that each entry's gradient is another."""
-    return torch.rand(size, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-
-
-def mine(values: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """This rank's part of what all ranks have together."""
-    part: torch.Tensor = values.split(sizes)[dist.get_rank()]
-    return part
-
-
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Assert that two plain tensors are the same but for rounding."""
-    assert_close(actual.detach(), expected.detach())
-
-
-def shards_close(tensor: ShardedTensor | None, expected: torch.Tensor) -> None:
-    """Assert that every local shard, sparse or not, is its part of the plain tensor but for rounding."""
-    for shard in [] if tensor is None else tensor.local_shards():
-        begin, size = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-        index = tuple(slice(b, b + s) for b, s in zip(begin, size, strict=True))
-        close(shard.tensor.to_dense(), expected[index])
-
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "padding": {"padding_idx": 3},
-    "padding from the end": {"padding_idx": -2},
-    "padding that nobody uses": {"padding_idx": 6},
-    "max_norm": {"max_norm": 1.2},
-    "max_norm of another norm, with padding": {"max_norm": 2.5, "norm_type": 1.0, "padding_idx": 0},
-    "max_norm of the largest": {"max_norm": 0.5, "norm_type": float("inf")},
-    "scale_grad_by_freq": {"scale_grad_by_freq": True, "padding_idx": 3},
-}
-
-
-@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("spec", CUTS)
 @ranks(4)
 @own
 def test_embedding_is_that_of_all_batches_in_a_plain_table(spec: str) -> None:
@@ -106,7 +44,7 @@ def test_embedding_is_that_of_all_batches_in_a_plain_table(spec: str) -> None:
         assert weight.grad is not None
 
 
-@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("spec", CUTS)
 @ranks(4)
 @own
 def test_embedding_bag_is_that_of_all_batches_in_a_plain_table(spec: str) -> None:
@@ -344,14 +282,6 @@ def test_only_distinct_ids_and_their_rows_travel() -> None:
     assert not sent(ids, shard_tensor(table(), ReplicatedShardingSpec(places(0, 1, 2, 3))))
 
 
-def sent(ids: torch.Tensor, weight: ShardedTensor) -> list[list[int]]:
-    """The bytes that this rank sends to each while it looks up ids: numbers, ids, rows."""
-    original = dist.all_to_all_single
-    with shardwise.validation(False), mock.patch.object(dist, "all_to_all_single", wraps=original) as wire:
-        functional.embedding(ids, weight)
-    return [call.args[3] for call in wire.call_args_list]
-
-
 @ranks(4)
 @own
 def test_few_repeated_ids_are_left_as_they_are() -> None:
@@ -384,158 +314,3 @@ def test_boxes_of_the_same_rows_on_a_rank_are_asked_once() -> None:
         [False, True],
         [False, True],
     ]
-
-
-WRONG: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
-    "an id too large": (PropertyError, "id 7 in a table of 7", lambda w: functional.embedding(torch.tensor([0, 7]), w)),
-    "an id below zero": (PropertyError, "id -1 in a table", lambda w: functional.embedding(torch.tensor([-1, 3]), w)),
-    "ids that are no integers": (RuntimeError, "scalar types", lambda w: functional.embedding(torch.ones(2), w)),
-    "a padding beyond": (PropertyError, "padding_idx", lambda w: functional.embedding(torch.tensor([1]), w, 7)),
-    "a norm that is no number": (
-        TypeError,
-        "max_norm",
-        lambda w: functional.embedding(torch.tensor([1]), w, max_norm="long"),
-    ),
-    "no offsets": (ValueError, "offsets has to be", lambda w: functional.embedding_bag(torch.tensor([1]), w)),
-    "three dims of bags": (ValueError, "1D or 2D", lambda w: functional.embedding_bag(torch.ones(1, 1, 1).long(), w)),
-    "an unknown mode": (
-        ValueError,
-        "mode has to be",
-        lambda w: functional.embedding_bag(torch.tensor([[1]]), w, mode="product"),
-    ),
-    "sparse maxima": (
-        ValueError,
-        "does not support sparse",
-        lambda w: functional.embedding_bag(torch.tensor([[1]]), w, mode="max", sparse=True),
-    ),
-    "weighted means": (
-        NotImplementedError,
-        "only supported for mode='sum'",
-        lambda w: functional.embedding_bag(torch.tensor([[1]]), w, per_sample_weights=torch.ones(1, 1).double()),
-    ),
-    "weights of another dtype": (
-        RuntimeError,
-        "per_sample_weights",
-        lambda w: functional.embedding_bag(torch.tensor([[1]]), w, mode="sum", per_sample_weights=torch.ones(1, 1)),
-    ),
-    "offsets beyond": (
-        RuntimeError,
-        "offsets",
-        lambda w: functional.embedding_bag(torch.tensor([1]), w, torch.tensor([0, 5])),
-    ),
-}
-
-
-def right(weight: Any) -> torch.Tensor:
-    """What the other rank calls."""
-    return functional.embedding(torch.tensor([1, 2]), weight)
-
-
-@pytest.mark.parametrize("mistake", WRONG)
-@ranks(2)
-@own
-def test_a_mistake_of_one_rank_stops_all(mistake: str) -> None:
-    """Every rank raises what the one would have raised in a plain table, and the next call is in step again."""
-    kind, message, call = WRONG[mistake]
-    weight = shard_tensor(table(), chunks(0, 0, 1))
-    if dist.get_rank() == 0:
-        call = right
-    with pytest.raises(kind, match=message):
-        call(weight)
-    close(functional.embedding(torch.tensor([6]), weight), table()[[6]])
-
-
-@ranks(2)
-@own
-def test_what_is_no_table_and_what_ranks_disagree_on() -> None:
-    """Tensors of other dims, options that differ."""
-    ids = torch.tensor([0])
-    with pytest.raises(PropertyError, match="two dims"):
-        functional.embedding(ids, shardwise.zeros(chunks(0, 0, 1), 4))
-    with pytest.raises(PropertyError, match="with data"):
-        functional.embedding(ids, shardwise.zeros(shardwise.ChunkShardingSpec(0, ["rank:0/meta", "rank:1/meta"]), 4, 2))
-    weight = shard_tensor(table(), chunks(0, 0, 1))
-    with pytest.raises(RankMismatchError, match="options"):
-        functional.embedding(ids, weight, padding_idx=dist.get_rank())
-    with pytest.raises(RankMismatchError, match="requires_grad"), torch.set_grad_enabled(dist.get_rank() == 0):
-        functional.embedding(ids, shard_tensor(table(), chunks(0, 0, 1)).requires_grad_())
-
-
-@ranks(2)
-@own
-def test_sharded_ids_are_one_batch() -> None:
-    """Then the op is one on whole values as any other: with a sharded table, or a plain one that all ranks have."""
-    ids = torch.tensor([3, 0, 3, 1])
-    sharded_ids = shard_tensor(ids, chunks(0, 0, 1))
-    for given in (shard_tensor(table(), chunks(0, 0, 1)), table()):
-        weight, plain = given.detach().clone().requires_grad_(), table().requires_grad_()
-        found = functional.embedding(sharded_ids, weight)
-        expected = functional.embedding(ids, plain)
-        assert torch.equal(found.full_tensor(), expected)
-        found.pow(2).sum().backward()
-        expected.pow(2).sum().backward()
-        grad = weight.grad.full_tensor() if isinstance(weight, shardwise.ShardedTensor) else weight.grad
-        close(grad, plain.grad)
-        bags = functional.embedding_bag(sharded_ids, weight, torch.tensor([0, 2]))
-        close(bags.full_tensor(), functional.embedding_bag(ids, plain, torch.tensor([0, 2])))
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-@ranks(3)
-@own
-def test_one_batch_on_every_rank_counts_once(kind: Any) -> None:
-    """Ids in a ReplicatedTensor: the gradient is that of one loss, which every rank computes."""
-    ids = torch.tensor([[1, 2], [3, 3], [10, 0]])
-    for spec in (chunks(0, 0, 1, 2), chunks(1, 2, 0, 1)):
-        torch.manual_seed(0)
-        plain = kind(11, 6, dtype=torch.float64)
-        model = shardwise.shard_module(copy.deepcopy(plain), shardwise.ShardingPlan({"weight": spec}))
-        plain(ids).square().sum().backward()
-        model(shardwise.ReplicatedTensor(ids)).square().sum().backward()
-        assert_close(model.weight.grad.full_tensor(), plain.weight.grad)
-
-
-@ranks(2)
-@own
-def test_own_batches_go_through_a_linear_layer() -> None:
-    """A plain input is this rank's own batch, of its own size; the result is over all batches, in order of rank."""
-    rank = dist.get_rank()
-    weight, bias = torch.arange(12.0, dtype=torch.float64).reshape(4, 3), torch.arange(4.0, dtype=torch.float64)
-    batches = [torch.arange(6.0, dtype=torch.float64).reshape(2, 3), torch.ones(3, 3, dtype=torch.float64)]
-    for spec in (chunks(0, 0, 1), chunks(1, 0, 1)):
-        parameter = shard_tensor(weight, spec).requires_grad_()
-        mine = batches[rank].clone().requires_grad_()
-        found = functional.linear(mine, parameter, bias)
-        plain_weight, joined = weight.clone().requires_grad_(), torch.cat(batches).requires_grad_()
-        expected = functional.linear(joined, plain_weight, bias)
-        assert torch.equal(found.full_tensor(), expected)
-        found.pow(2).sum().backward()
-        expected.pow(2).sum().backward()
-        assert_close(parameter.grad.full_tensor(), plain_weight.grad)
-        grads = joined.grad.split([2, 3])
-        assert_close(mine.grad, grads[rank])
-
-
-@ranks(2)
-@own
-def test_each_ranks_loss_of_a_whole_tensor_counts() -> None:
-    """As each rank's loss of its own rows does."""
-    here = dist.get_rank()
-    weight, rows = shard_tensor(torch.ones(2, 2).double(), chunks(0, 0, 1)).requires_grad_(), torch.eye(2).double()
-    (rows[here] @ weight.full_tensor() * (here + 1)).sum().backward()
-    shards_close(weight.grad, torch.tensor([[1.0, 1.0], [2.0, 2.0]]).double())
-
-
-@ranks(2)
-def test_the_rule_of_the_process_holds_within_contexts() -> None:
-    """Also within one that was entered before, and sets something else."""
-    with shardwise.gather_budget(0):
-        settings.set_outside(own_batches=True)
-        try:
-            assert settings.current().own_batches
-            assert settings.current().gather_budget == 0
-            with shardwise.own_batches(False):
-                assert not settings.current().own_batches
-        finally:
-            settings.set_outside(own_batches=False)
-        assert not settings.current().own_batches

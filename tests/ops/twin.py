@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tests.cases import boxes, chunks
+from tests.cases import boxes, chunks, parts
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -61,11 +61,6 @@ TWO: dict[str, Layouts] = {
 }
 
 
-def whole(tensor: Any) -> Any:
-    """The plain tensor that a sharded one is."""
-    return tensor.full_tensor() if isinstance(tensor, shardwise.ShardedTensor) else tensor
-
-
 def sharded(tensor: torch.Tensor, layouts: Layouts) -> torch.Tensor:
     """A leaf of the same value, which asks for a gradient if it can have one."""
     spec = layouts(tensor.shape)
@@ -79,14 +74,21 @@ def assert_alike(found: Any, expected: Any, what: str) -> tuple[Any, Any]:
     mine, theirs = pytree.tree_leaves(found), pytree.tree_leaves(expected)
     for k, (one, other) in enumerate(zip(mine, theirs, strict=True)):
         assert one.dtype == other.dtype, what
-        torch.testing.assert_close(
-            whole(one.detach()), other.detach(), msg=lambda text, k=k: f"{what}, result {k}: {text}"
-        )
+        _assert_close(one, other, f"{what}, result {k}")
         if other.requires_grad:
             weights = normal(*other.shape, seed=k + 7)
             losses[0] = losses[0] + (one * weights).sum()
             losses[1] = losses[1] + (other * weights).sum()
     return losses[0], losses[1]
+
+
+def _assert_close(found: Any, expected: torch.Tensor, what: str) -> None:
+    """Each shard where it lies, to what floats of that length can tell."""
+    pairs = [(found, expected)]
+    if isinstance(found, shardwise.ShardedTensor):
+        pairs = parts(found, expected, what)
+    for one, other in pairs:
+        torch.testing.assert_close(one.detach(), other.detach(), msg=lambda text: f"{what}: {text}")
 
 
 def go_back(losses: tuple[Any, Any], pairs: Sequence[tuple[Any, Any]], what: str) -> None:
@@ -98,9 +100,7 @@ def go_back(losses: tuple[Any, Any], pairs: Sequence[tuple[Any, Any]], what: str
     for k, (one, other) in enumerate(pairs):
         assert (one.grad is None) == (other.grad is None), f"{what}, gradient {k}"
         if other.grad is not None:
-            torch.testing.assert_close(
-                whole(one.grad), other.grad, msg=lambda text, k=k: f"{what}, gradient {k}: {text}"
-            )
+            _assert_close(one.grad, other.grad, f"{what}, gradient {k}")
 
 
 def assert_same(function: Callable[..., Any], operands: Sequence[tuple[torch.Tensor, Layouts]], what: str) -> Any:

@@ -36,18 +36,18 @@ def gathered(state_dict: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", [*BY_ELEMENT, *BY_TENSOR])
 @ranks(4)
 def test_state_moves_to_another_layout_and_training_goes_on(kind: str) -> None:
-    """Three steps in one layout, the state loaded into one of another, three more: as six on the plain twin."""
+    """Two steps in one layout, the state loaded into one of another, two more: as four on the plain twin."""
     plain = model()
     first = sharded(plain, ALL["uneven, several per rank"], chunks(0, 0, 1, 2))
     before = make(kind, named(first), ShardedOptimizer)
     theirs = make(kind, plain.parameters())
-    data = batches(6)
-    train(first, before, data[:3])
-    train(plain, theirs, data[:3])
+    data = batches(4)
+    train(first, before, data[:2])
+    train(plain, theirs, data[:2])
     second = sharded(plain, ALL["uneven grid"], chunks(1, 3, 1))
     after = make(kind, named(second), ShardedOptimizer)
     after.load_state_dict(before.state_dict())
-    assert train(second, after, data[3:]) == pytest.approx(train(plain, theirs, data[3:]), rel=ROUNDING)
+    assert train(second, after, data[2:]) == pytest.approx(train(plain, theirs, data[2:]), rel=ROUNDING)
     assert_same(second, plain)
 
 
@@ -91,11 +91,11 @@ def test_state_of_another_size_is_cut_as_its_parameter() -> None:
 
 
 def save(kind: str, path: str) -> None:
-    """Train three steps on these ranks, and write the whole state and model from one of them."""
+    """Train two steps on these ranks, and write the whole state and model from one of them."""
     size = dist.get_world_size()
     twin = sharded(model(), chunks(0, *range(size)), chunks(1, *reversed(range(size))))
     optimizer = make(kind, named(twin), ShardedOptimizer)
-    train(twin, optimizer, batches(6)[:3])
+    train(twin, optimizer, batches(4)[:2])
     state = gathered(optimizer.state_dict())
     parameters = {name: whole(parameter).detach() for name, parameter in named(twin).items()}
     if dist.get_rank() == 0:
@@ -104,7 +104,7 @@ def save(kind: str, path: str) -> None:
 
 
 def resume(kind: str, path: str) -> None:
-    """Read them on other ranks, in another layout, train three more, and compare with six steps on a plain twin."""
+    """Read them on other ranks, in another layout, train two more, and compare with four steps on a plain twin."""
     state, parameters = torch.load(path)
     plain, read = model(), model()
     read.load_state_dict(parameters)
@@ -112,14 +112,17 @@ def resume(kind: str, path: str) -> None:
     twin = sharded(read, chunks(1, *range(size)), chunks(0, *range(size), 0))
     optimizer = make(kind, named(twin), ShardedOptimizer)
     optimizer.load_state_dict(state)
-    data = batches(6)
+    data = batches(4)
     train(plain, make(kind, plain.parameters()), data)
-    train(twin, optimizer, data[3:])
+    train(twin, optimizer, data[2:])
     assert_same(twin, plain)
 
 
-@pytest.mark.parametrize(("here", "there"), [(4, 2), (2, 3), (1, 4)])
-@pytest.mark.parametrize("kind", ["AdamW amsgrad", "SGD momentum", "Adagrad", "Adafactor"])
+@pytest.mark.parametrize(
+    ("kind", "here", "there"),
+    [("SGD momentum", 4, 2), ("Adagrad", 2, 3)]
+    + [(kind, *worlds) for kind in ("AdamW amsgrad", "Adafactor") for worlds in ((4, 2), (2, 3), (1, 4))],
+)
 def test_state_moves_to_another_world(kind: str, here: int, there: int, tmp_path: Path) -> None:
     """Saved whole on so many ranks, loaded on so many others: as if never stopped."""
     path = str(tmp_path / "state")
