@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Ranks and scripts start many Pythons: what one has compiled the others read, and what none imports nobody compiles.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test lint bench coverage-ops clean
 .DEFAULT_GOAL := help
@@ -18,7 +20,7 @@ help:
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[cli,clients,dev]'
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[cli,clients,dev]'
 	@touch $@
 
 demo: $(READY)
@@ -27,7 +29,7 @@ demo: $(READY)
 lint: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
+	@$(BIN)/mypy --num-workers auto
 	@$(BIN)/lint-imports --no-cache
 
 test: lint

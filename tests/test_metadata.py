@@ -26,6 +26,23 @@ def test_a_record_can_be_changed_copied_hashed_and_compared() -> None:
     assert {record: 1}[copy.copy(record)] == 1
 
 
+def test_records_share_no_placement() -> None:
+    """Other libraries write into the placement of a record; the next one with the same text is not to change."""
+    records = [ShardMetadata([0], [1], "rank:1/cuda:1") for _ in range(2)]
+    records[0].placement._device = torch.device("meta")
+    assert [str(record.placement) for record in records] == ["rank:1/meta", "rank:1/cuda:1"]
+    assert str(ShardMetadata([0], [1], "rank:1/cuda:1").placement) == "rank:1/cuda:1"
+    given = records[1].placement
+    assert ShardMetadata([0], [1], given).placement is given
+
+
+def test_many_records_are_as_those_made_one_by_one() -> None:
+    """With placements and without."""
+    one_by_one = [ShardMetadata([k], [2], None if k % 3 else "rank:0/cpu") for k in range(9)]
+    rows = zip(*((r.shard_offsets, r.shard_sizes, r.placement) for r in one_by_one), strict=True)
+    assert ShardMetadata.many(*map(list, rows)) == one_by_one
+
+
 def test_records_survive_pickling() -> None:
     """With placement, without, and with every memory format."""
     for placement in ("rank:1/cuda:3", "worker/cpu", None):

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import ChunkShardingSpec, GridShardingSpec, mesh_placements
 from shardwise.errors import PlacementError
-from shardwise.placement import Placement, parse, parse_all
+from shardwise.placement import Placement, distinct_places, parse, parse_all
 from shardwise.testing import ranks
 
 
@@ -45,6 +45,31 @@ def test_a_place_that_cannot_be_is_refused(placement: object, message: str) -> N
     for kind in (ValueError, RuntimeError, PlacementError):
         with pytest.raises(kind, match=message):
             Placement.of(placement)
+
+
+def test_a_remote_device_is_new_each_time() -> None:
+    """Callers write into them, and a frozen place is not to change by that."""
+    place = Placement.of("rank:1/cuda:0")
+    place.remote_device()._rank = 7
+    parse("rank:1/cuda:0")._device = torch.device("cpu")
+    assert str(place.remote_device()) == str(parse("rank:1/cuda:0")) == "rank:1/cuda:0"
+    assert Placement.of("rank:1/cuda:0") == place
+
+
+def test_distinct_places_are_numbered_as_they_come() -> None:
+    """However they are said."""
+    said = ["rank:1/cpu", parse("rank:0/cpu"), Placement.of("rank:1/cpu"), parse("rank:1/cpu:0"), "worker/cpu", "cpu"]
+    places, numbers = distinct_places(said)
+    assert [str(place) for place in places] == ["rank:1/cpu", "rank:0/cpu", "worker/cpu", "cpu"]
+    assert numbers == [0, 1, 0, 0, 2, 3]
+    assert distinct_places([]) == ((), [])
+    for wrong, message in (
+        (None, "remote device is None"),
+        ((1, 2, 3), "Invalid type"),
+        ("rank:5000000000/cpu", "no job"),
+    ):
+        with pytest.raises(PlacementError, match=message):
+            distinct_places(["cpu", wrong])
 
 
 def test_the_callers_list_stays_as_it_is() -> None:

@@ -75,6 +75,11 @@ def meets() -> str:
     return in_step(dist.group.WORLD, lambda: ("met", {}))
 
 
+def has_loaded(module: str) -> bool:
+    """Whether a module is there before anybody asked for it."""
+    return module in sys.modules
+
+
 def unpicklable() -> object:
     """A result that cannot travel."""
     return lambda: None
@@ -84,6 +89,13 @@ def test_results_come_back_by_rank() -> None:
     """For any world size, with arguments."""
     assert run_on_ranks(3, rank_and_size, 10) == [(10, 3), (11, 3), (12, 3)]
     assert run_on_ranks(1, rank_and_size, offset=5) == [(5, 1)]
+
+
+def test_ranks_start_with_what_ops_need_unless_they_are_bare() -> None:
+    """Torch's tracer, which imports the old system."""
+    assert run_on_ranks(1, has_loaded, "torch._dynamo") == [True]
+    for module in ("torch._dynamo", "torch.distributed._shard", "transformers"):
+        assert run_on_ranks(1, has_loaded, module, bare=True) == [False]
 
 
 def test_each_task_starts_clean() -> None:

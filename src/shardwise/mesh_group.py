@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from typing import cast
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -11,46 +13,57 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ProcessGroupError
-from shardwise.geometry import IntArray
-from shardwise.process_group import group_ranks, is_member, or_default
+from shardwise.geometry import IntArray, read_only
+from shardwise.meeting import listed
+from shardwise.process_group import group_ranks, is_member, or_default, outside
+
+_ranks: WeakKeyDictionary[DeviceMesh, IntArray] = WeakKeyDictionary()
 
 
 def mesh_ranks(mesh: DeviceMesh) -> IntArray:
-    """The ranks of a mesh in its shape; also within FakeTensorMode, where torch would not read its own tensor."""
-    with unset_fake_temporarily():
-        return cast(IntArray, mesh.mesh.to("cpu", torch.int64).numpy())
+    """The ranks of a mesh in its shape, read-only; also within FakeTensorMode, where torch would not read them."""
+    ranks = _ranks.get(mesh)
+    if ranks is None:
+        with unset_fake_temporarily():
+            ranks = _ranks[mesh] = read_only(mesh.mesh.to("cpu", torch.int64).numpy())
+    return ranks
 
 
 def mesh_group(mesh: DeviceMesh, process_group: ProcessGroup | None) -> ProcessGroup:
     """The given group, when it has every rank of the mesh; else the default group, when the mesh has all its ranks;
     else the group of a line of the mesh that has all its ranks. None is made: not every rank may be here to help."""
-    ranks = sorted(mesh_ranks(mesh).flatten().tolist())
+    ranks = mesh_ranks(mesh)
     if process_group is not None:
-        if is_member(process_group) and not set(ranks) <= set(group_ranks(process_group)):
+        if is_member(process_group) and len(outside(ranks.reshape(-1), process_group)):
             raise ProcessGroupError(
-                f"the group has ranks {group_ranks(process_group)}, and so not all ranks of the mesh: {ranks}"
+                f"the group has ranks {listed(group_ranks(process_group))}, and so not all ranks of the mesh: "
+                f"{_text(ranks)}"
             )
         return process_group
     default = or_default(None)
-    if ranks == sorted(group_ranks(default)):
+    if ranks.size == default.size() and not len(outside(ranks.reshape(-1), default)):
         return default
     if dist.get_rank() not in ranks:
         return cast(ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER)
     for axis in range(mesh.ndim):
-        if mesh.size(axis) == len(ranks):
+        if mesh.size(axis) == ranks.size:
             return mesh.get_group(axis)
     raise ProcessGroupError(
         f"torch has a process group for each line of {mesh}, and none for all of its ranks: make one, which every rank "
-        f"of the default group does, and give it: group = dist.new_group({ranks}), then process_group=group"
+        f"of the default group does, and give it: group = dist.new_group({_text(ranks)}), then process_group=group"
     )
 
 
 def require_inside(mesh: DeviceMesh, process_group: ProcessGroup) -> None:
     """Raise unless every rank of the mesh is in this group; a rank outside of the group knows only that it is."""
-    ranks = set(mesh_ranks(mesh).flatten().tolist())
-    outside = ranks - set(group_ranks(process_group)) if is_member(process_group) else ranks & {dist.get_rank()}
-    if outside:
+    ranks = mesh_ranks(mesh).reshape(-1)
+    missing = outside(ranks, process_group) if is_member(process_group) else ranks[ranks == dist.get_rank()]
+    if len(missing):
         raise ProcessGroupError(
-            f"ranks {sorted(outside)} of {mesh} are not in the tensor's process group: bring it to one that has them, "
+            f"ranks {_text(missing)} of {mesh} are not in the tensor's process group: bring it to one that has them, "
             "as in tensor.redistribute(spec, process_group=dist.group.WORLD).to_dtensor(mesh), which every rank calls"
         )
+
+
+def _text(ranks: IntArray) -> str:
+    return listed(np.sort(ranks, axis=None).tolist())

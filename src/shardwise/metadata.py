@@ -6,9 +6,10 @@ Nothing inside the library trusts them after parsing: the truth is `shardwise.la
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -53,18 +54,14 @@ class ShardMetadata:
         shard_sizes: Sequence[int],
         placement: str | RemoteDevice | None = None,
     ) -> None:
-        self.shard_offsets = _indices("shard_offsets", shard_offsets)
-        self.shard_sizes = _indices("shard_sizes", shard_sizes)
-        self.placement = None if placement is None else parse(placement)
-        if len(self.shard_offsets) != len(self.shard_sizes):
+        self.shard_offsets = offsets = _indices("shard_offsets", shard_offsets)
+        self.shard_sizes = sizes = _indices("shard_sizes", shard_sizes)
+        self.placement = placement if placement is None or type(placement) is RemoteDevice else parse(placement)
+        if len(offsets) != len(sizes):
             raise LayoutError(
                 "shard_offsets and shard_sizes should have the same number of elements, "
-                f"found {len(self.shard_offsets)} and {len(self.shard_sizes)}"
+                f"found {len(offsets)} and {len(sizes)}"
             )
-        if self.shard_offsets and min(self.shard_offsets) < 0:
-            raise LayoutError(f"shard_offsets should be >=0, found {self.shard_offsets}")
-        if self.shard_sizes and min(self.shard_sizes) < 0:
-            raise LayoutError(f"shard_sizes should be >= 0, found {self.shard_sizes}")
 
     @classmethod
     def trusted(cls, offsets: list[int], sizes: list[int], placement: RemoteDevice | None) -> ShardMetadata:
@@ -75,6 +72,18 @@ class ShardMetadata:
         self.placement = placement
         return self
 
+    @classmethod
+    def many(
+        cls, offsets: list[list[int]], sizes: list[list[int]], placements: Iterable[RemoteDevice | None]
+    ) -> list[ShardMetadata]:
+        """Records of values that need no checking, made without a call for each."""
+        records = list(map(_new, repeat(cls, len(offsets))))
+        for record, offset, size, placement in zip(records, offsets, sizes, placements, strict=True):
+            record.shard_offsets = offset
+            record.shard_sizes = size
+            record.placement = placement
+        return records
+
     def __hash__(self) -> int:
         return hash((tuple(self.shard_offsets), tuple(self.shard_sizes), self.placement))
 
@@ -84,10 +93,20 @@ class ShardMetadata:
 
 
 def _indices(name: str, values: Sequence[int]) -> list[int]:
+    """A new list of integers that are not negative."""
     try:
-        return [operator.index(value) for value in values]
+        indices = list(values)
+        for value in indices:
+            if type(value) is not int or value < 0:  # another kind of integer, such as numpy's, or none
+                break
+        else:
+            return indices
+        indices = list(map(operator.index, indices))
     except TypeError as error:
         raise LayoutError(f"{name} should be a sequence of integers, found {values!r}") from error
+    if min(indices) < 0:
+        raise LayoutError(f"{name} should be {'>=0' if name == 'shard_offsets' else '>= 0'}, found {indices}")
+    return indices
 
 
 @dataclass

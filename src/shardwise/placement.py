@@ -6,9 +6,12 @@ Outside, a placement is torch's own `_remote_device`, as the old system's caller
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import cached_property, lru_cache
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import remote_device
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 RemoteDevice = remote_device._remote_device
 PlacementLike = str | torch.device | RemoteDevice
+_new = object.__new__
 WITHOUT_INDEX = ("cpu", "meta")  # kinds of devices of which there is one: cpu:0 is cpu
 
 
@@ -43,9 +47,7 @@ class Placement:
         if placement is None:
             raise PlacementError("remote device is None: each shard needs a placement such as 'rank:0/cpu'")
         remote = parse(placement)
-        if (remote.rank() or 0) >= 2**31:
-            raise PlacementError(f"no job has a rank {remote.rank()}")
-        return Placement(remote.device(), remote.rank(), remote.worker_name())
+        return _place(remote.device(), remote.rank(), remote.worker_name())
 
     def __str__(self) -> str:
         if self.worker is not None:
@@ -54,11 +56,38 @@ class Placement:
 
     def remote_device(self) -> RemoteDevice:
         """A new `_remote_device` that says the same."""
-        return RemoteDevice(str(self))
+        return _remote(self._fields)
+
+    @cached_property
+    def _fields(self) -> dict[str, Any]:
+        return _fields(str(self))
 
     def on(self, device: torch.device) -> Placement:
         """The same rank, another device."""
         return replace(self, device=device)
+
+
+MOST_KEPT = 1 << 15  # texts and places that stay parsed: few are given many times
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def _place(device: torch.device, rank: int | None, worker: str | None) -> Placement:
+    if (rank or 0) >= 2**31:
+        raise PlacementError(f"no job has a rank {rank}")
+    return Placement(device, rank, worker)
+
+
+@lru_cache(maxsize=MOST_KEPT)
+def _fields(text: str) -> dict[str, Any]:
+    """What a `_remote_device` of this text holds."""
+    return vars(RemoteDevice(text))
+
+
+def _remote(fields: dict[str, Any]) -> RemoteDevice:
+    """A new `_remote_device`. None is shared: callers write into those of their records."""
+    remote = _new(RemoteDevice)
+    remote.__dict__ = fields.copy()
+    return remote
 
 
 def parse(placement: PlacementLike) -> RemoteDevice:
@@ -66,9 +95,30 @@ def parse(placement: PlacementLike) -> RemoteDevice:
     if isinstance(placement, RemoteDevice):
         return placement
     try:
-        return RemoteDevice(placement)
+        return _remote(_fields(placement)) if isinstance(placement, str) else RemoteDevice(placement)
     except (ValueError, TypeError, RuntimeError) as error:
         raise PlacementError(str(error)) from error
+
+
+def distinct_places(
+    placements: Sequence[PlacementLike | Placement | None],
+) -> tuple[tuple[Placement, ...], list[int]]:
+    """Each distinct place once, in the order that they come in, and for each placement the index of its place."""
+    seen: defaultdict[tuple[Any, ...], int] = defaultdict(count().__next__)  # few places are given many times
+    numbers = [
+        seen[
+            (placement.device(), placement.rank(), placement.worker_name())
+            if isinstance(placement, RemoteDevice)
+            else (placement,)
+        ]
+        for placement in placements
+    ]
+    places = [_place(*said) if len(said) == 3 else Placement.of(*said) for said in seen]
+    if len({(place.device, place.rank, place.worker) for place in places}) < len(places):
+        # There are two ways to say the same place, such as cpu and cpu:0.
+        index = {place: number for number, place in enumerate(dict.fromkeys(places))}
+        places, numbers = list(index), [index[places[number]] for number in numbers]
+    return tuple(places), numbers
 
 
 def parse_all(placements: Sequence[PlacementLike]) -> list[RemoteDevice]:

@@ -16,7 +16,7 @@ from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedOptimizer
 from shardwise.testing import ranks
 
 
-@ranks(4, fresh=True)
+@ranks(4, bare=True)
 def test_fsdp_trains_on_from_a_sharded_state_dict(tmp_path: Path) -> None:
     """SHARDED_STATE_DICT of model and optimizer, saved and loaded by DCP; its tensors are ours, and hold the values.
 
@@ -99,7 +99,7 @@ def test_fsdp_trains_on_from_a_sharded_state_dict(tmp_path: Path) -> None:
             assert_close(full(model), full(one))
 
 
-@ranks(4, fresh=True)
+@ranks(4, bare=True)
 def test_distributed_checkpoints(tmp_path: Path) -> None:
     """Under its old name too: save, load into any layout, async_save, optimizers, ranks without shards."""
     dropin.install()
@@ -134,7 +134,7 @@ def test_distributed_checkpoints(tmp_path: Path) -> None:
     assert torch.equal(found["state"]["w"]["exp_avg"].full_tensor(), wanted)
 
 
-@ranks(4, fresh=True)
+@ranks(4, bare=True)
 def test_full_state_dicts_of_tensors_that_are_cut_in_any_way() -> None:
     """Whole on every rank, or on rank 0 in CPU memory only; and loaded from there."""
     dropin.install()

@@ -150,6 +150,6 @@ def refuse_old(folder: Path) -> None:
 
 def test_files_of_the_old_system_load_on_the_drop_in(tmp_path: Path) -> None:
     """Tensors, state dicts and bare records, as data or not; only on the rank and in the group that wrote them."""
-    run_on_ranks(3, save_old, tmp_path, fresh=True)
-    run_on_ranks(3, load_old, tmp_path, fresh=True)
-    run_on_ranks(1, refuse_old, tmp_path, fresh=True)
+    run_on_ranks(3, save_old, tmp_path)
+    run_on_ranks(3, load_old, tmp_path, bare=True)
+    run_on_ranks(1, refuse_old, tmp_path, fresh=True, bare=True)

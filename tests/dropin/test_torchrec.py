@@ -15,7 +15,7 @@ from shardwise.testing import ranks
 WORLD, ROWS, COLUMNS = 3, 10, 6
 
 
-@ranks(WORLD, fresh=True)
+@ranks(WORLD, bare=True)
 def test_row_wise_tables() -> None:
     """A plan as an enumerable spec; tensors from it without communication; state dicts, copies, dict keys."""
     dropin.install()
@@ -73,7 +73,7 @@ def test_row_wise_tables() -> None:
         assert torch.equal(out[:, 0], torch.tensor([1.0] * 4 + [2.0] * 4 + [3.0] * 2))
 
 
-@ranks(WORLD, fresh=True)
+@ranks(WORLD, bare=True)
 def test_table_wise_and_column_wise_tables() -> None:
     """A table on one rank, of which the others have no shard; and one with several columns on a rank."""
     dropin.install()
@@ -104,9 +104,9 @@ def test_table_wise_and_column_wise_tables() -> None:
         assert torch.equal(joined.full_tensor(), wanted)
 
 
-@ranks(1, fresh=True)
+@ranks(WORLD, bare=True)
 def test_inference_tables_without_a_group() -> None:
-    """Shards of one process on several devices, in a ShardedTensorBase; copied from one to the other."""
+    """Shards of each process alone, on several devices, in a ShardedTensorBase; copied from one to the other."""
     dropin.install()
     from torch.distributed._shard.sharded_tensor import Shard, ShardedTensorBase, ShardedTensorMetadata, ShardMetadata
 

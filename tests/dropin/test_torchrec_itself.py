@@ -78,7 +78,7 @@ def batch(seed: int) -> Any:
 
 
 @pytest.mark.skipif(find_spec("torchrec") is None, reason="torchrec is not installed")
-@ranks(2, fresh=True)
+@ranks(2, bare=True)
 def test_tables_train_and_go_through_a_checkpoint(tmp_path: Path) -> None:
     """Step by step as the whole tables on both batches; what it hands out are our tensors."""
     dropin.install()

@@ -19,7 +19,7 @@ LAYOUTS = ("chunk dim 0", "chunk out of order", "uneven, several per rank", "all
 
 
 @pytest.mark.skipif(find_spec("torchsnapshot") is None, reason="torchsnapshot is not installed")
-@ranks(4, fresh=True)
+@ranks(4, bare=True)
 def test_snapshots_restore_into_another_layout(tmp_path: Path) -> None:
     """Each layout into each of the next ones."""
     dropin.install()

@@ -44,6 +44,31 @@ def test_what_is_not_a_box_is_refused(offsets: list[list[int]], sizes: list[list
         Boxes.parse(offsets, sizes, 1)
 
 
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (1.0, r"shard sizes \(\[1, 1.0\] of shard 777\) should be rows of 64-bit integers: 'float'"),
+        (2**63, r"of shard 777\) should be rows of 64-bit integers: int too big"),
+        (-3, r"shard_sizes should be >= 0, found -3 in shard 777"),
+    ],
+)
+def test_a_bad_row_among_many_is_named(bad: object, message: str) -> None:
+    """Also though all are parsed together."""
+    sizes: list[list[object]] = [[1, 1] for _ in range(1000)]
+    sizes[777][1] = bad
+    with pytest.raises(LayoutError, match=message):
+        Boxes.parse([[k, 0] for k in range(1000)], sizes, 2)
+
+
+def test_equal_boxes_are_equal() -> None:
+    """Whatever memory they lie in; by rows, not by the numbers in them alone."""
+    rows = np.arange(8).reshape(4, 2)
+    turned = np.asfortranarray(rows)
+    assert Boxes(rows, turned) == Boxes(turned, rows)
+    assert Boxes(rows, rows) != Boxes(rows, rows + 1)
+    assert Boxes(rows, rows) != Boxes(rows.reshape(2, 4), rows.reshape(2, 4))
+
+
 def test_integers_of_any_kind_are_taken() -> None:
     """What answers to __index__ is an integer."""
     assert Boxes.parse([[np.int32(3)]], [[np.uint8(1)]], 1).ends.tolist() == [[4]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.geometry.strategies import partitions, some_boxes
 
@@ -26,27 +26,36 @@ def found(a: Boxes, b: Boxes) -> list[tuple[int, int]]:
     return list(zip(i.tolist(), j.tolist(), strict=True))
 
 
-@given(st.integers(0, 6).flatmap(lambda d: st.tuples(some_boxes(d), some_boxes(d))))
-def test_every_meeting_is_found_once(pair: Sets) -> None:
-    """In 0 to 6 dims, for overlapping, empty and equal boxes."""
-    assert found(*pair) == tried(*pair)
+ANY_TWO_SETS = st.integers(0, 6).flatmap(lambda d: st.tuples(some_boxes(d, most=30), some_boxes(d, most=30)))
 
 
-@given(st.integers(0, 6).flatmap(lambda d: st.tuples(some_boxes(d, most=30), some_boxes(d, most=30))))
-@settings(max_examples=60)
-def test_the_tree_finds_the_same_when_it_must_split(pair: Sets) -> None:
-    """With leaves of next to nothing, so that every example goes through all of it; and with tiny batches."""
+@given(ANY_TWO_SETS, st.sampled_from([intersect.BLOCK, 40, 3]))
+def test_every_meeting_is_found_once(pair: Sets, block: int) -> None:
+    """In 0 to 6 dims, for overlapping, empty and equal boxes, all pairs at once and some at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(intersect, "PAIRS_PER_ENTRY", 0)
-        patch.setattr(intersect, "BATCH", 3)
+        patch.setattr(intersect, "BLOCK", block)
         assert found(*pair) == tried(*pair)
 
 
-@given(st.integers(1, 4).flatmap(lambda d: st.tuples(partitions(d), partitions(d))))
-def test_two_cuts_of_space_meet_where_they_should(pair: tuple[tuple[Boxes, object], tuple[Boxes, object]]) -> None:
+@given(ANY_TWO_SETS, st.sampled_from([0, intersect.PAIRS_PER_ENTRY]), st.sampled_from([3, intersect.BATCH]))
+def test_the_same_meetings_are_found_among_many(pair: Sets, leaf: int, batch: int) -> None:
+    """By sorting or by the tree, with leaves of next to nothing or not, in tiny batches or in one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(intersect, "PAIRS_PER_BOX", 0)
+        patch.setattr(intersect, "PAIRS_PER_ENTRY", leaf)
+        patch.setattr(intersect, "BATCH", batch)
+        assert found(*pair) == tried(*pair)
+
+
+@given(st.integers(1, 4).flatmap(lambda d: st.tuples(partitions(d), partitions(d))), st.booleans())
+def test_two_cuts_of_space_meet_where_they_should(
+    pair: tuple[tuple[Boxes, object], tuple[Boxes, object]], many: bool
+) -> None:
     """The case that transfers are made of."""
     (a, _), (b, _) = pair
-    assert found(a, b) == tried(a, b)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(intersect, "PAIRS_PER_BOX", 0 if many else intersect.PAIRS_PER_BOX)
+        assert found(a, b) == tried(a, b)
 
 
 def test_many_boxes_in_a_grid() -> None:
@@ -62,3 +71,11 @@ def test_many_boxes_in_a_grid() -> None:
 
     i, _ = intersections(grid(edges), grid(shifted))
     assert len(i) == (2 * 100 - 1) ** 2
+
+
+def test_a_box_among_many() -> None:
+    """Of 100,000 boxes in a row, those that one box of either set reaches into."""
+    many = Boxes(np.arange(0, 1_000_000, 10)[:, None], np.full((100_000, 1), 10))
+    few = Boxes.parse([[95], [500_000]], [[20], [10]], 1)
+    assert found(few, many) == [(0, 9), (0, 10), (0, 11), (1, 50_000)]
+    assert found(many, few) == [(9, 0), (10, 0), (11, 0), (50_000, 1)]

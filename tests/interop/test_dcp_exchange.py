@@ -111,5 +111,5 @@ def test_fsdp_checkpoints_load_on_another_number_of_ranks(tmp_path: Path) -> Non
     """Written by FSDP on two ranks, with the old system or with the drop-in; read by three, without it."""
     for with_dropin in (False, True):
         path = tmp_path / str(with_dropin)
-        wanted, _ = run_on_ranks(2, save_from_fsdp, path, with_dropin=with_dropin, fresh=True)
+        wanted, _ = run_on_ranks(2, save_from_fsdp, path, with_dropin=with_dropin, bare=with_dropin)
         run_on_ranks(3, load_both, path, wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.cases import SIZE, SPECS, chunks, places
 from tests.geometry.strategies import partitions
+from tests.layout.grids import layouts as grid_layouts
+from tests.layout.grids import spelled
 
 from shardwise import (
     EnumerableShardingSpec,
@@ -23,8 +26,8 @@ from shardwise import (
     relabel,
 )
 from shardwise.geometry import Boxes
-from shardwise.transfer.views import cut
 from shardwise.transfer.relabel import assign
+from shardwise.transfer.views import cut
 
 RANKS = 4
 
@@ -258,3 +261,24 @@ def test_enumerable_boxes_that_cross() -> None:
         (1, 0): 3,
         (1, 1): 9,
     }
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_plans_by_rule_are_those_of_the_boxes(data: st.DataObject) -> None:
+    """Piece by piece, for every rank and both ways; and figures without the pieces are those of the pieces."""
+    size = data.draw(st.lists(st.integers(0, 6), max_size=3).map(tuple))
+    src, dst = data.draw(grid_layouts(size)), data.draw(grid_layouts(size))
+    plan, twin = make_plan(src, dst), make_plan(spelled(src), spelled(dst))
+    for one, other in ((plan, twin), (plan.reverse(), twin.reverse())):
+        for rank in one.ranks:
+            for found, expected in ((one.sends(rank), other.sends(rank)), (one.receives(rank), other.receives(rank))):
+                assert found.boxes == expected.boxes
+                assert found.src_rows.tolist() == expected.src_rows.tolist()
+                assert found.dst_rows.tolist() == expected.dst_rows.tolist()
+                assert found.peers.tolist() == expected.peers.tolist()
+        assert one.moved == other.moved == sum(n for (a, b), n in one.traffic.items() if a != b)
+    assert plan.lower_bound == twin.lower_bound
+    with mock.patch("shardwise.transfer.plan.MOST_LISTED", -1):  # as of a large plan
+        assert make_plan.__wrapped__(src, dst).most_peers >= plan.most_peers
+        assert "and" in make_plan.__wrapped__(src, dst).explain()

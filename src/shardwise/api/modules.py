@@ -8,12 +8,14 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardwise import settings
-from shardwise.api.outputs import collect_local_shard, reshard_output
+from shardwise.api.outputs import collect_local_shard, reshard_output, without_places
 from shardwise.api.parameters import agree
 from shardwise.api.plain_values import make_plain_alike
 from shardwise.errors import PlanKindError, plan_error
 from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharing, or_default
 from shardwise.sharding_plan import Resolution, SharderStep, ShardingPlan, ShardingPlanner, resolve
+from shardwise.sharding_spec import ShardingSpec
+from shardwise.sharding_spec.spec import PlacedShardingSpec
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -74,16 +76,19 @@ def _resolved(module: nn.Module, plan: ShardingPlan | ShardingPlanner, group: Pr
         return steps, {"verb": "shard_module"}, steps.problems
 
     steps, told = in_step_sharing(group, work)
-    found_on: dict[tuple[str, str], list[int]] = {}
-    for rank, problems in enumerate(told):
-        for kind, message in problems:
-            found_on.setdefault((kind, message), []).append(rank)
-    if found_on:
-        ranks = group_ranks(group) if len(told) > 1 else [0]
+    found_by: dict[tuple[str, str], list[int]] = {}  # which kinds of what was told
+    for kind_told, problems in enumerate(told.kinds):
+        for kind, message in dict.fromkeys(map(tuple, problems)):
+            found_by.setdefault((kind, message), []).append(kind_told)
+    if found_by:
+        ranks = group_ranks(group) if len(told) > 1 else (0,)
         raise plan_error(
             [
-                (kind, message if len(on) == len(told) else f"{message} (found on rank {ranks[on[0]]})")
-                for (kind, message), on in found_on.items()
+                (
+                    kind,
+                    message if len(by) == len(told.kinds) else f"{message} (found on rank {ranks[told.first(by[0])]})",
+                )
+                for (kind, message), by in found_by.items()
             ]
         )
     return steps
@@ -93,12 +98,19 @@ def _fields_of(steps: Resolution) -> Fields:
     """What the ranks must say alike of sharders and outputs."""
     sharders = {f"Sharder of {step.path}": type(step.sharder).__name__ for step in steps.sharders}
     outputs = {
-        f"output of {step.path or 'the module'}": f"{type(step.spec).__name__} {step.spec._plain_arguments()}"
+        f"output of {step.path or 'the module'}": f"{type(step.spec).__name__} {_arguments(step.spec)}"
         for step in steps.outputs
         if step.spec is not None
     }
     local = {"return_local_tensor": [step.path for step in steps.outputs if step.spec is None]}
     return {**sharders, **outputs, **local}
+
+
+def _arguments(spec: ShardingSpec) -> str:
+    """What a spec was made of, in a line; of many placements the first ones and a digest."""
+    if not isinstance(spec, PlacedShardingSpec):
+        return str(spec._plain_arguments())
+    return f"{without_places(spec)} {spec._places} #{spec._places.digest.hex()[:12]}"
 
 
 def _made_by(step: SharderStep, group: ProcessGroup) -> nn.Module:

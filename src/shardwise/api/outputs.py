@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import LocalTensorError
+from shardwise.layout import Layout
 from shardwise.partial import PartialTensor
-from shardwise.process_group import group_ranks, is_member
+from shardwise.process_group import is_member, rank_array
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.assembly import require_spec
 from shardwise.sharding_spec import ChunkShardingSpec, ShardingSpec
+from shardwise.sharding_spec.spec import PlacedShardingSpec
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -46,11 +50,29 @@ def _reshard(spec: ShardingSpec, module: nn.Module, args: Any, output: Any) -> A
     def change(value: Any) -> Any:
         if isinstance(value, PartialTensor):
             return value.redistribute(spec)
-        if isinstance(value, ShardedTensor) and value.sharding_spec() != spec:
+        if isinstance(value, ShardedTensor) and not _is_cut_by(spec, value):
             return value.redistribute(spec)
         return value
 
     return pytree.tree_map(change, output)
+
+
+def _is_cut_by(spec: ShardingSpec, value: ShardedTensor) -> bool:
+    """Whether this is the spec of a tensor. Placements, which may be many, are compared as a part of the layout."""
+    try:
+        if value._frame.spec_class is not type(spec) or spec.layout(value.shape) != value._layout:
+            return False
+    except Exception:  # it cannot cut this size, which the redistribution tells to all ranks
+        return False
+    own = value.sharding_spec()
+    if isinstance(own, PlacedShardingSpec) and isinstance(spec, PlacedShardingSpec):
+        return without_places(own) == without_places(spec)
+    return own == spec
+
+
+def without_places(spec: PlacedShardingSpec) -> dict[str, Any]:
+    """All that a spec was made of but its placements."""
+    return {name: value for name, value in spec.__getstate__().items() if name != "placements"}
 
 
 def _collect(module: nn.Module, args: Any, output: Any) -> Any:
@@ -59,14 +81,26 @@ def _collect(module: nn.Module, args: Any, output: Any) -> Any:
 
 def _local(tensor: ShardedTensor, module: nn.Module) -> torch.Tensor:
     layout, group = tensor._layout, tensor._process_group
-    for rank in group_ranks(group) if is_member(group) else ():  # of all of them, so that all raise alike
-        held = len(layout.rows_on(rank))
-        if held != 1:
-            raise LocalTensorError(
-                f"Only single local shard is supported. Number of shards: {held} on rank {rank}, of the output of "
-                f"{type(module).__name__}: give it another layout with reshard_output first"
-            )
-    local, spec = tensor.local_tensor(), tensor.sharding_spec()
-    if isinstance(spec, ChunkShardingSpec) and local.shape[spec.dim] == 1:
-        return local.squeeze(spec.dim)
+    odd = _without_one(layout, group) if is_member(group) else None  # of all ranks, so that all raise alike
+    if odd is not None:
+        rank, held = odd
+        raise LocalTensorError(
+            f"Only single local shard is supported. Number of shards: {held} on rank {rank}, of the output of "
+            f"{type(module).__name__}: give it another layout with reshard_output first"
+        )
+    local = tensor.local_tensor()
+    if issubclass(tensor._frame.spec_class, ChunkShardingSpec):
+        spec = tensor.sharding_spec()
+        assert isinstance(spec, ChunkShardingSpec)
+        if local.shape[spec.dim] == 1:
+            return local.squeeze(spec.dim)
     return local
+
+
+@lru_cache(maxsize=256)
+def _without_one(layout: Layout, group: ProcessGroup) -> tuple[int, int] | None:
+    """The first rank of the group that does not hold one box, and how many it holds."""
+    ranks = rank_array(group)
+    held = np.bincount(layout.places.rows_on_each(ranks)[0], minlength=len(ranks))
+    odd = np.flatnonzero(held != 1)
+    return (int(ranks[odd[0]]), int(held[odd[0]])) if len(odd) else None

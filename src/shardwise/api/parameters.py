@@ -78,16 +78,16 @@ def agree(
         return (steps, source), fields, [not _is_sharded(step) and step.parameter.is_meta for step in steps]
 
     (steps, source), told = in_step_sharing(group, work)
-    ranks = group_ranks(group) if len(told) > 1 else [source]  # alone, or outside of the group, one hears of oneself
-    metas = dict(zip(ranks, told, strict=True))
-    for step, *on_ranks in zip(steps, *told, strict=True):  # every rank finds the same
-        with_data = [rank for rank, meta in zip(ranks, on_ranks, strict=True) if not meta]
-        if with_data and source not in with_data:
+    on_source = told[src_rank if len(told) > 1 else 0]  # alone, or outside of the group, one hears of oneself
+    for number, step in enumerate(steps):  # every rank finds the same
+        with_data = next((kind for kind, metas in enumerate(told.kinds) if not metas[number]), None)
+        if on_source[number] and with_data is not None:
             raise PropertyError(
-                f"{step.name!r} has no data on the source rank {source}, where it is on meta, but has some on "
-                f"rank {with_data[0]}: make it on meta on every rank, or give a src_rank that has the values"
+                f"{step.name!r} has no data on the source rank {source}, where it is on meta, but has some on rank "
+                f"{group_ranks(group)[told.first(with_data)]}: make it on meta on every rank, or give a src_rank that "
+                "has the values"
             )
-    return Agreed(steps, metas[source], src_rank, group)
+    return Agreed(steps, on_source, src_rank, group)
 
 
 def _is_sharded(step: ParameterStep) -> bool:

@@ -7,9 +7,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardwise.dispatch import Distributed, is_dtensor
-from shardwise.process_group import Fields, group_ranks, in_step_sharing, talks
+from shardwise.layout import Layout, Places
+from shardwise.process_group import Fields, device_said, in_step_sharing, places_said, rank_array, talks
 from shardwise.sharded_tensor import shard_tensor
-from shardwise.sharding_spec import ReplicatedShardingSpec
+from shardwise.sharding_spec import FixedShardingSpec
 
 
 @torch.no_grad()
@@ -21,17 +22,22 @@ def make_plain_alike(module: nn.Module, src_rank: int, group: ProcessGroup) -> N
     if not talks(group):
         return
 
-    def work() -> tuple[dict[str, torch.Tensor], Fields, list[str]]:
+    def work() -> tuple[dict[str, torch.Tensor], Fields, tuple[list[str], list[int]]]:
         found = _plain(module)
         fields = {f"plain {name}": f"{tuple(one.shape)} {one.dtype}" for name, one in found.items()}
-        return found, {"verb": "shard_module", **fields}, [str(one.device) for one in found.values()]
+        said = [device_said(one.device) for one in found.values()]
+        few = list(dict.fromkeys(said))
+        return found, {"verb": "shard_module", **fields}, (few, [] if len(few) == 1 else list(map(few.index, said)))
 
     found, told = in_step_sharing(group, work)
-    ranks = group_ranks(group)
-    for (_, tensor), *devices in zip(found.items(), *told, strict=True):
-        if not any(device.startswith("meta") for device in devices):
-            places = [f"rank:{rank}/{device}" for rank, device in zip(ranks, devices, strict=True)]
-            values = shard_tensor(tensor.contiguous(), ReplicatedShardingSpec(places), src_rank, group)
+    places: dict[tuple[str, ...], Places] = {}
+    for number, tensor in enumerate(found.values()):
+        devices = tuple(few[numbers[number] if numbers else 0] for few, numbers in told.kinds)
+        if "meta" not in devices:
+            if devices not in places:
+                places[devices] = places_said(rank_array(group), devices, told.kind_of)
+            everywhere = FixedShardingSpec.of(Layout.whole(tensor.shape, places[devices]))
+            values = shard_tensor(tensor.contiguous(), everywhere, src_rank, group)
             tensor.copy_(values.local_tensor())
 
 

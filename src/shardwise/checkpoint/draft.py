@@ -1,4 +1,7 @@
-"""`Draft`: a checkpoint that is being written, down to the last byte of every file. Every rank makes the same one."""
+"""`Draft`: a checkpoint that is being written, down to the last byte of every file.
+
+The first rank makes all of it, each other one its own part.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +58,11 @@ class Draft:
     tensors: Sequence[StoredTensor]
 
     @staticmethod
-    def of(checkpoint: str, sources: Sequence[Source], ranks: Sequence[int]) -> Draft:
-        """One file for each rank that has anything to write."""
+    def of(checkpoint: str, sources: Sequence[Source], ranks: Sequence[int], only: int | None = None) -> Draft:
+        """One file for each rank that has anything to write, or that of one rank and what is in it."""
         files: dict[str, FileDraft] = {}
         pieces: list[list[Piece]] = [[] for _ in sources]
-        for rank, parts in share_out(sources, ranks).items():
+        for rank, parts in share_out(sources, ranks, only).items():
             if not parts:
                 continue
             name = f"rank-{rank:05d}{SUFFIX}"

@@ -77,7 +77,9 @@ class _Saving:
         names = {node: sources[number].name for node, number in zip(snapshot.nodes, first, strict=True)}
         self._words = encode(snapshot.tree, names.__getitem__)
         self._locals = [snapshot.locals[number] for number in sources]
-        self._draft = Draft.of(checkpoint, list(sources.values()), self._ranks.all)
+        self._draft = Draft.of(
+            checkpoint, list(sources.values()), self._ranks.all, None if self._ranks.first else self._ranks.here
+        )
 
     def write(self) -> None:
         """Write this rank's file, if it has any."""

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from shardwise.errors import CheckpointError
-from shardwise.geometry import describe
+from shardwise.geometry import IntArray
 from shardwise.layout import Layout
+from shardwise.meeting import listed
 from shardwise.transfer.views import cut
 
 SMALLEST = 2**20  # bytes of the parts that a box is cut into where several ranks hold it
@@ -39,62 +42,96 @@ class Part:
     sizes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(NamedTuple):
     """A box that several ranks hold, each as another row."""
 
     source: int
     box: tuple[list[int], list[int]]
-    rows: dict[int, int]
+    members: IntArray  # the numbers of these ranks, ascending
+    rows: IntArray
     nbytes: int
 
 
-def share_out(sources: Sequence[Source], ranks: Sequence[int]) -> dict[int, list[Part]]:
-    """The parts that each rank writes, in the order of the sources and of their boxes."""
-    parts: dict[int, list[Part]] = {rank: [] for rank in ranks}
-    load = dict.fromkeys(ranks, 0)
-
-    def give(rank: int, source: int, row: int, box: tuple[Sequence[int], Sequence[int]], nbytes: int) -> None:
-        parts[rank].append(Part(source, row, tuple(box[0]), tuple(box[1])))
-        load[rank] += nbytes
-
+def share_out(sources: Sequence[Source], ranks: Sequence[int], only: int | None = None) -> dict[int, list[Part]]:
+    """The parts that each rank writes, or only one of them, in the order of the sources and of their boxes."""
+    sharing = _Sharing(sources, ranks, only)
     several = []
     for number, source in enumerate(sources):
-        for held in _boxes(number, source, load):
-            if len(held.rows) > 1:
-                several.append(held)
-            else:
-                ((rank, row),) = held.rows.items()
-                give(rank, number, row, held.box, held.nbytes)
+        if source.layout is None:
+            whole = [0] * len(source.size), list(source.size)
+            everyone, nbytes = np.arange(len(ranks)), source.size.numel() * source.dtype.itemsize
+            several += [_Held(number, whole, everyone, np.zeros_like(everyone), nbytes)] if nbytes else []
+        elif source.layout.has_replicas:
+            several += sharing.held(number, source.layout)
+        else:
+            sharing.give_own(number, source.layout)
     for held in sorted(several, key=lambda held: -held.nbytes):  # the largest first, so that the small ones even out
         itemsize = sources[held.source].dtype.itemsize
-        most = max(-(-held.nbytes // (len(held.rows) * PARTS)), SMALLEST) // itemsize
+        most = max(-(-held.nbytes // (len(held.members) * PARTS)), SMALLEST) // itemsize
         for box in cut(held.box, max(most, 1)):
-            rank = min(held.rows, key=lambda rank: (load[rank], rank))
-            give(rank, held.source, held.rows[rank], box, torch.Size(box[1]).numel() * itemsize)
-    return {rank: sorted(found, key=lambda part: (part.source, part.offsets)) for rank, found in parts.items()}
+            least = int(np.argmin(sharing.load[held.members]))
+            member, nbytes = int(held.members[least]), torch.Size(box[1]).numel() * itemsize
+            sharing.load[member] += nbytes
+            sharing.give(member, Part(held.source, int(held.rows[least]), tuple(box[0]), tuple(box[1])))
+    return {rank: sorted(found, key=lambda part: (part.source, part.offsets)) for rank, found in sharing.parts.items()}
 
 
-def _boxes(number: int, source: Source, here: dict[int, int]) -> Iterator[_Held]:
-    """Each distinct box that holds anything, and who of these ranks has it."""
-    layout = source.layout
-    if layout is None:
-        count = source.size.numel()
-        if count:
-            whole = [0] * len(source.size), list(source.size)
-            yield _Held(number, whole, dict.fromkeys(here, 0), count * source.dtype.itemsize)
-        return
-    offsets, sizes, ranks = layout.boxes.offsets.tolist(), layout.boxes.sizes.tolist(), layout.ranks.tolist()
-    nbytes = (layout.boxes.volumes * source.dtype.itemsize).tolist()
-    same: dict[tuple[int, ...], dict[int, int]] = {}
-    for row in layout.boxes.filled.tolist():
-        same.setdefault((*offsets[row], *sizes[row]), {}).setdefault(ranks[row], row)
-    for holders in same.values():
-        row = next(iter(holders.values()))
-        rows = {rank: held for rank, held in holders.items() if rank in here}
-        if not rows:
+class _Sharing:
+    """Which parts each rank writes so far, and how many bytes."""
+
+    def __init__(self, sources: Sequence[Source], ranks: Sequence[int], only: int | None) -> None:
+        self._sources, self._only = sources, only
+        self._ranks = np.array(ranks, dtype=np.int64)
+        self._order = np.argsort(self._ranks, kind="stable")
+        self.load = np.zeros(len(ranks), dtype=np.int64)
+        self.parts: dict[int, list[Part]] = {rank: [] for rank in (ranks if only is None else [only])}
+
+    def give(self, member: int, part: Part) -> None:
+        """Let a rank write a part, if it is asked what that rank writes."""
+        rank = int(self._ranks[member])
+        if self._only in (None, rank):
+            self.parts[rank].append(part)
+
+    def give_own(self, number: int, layout: Layout) -> None:
+        """Let each rank write the boxes that it alone has."""
+        rows = layout.pattern.filled
+        members = self._members(number, layout, rows)
+        np.add.at(self.load, members, layout.at(rows).volumes * self._sources[number].dtype.itemsize)
+        if self._only is not None:
+            rows = np.intersect1d(rows, np.array(layout.rows_on(self._only), dtype=np.int64), assume_unique=True)
+            members = self._members(number, layout, rows)
+        boxes = layout.at(rows)
+        found = zip(members.tolist(), rows.tolist(), boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True)
+        for member, row, offsets, sizes in found:
+            self.give(member, Part(number, row, tuple(offsets), tuple(sizes)))
+
+    def held(self, number: int, layout: Layout) -> Iterator[_Held]:
+        """Each different box that holds anything, and who of the ranks has it."""
+        first = np.unique(layout.pattern.first(layout.pattern.filled))
+        boxes, itemsize = layout.at(first), self._sources[number].dtype.itemsize
+        box, rows = layout.pattern.holders(first)
+        members = self._members(number, layout, rows, first[box])
+        known = members >= 0
+        box, rows, members = box[known], rows[known], members[known]
+        order = np.lexsort((rows, members, box))
+        box, rows, members = box[order], rows[order], members[order]
+        new = np.concatenate([[True], (np.diff(box) != 0) | (np.diff(members) != 0)])  # one row of each rank
+        box, rows, members = box[new], rows[new], members[new]
+        edges = np.searchsorted(box, np.arange(len(first) + 1)).tolist()
+        for k, (offsets, sizes) in enumerate(zip(boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True)):
+            some = slice(edges[k], edges[k + 1])
+            yield _Held(number, (offsets, sizes), members[some], rows[some], int(boxes.volumes[k]) * itemsize)
+
+    def _members(self, number: int, layout: Layout, rows: IntArray, box: IntArray | None = None) -> IntArray:
+        """The number of each row's rank among the ranks; -1 if it is not there, but another holder of the box is."""
+        ascending, ranks = self._ranks[self._order], layout.ranks[rows]
+        at = np.minimum(np.searchsorted(ascending, ranks), len(ascending) - 1)
+        members = np.where(ascending[at] == ranks, self._order[at], -1)
+        lost = rows[members < 0] if box is None else np.setdiff1d(box, box[members >= 0])
+        if len(lost):
+            where = layout.at(lost[:1]).describe(0)
             raise CheckpointError(
-                f"{describe(offsets[row], sizes[row])} of '{source.name}' lies on {layout.place(row)}, which does not "
-                f"take part: save on a group that has all its ranks, not on {sorted(here)}"
+                f"{where} of '{self._sources[number].name}' lies on {layout.place(int(lost[0]))}, which does not "
+                f"take part: save on a group that has all its ranks, not on {listed(sorted(self._ranks.tolist()))}"
             )
-        yield _Held(number, (offsets[row], sizes[row]), rows, nbytes[row])
+        return members

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import operator
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,12 +40,24 @@ class Boxes:
     @staticmethod
     def parse(offsets: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]], ndim: int) -> Boxes:
         """Boxes from rows of integers, or a `LayoutError`: never negative, never beyond int64."""
-        arrays = [_rows(name, rows, ndim) for name, rows in (("offsets", offsets), ("sizes", sizes))]
-        if len(arrays[0]) != len(arrays[1]):
-            raise LayoutError(f"{len(arrays[0])} rows of offsets but {len(arrays[1])} rows of sizes")
-        if (arrays[0] > LARGEST - arrays[1]).any():
+        try:
+            if len(offsets) != len(sizes):
+                raise LayoutError(f"{len(offsets)} rows of offsets but {len(sizes)} rows of sizes")
+            for name, rows in (("offsets", offsets), ("sizes", sizes)):
+                if not set(map(len, rows)) <= {ndim}:
+                    raise LayoutError(f"shard {name} should be rows of {ndim} integers")
+            # An array of this kind takes whatever is an integer, and refuses what numpy would round or wrap around.
+            numbers = array("q", list(chain.from_iterable(chain(offsets, sizes))))
+        except (TypeError, OverflowError) as error:
+            raise LayoutError(f"{_culprit(offsets, sizes)} should be rows of 64-bit integers: {error}") from error
+        both = np.asarray(numbers, dtype=np.int64).reshape(2, len(offsets), ndim)
+        if both.size and int(both.min()) < 0:
+            which, row, _ = np.argwhere(both < 0)[0].tolist()
+            name = ("offsets", "sizes")[which]
+            raise LayoutError(f"shard_{name} should be >= 0, found {both[which, row].min()} in shard {row}")
+        if both.size and int(both.max()) > LARGEST // 2 and (both[0] > LARGEST - both[1]).any():
             raise LayoutError("a shard ends beyond the largest 64-bit index")
-        return Boxes(*arrays)
+        return Boxes(both[0], both[1])
 
     @staticmethod
     def whole(size: Sequence[int]) -> Boxes:
@@ -60,7 +71,10 @@ class Boxes:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Boxes):
             return NotImplemented
-        return np.array_equal(self.offsets, other.offsets) and np.array_equal(self.sizes, other.sizes)
+        if self.offsets.shape != other.offsets.shape:
+            return False
+        mine, theirs = (self.offsets, self.sizes), (other.offsets, other.sizes)
+        return all(a.tobytes() == b.tobytes() for a, b in zip(mine, theirs, strict=True))
 
     __hash__ = None  # type: ignore[assignment] # arrays have none
 
@@ -83,7 +97,8 @@ class Boxes:
     @cached_property
     def filled(self) -> IntArray:
         """Which boxes hold at least one element."""
-        return np.flatnonzero((self.sizes > 0).all(axis=1))
+        positive = self.sizes > 0
+        return np.arange(len(self)) if positive.all() else np.flatnonzero(positive.all(axis=1))
 
     def take(self, rows: IntArray) -> Boxes:
         """The boxes of these rows."""
@@ -104,17 +119,14 @@ class Boxes:
         return describe(self.offsets[row], self.sizes[row])
 
 
-def _rows(name: str, rows: Sequence[Sequence[int]], ndim: int) -> IntArray:
-    """Rows of integers as an array, refusing what numpy would silently round or wrap around."""
-    try:
-        if any(length != ndim for length in set(map(len, rows))):
-            raise LayoutError(f"shard {name} should be rows of {ndim} integers")
-        flat: list[Any] = list(chain.from_iterable(rows))
-        if not set(map(type, flat)) <= {int}:  # other kinds of integers, such as numpy's
-            flat = [operator.index(value) for value in flat]
-        array = np.array(flat, dtype=np.int64).reshape(len(rows), ndim)
-    except (TypeError, OverflowError) as error:
-        raise LayoutError(f"shard {name} should be rows of 64-bit integers: {error}") from error
-    if array.size and int(array.min()) < 0:
-        raise LayoutError(f"shard_{name} should be >= 0, found {int(array.min())}")
-    return array
+def _culprit(offsets: object, sizes: object) -> str:
+    """The first row that is no row of 64-bit integers, in words."""
+    if not isinstance(offsets, Sequence) or not isinstance(sizes, Sequence):
+        return "shard offsets and sizes"
+    for row, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        for name, numbers in (("offsets", offset), ("sizes", size)):
+            try:
+                array("q", list(numbers))
+            except (TypeError, OverflowError):
+                return f"shard {name} ({numbers!r:.80} of shard {row})"
+    return "shard offsets and sizes"

@@ -7,21 +7,53 @@ from itertools import product
 
 import numpy as np
 
-from shardwise.geometry.boxes import Boxes, IntArray
+from shardwise.geometry.boxes import LARGEST, Boxes, IntArray
 from shardwise.geometry.intersect import iter_intersections
+
+FEW = 64  # boxes of which trying every pair costs less than sorting them
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 
 def find_overlap(boxes: Boxes) -> tuple[int, int, Region] | None:
     """Two boxes that share elements, and the elements they share; None when no two do."""
-    for i, j in iter_intersections(boxes, boxes):
+    rows = _held_together(boxes) if len(boxes) > FEW else np.arange(len(boxes))
+    if len(rows) < 2:
+        return None
+    rest = boxes.take(rows) if len(rows) < len(boxes) else boxes
+    for i, j in iter_intersections(rest, rest):
         pairs = np.flatnonzero(i < j)
         if len(pairs):
             pair = pairs[np.lexsort((j[pairs], i[pairs]))[0]]
-            first, second = int(i[pair]), int(j[pair])
+            first, second = int(rows[i[pair]]), int(rows[j[pair]])
             return first, second, common_region(boxes, first, second)
     return None
+
+
+def _held_together(boxes: Boxes) -> IntArray:
+    """The rows of the boxes that straight cuts do not part from every other box; those of the other rows meet none.
+
+    Cut space wherever no box reaches through, in one dim, then each part of it in the next dim, and so on. A grid falls
+    apart in one turn for each dim, and what was cut in two again and again in a few more.
+    """
+    rows, part = boxes.filled, np.zeros(len(boxes.filled), dtype=np.int64)
+    vain = 0  # how many turns in a row have cut nothing
+    for turn in range(boxes.ndim * len(rows).bit_length()):  # some arrangements would take a turn for each box
+        if vain == boxes.ndim or not len(rows):
+            break
+        low, high = boxes.offsets[rows, turn % boxes.ndim], boxes.ends[rows, turn % boxes.ndim]
+        extent, parts = int(high.max()), int(part[-1]) + 1
+        if extent > LARGEST // parts:
+            edges, ranks = np.unique(np.concatenate([low, high]), return_inverse=True)
+            (low, high), extent = ranks.reshape(2, -1), len(edges)
+        low, high = low + part * extent, high + part * extent  # the parts lie behind each other
+        order = np.argsort(low)
+        begins = np.ones(len(rows), dtype=bool)  # a part begins where all boxes before have ended
+        begins[1:] = low[order[1:]] >= np.maximum.accumulate(high[order])[:-1]
+        vain = vain + 1 if np.count_nonzero(begins) == parts else 0
+        several = ~(begins & np.append(begins[1:], True))
+        rows, part = rows[order[several]], np.cumsum(begins[several]) - 1
+    return np.sort(rows)
 
 
 def common_region(boxes: Boxes, first: int, second: int) -> Region:

@@ -1,6 +1,6 @@
 """Which boxes of one set meet which boxes of another, near-linear in boxes plus meetings.
 
-Three ways, by how many dims tell the boxes apart:
+Where one of the sets is small, every pair is tried. Else there are three ways, by how many dims tell the boxes apart:
 
 * none: every pair meets;
 * one: sort the starts; the boxes that start inside an interval are a contiguous run;
@@ -23,6 +23,8 @@ import numpy.typing as npt
 from shardwise.geometry.boxes import Boxes, IntArray
 
 BATCH = 1 << 21  # candidate pairs looked at together
+BLOCK = 1 << 15  # pairs tried at once, few enough to stay in a cache
+PAIRS_PER_BOX = 256  # every pair is tried when that is at most so many for each box: cheaper than any cut
 PAIRS_PER_ENTRY = 16  # a node is small enough when trying all pairs costs at most this per box in it
 
 NEVER = np.iinfo(np.int64).max
@@ -36,14 +38,16 @@ def intersections(a: Boxes, b: Boxes) -> Pairs:
     batches = list(iter_intersections(a, b))
     if not batches:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    i = np.concatenate([batch[0] for batch in batches])
-    j = np.concatenate([batch[1] for batch in batches])
+    i, j = batches[0] if len(batches) == 1 else map(np.concatenate, zip(*batches, strict=True))
     order = np.argsort(i * len(b) + j)
     return i[order], j[order]
 
 
 def iter_intersections(a: Boxes, b: Boxes) -> Iterator[Pairs]:
     """The same pairs, each once, in batches and in no particular order (but the same order on every rank)."""
+    if len(a) * len(b) <= PAIRS_PER_BOX * (len(a) + len(b)):
+        yield from _tried_pairs(a, b)
+        return
     rows_a, rows_b = a.filled, b.filled
     if not len(rows_a) or not len(rows_b):
         return
@@ -59,6 +63,21 @@ def iter_intersections(a: Boxes, b: Boxes) -> Iterator[Pairs]:
     for i, j in found:
         if len(i):
             yield rows_a[i], rows_b[j]
+
+
+def _tried_pairs(a: Boxes, b: Boxes) -> Iterator[Pairs]:
+    """Try every pair: a few boxes of the smaller set with all of the larger at a time."""
+    if len(a) > len(b):
+        yield from ((i, j) for j, i in _tried_pairs(b, a))
+        return
+    step = max(BLOCK // max(len(b), 1), 1)
+    for first in range(0, len(a), step):
+        low, high = a.offsets[first : first + step, None], a.ends[first : first + step, None]
+        meets = np.ones((len(low), len(b)), dtype=bool)
+        for dim in range(a.ndim):
+            meets &= np.maximum(low[..., dim], b.offsets[:, dim]) < np.minimum(high[..., dim], b.ends[:, dim])
+        i, j = np.divmod(np.flatnonzero(meets), len(b))
+        yield i + first, j
 
 
 def _telling_dims(a: Boxes, b: Boxes) -> list[int]:

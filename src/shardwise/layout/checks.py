@@ -18,9 +18,9 @@ def require_inside(boxes: Boxes, size: torch.Size, name: Callable[[int], str]) -
     """Raise unless the boxes have the tensor's number of dims and end inside it, in dims that they are not empty in."""
     if boxes.ndim != len(size):
         raise LayoutError(f"Rank of tensor is {len(size)}, but shards rank is {boxes.ndim}")
-    beyond = np.argwhere((boxes.ends > np.array(size, dtype=np.int64)) & (boxes.sizes > 0))
-    if len(beyond):
-        row, dim = (int(k) for k in beyond[0])
+    beyond = boxes.ends > np.array(size, dtype=np.int64)
+    if beyond.any() and len(found := np.argwhere(beyond & (boxes.sizes > 0))):
+        row, dim = (int(k) for k in found[0])
         raise LayoutError(
             f"Shard offset {boxes.offsets[row, dim]} and length {boxes.sizes[row, dim]} "
             f"exceeds tensor dim: {size[dim]} (dim {dim}) for shard {name(row)}"

@@ -43,6 +43,8 @@ class Listing:
         """The first row of each different box, ascending; for each row, the number of its box among them."""
         if len(self) <= 1:
             return np.arange(len(self)), np.arange(len(self))
+        if not self.size:
+            return np.zeros(1, dtype=np.int64), np.zeros(len(self), dtype=np.int64)
         both = np.concatenate([self.boxes.offsets, self.boxes.sizes], axis=1)
         order = np.lexsort(both.T)
         both = both[order]

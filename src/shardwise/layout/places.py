@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 import torch
 
+from shardwise.errors import PlacementError
 from shardwise.geometry import IntArray, read_only
 from shardwise.placement import WITHOUT_INDEX, Placement, PlacementLike, RemoteDevice
 
@@ -32,20 +33,24 @@ class Places(Sequence[Placement]):
         if isinstance(placements, Places):
             return placements
         kinds: dict[Kind, int] = {}
-        seen: dict[Any, tuple[int, int]] = {}  # few places may be given many times: each is parsed once
-        found: list[tuple[int, int]] = []
+        seen: dict[Kind, int] = {}  # as they were said: cpu:0 is cpu
+        ranks: list[int] = []
+        kind_of: list[int] = []
         for placement in placements:
-            said: Any = placement
             if isinstance(placement, RemoteDevice):
-                said = (placement.rank(), placement.worker_name(), placement.device())
-            known = seen.get(said)
-            if known is None:
+                rank, kind = placement.rank(), (placement.device(), placement.worker_name())
+            else:
                 place = Placement.of(placement)
-                kind = kinds.setdefault((place.device, place.worker), len(kinds))
-                known = seen[said] = (NOWHERE if place.rank is None else place.rank, kind)
-            found.append(known)
-        array = np.array(found, dtype=np.int64).reshape(-1, 2)
-        return Places(array[:, 0].copy(), tuple(kinds), array[:, 1].copy())
+                rank, kind = place.rank, (place.device, place.worker)
+            number = seen.get(kind)
+            if number is None:
+                known = Placement(kind[0], worker=kind[1])
+                number = seen[kind] = kinds.setdefault((known.device, known.worker), len(kinds))
+            ranks.append(NOWHERE if rank is None else rank)
+            kind_of.append(number)
+        if ranks and max(ranks) >= MOST_RANKS:
+            raise PlacementError(f"no job has a rank {max(ranks)}")
+        return Places(np.array(ranks, dtype=np.int64), tuple(kinds), np.array(kind_of, dtype=np.int64))
 
     @staticmethod
     def on_ranks(ranks: IntArray, device_type: str) -> Places:
@@ -75,6 +80,8 @@ class Places(Sequence[Placement]):
 
     def take(self, rows: IntArray) -> Places:
         """The places of these boxes."""
+        if len(rows) == len(self) and (rows == np.arange(len(self))).all():
+            return self
         return Places(self.ranks[rows], self.kinds, None if self._kind_of is None else self._kind_of[rows])
 
     @staticmethod
@@ -200,6 +207,7 @@ class Places(Sequence[Placement]):
         return f"Places({shown}{', …' if len(self) > 4 else ''})"
 
 
+MOST_RANKS = 2**31
 MOST_ASKED = 64  # ranks whose boxes are kept at hand; it is nearly always one's own
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 
@@ -36,12 +37,15 @@ def parse_shards(shards: Sequence[ShardMetadata]) -> Boxes:
         raise LayoutError("Empty shard list provided: a tensor needs at least one shard")
     offsets = [shard.shard_offsets for shard in shards]
     sizes = [shard.shard_sizes for shard in shards]
-    if not all(issubclass(kind, list | tuple) for kind in set(map(type, offsets)) | set(map(type, sizes))):
+    if not all(issubclass(kind, (list, tuple)) for kind in set(map(type, chain(offsets, sizes)))):
         raise LayoutError("shard_offsets and shard_sizes should be lists of integers")
-    ndims = set(map(len, offsets)) | set(map(len, sizes))
-    if len(ndims) > 1:
-        raise LayoutError(f"Found inconsistent ranks for shards: {' and '.join(map(str, sorted(ndims)))} dims")
-    return Boxes.parse(offsets, sizes, ndims.pop())
+    try:
+        return Boxes.parse(offsets, sizes, len(offsets[0]))
+    except LayoutError:
+        ndims = sorted(set(map(len, chain(offsets, sizes))))
+        if len(ndims) > 1:
+            raise LayoutError(f"Found inconsistent ranks for shards: {' and '.join(map(str, ndims))} dims") from None
+        raise
 
 
 def shard_names(shards: Sequence[ShardMetadata]) -> Callable[[int], str]:

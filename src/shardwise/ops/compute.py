@@ -24,7 +24,7 @@ from shardwise.ops.call import Call, function
 from shardwise.ops.plain_operand import shared_plain
 from shardwise.ops.rule import Reduction, Rule
 from shardwise.ops.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
-from shardwise.process_group import ROOM, Fields, Step, group_ranks, in_step, in_step_telling, is_member, talks
+from shardwise.process_group import Fields, Step, group_ranks, in_step, in_step_telling, is_member, room, talks
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.drawing import drawn_apart
 from shardwise.sharded_tensor.frame import Frame, Parts
@@ -73,8 +73,7 @@ def prepare(call: Call, rule: Rule, *, lead: int | None = None) -> Prepared | No
     schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
     if schedule is None:
         return None
-    heard = schedule.partial and group is not None and talks(group)
-    tells = heard and not schedule.moved and _can_tell(call, schedule, everyone)
+    tells = schedule.partial and not schedule.moved and _can_tell(call, schedule, everyone, group)
     return Prepared(rule, schedule, group, everyone, expected, lead, tells)
 
 
@@ -316,12 +315,14 @@ def raised(error: Exception) -> NoReturn:
     raise error
 
 
-def _can_tell(call: Call, schedule: Schedule, everyone: Places) -> bool:
-    """Whether the partial results are so small that they can be told."""
+def _can_tell(call: Call, schedule: Schedule, everyone: Places, group: ProcessGroup | None) -> bool:
+    """Whether there is somebody to tell the partial results to, and they are so small that they can be told."""
+    if group is None or not talks(group):
+        return False
     source = make_stacking(schedule, everyone).source
     assert schedule.rule.reduction is not None
     itemsize = max(dtype.itemsize for dtype in expect_partial(call, schedule.rule.reduction))
-    return source.most_elements * itemsize <= ROOM
+    return source.most_elements * itemsize <= room(group)
 
 
 def _fields(call: Call) -> Fields:

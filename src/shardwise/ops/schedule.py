@@ -37,7 +37,7 @@ class Schedule:
     operands: tuple[Layout, ...]  # one box per cell; of a plain operand too
     results: tuple[Layout, ...]  # one box per cell; of partial results if `partial`
     partial: bool
-    moved: int  # bytes that travel
+    moved: int  # bytes of operands that travel
     stays: tuple[bool, ...]  # which operands are where they must be
 
 
@@ -56,11 +56,19 @@ def make_schedule(
         if not any(rule.sizes):  # nothing to compute, or one element
             candidates += [Layout.whole(rule.sizes, everyone[:1])]
     best: Schedule | None = None
+    least = 0
     for cells in candidates:
         schedule = _on_cells(rule, operands, cells, budget)
-        if schedule is not None and (best is None or schedule.moved < best.moved):
-            best = schedule
-        if best is not None and not best.moved:
+        if schedule is None:
+            continue
+        cost = schedule.moved
+        if schedule.partial and (best is None or cost < least):  # partial results travel, too
+            stacking = make_stacking(schedule, everyone)
+            itemsize = max(operand.itemsize for operand in operands)
+            cost += make_plan(stacking.source, stacking.target).moved * itemsize
+        if best is None or cost < least:
+            best, least = schedule, cost
+        if not least:
             break
     return best
 
@@ -96,7 +104,7 @@ def _on_cells(rule: Rule, operands: tuple[Operand, ...], cells: Layout, budget: 
 def _gathers(source: Layout, target: Layout) -> bool:
     """Whether a rank would come to hold all of the tensor that did not before."""
     before, after = (layout.ranks[layout.pattern.whole] for layout in (source, target))
-    return len(after) > 0 and bool(np.setdiff1d(after, before).size)
+    return len(after) > 0 and (len(before) == 0 or not np.isin(after, before).all())
 
 
 def _is_repeated(rule: Rule, dims: Dims, layout: Layout, cells: Layout) -> bool:

@@ -17,11 +17,20 @@ from shardwise.process_group.membership import (
     is_member,
     load_with_process_group,
     or_default,
+    rank_array,
     sends,
     talks,
     without_data,
 )
-from shardwise.process_group.placing import locate, locate_all, parse_and_validate_remote_device, rpc_workers
+from shardwise.process_group.placing import (
+    device_said,
+    locate,
+    locate_all,
+    outside,
+    parse_and_validate_remote_device,
+    places_said,
+    rpc_workers,
+)
 from shardwise.process_group.told import Told
 
 __all__ = [
@@ -30,6 +39,7 @@ __all__ = [
     "Step",
     "Told",
     "current_process_group",
+    "device_said",
     "group_ranks",
     "in_step",
     "in_step_sharing",
@@ -40,8 +50,11 @@ __all__ = [
     "locate",
     "locate_all",
     "or_default",
+    "outside",
     "parse_and_validate_remote_device",
+    "places_said",
     "raises_alone",
+    "rank_array",
     "room",
     "rpc_workers",
     "sends",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from shardwise import settings
 from shardwise.errors import ProcessGroupError
+from shardwise.geometry import IntArray, read_only
 from shardwise.meeting import ranks_of
 
 
@@ -50,6 +53,18 @@ def group_ranks(process_group: ProcessGroup) -> tuple[int, ...]:
     """The global ranks of a group that the calling rank belongs to, in group order. The same object in every call."""
     _require_member(process_group)
     return ranks_of(process_group)
+
+
+_arrays: WeakKeyDictionary[ProcessGroup, IntArray] = WeakKeyDictionary()
+
+
+def rank_array(process_group: ProcessGroup) -> IntArray:
+    """The same as one array, which is read-only, and made once for each group."""
+    _require_member(process_group)
+    array = _arrays.get(process_group)
+    if array is None:
+        array = _arrays[process_group] = read_only(np.array(ranks_of(process_group), dtype=np.int64))
+    return array
 
 
 def sends(process_group: ProcessGroup) -> bool:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup, rpc
 
 from shardwise.errors import PlacementError, RpcError
 from shardwise.geometry import IntArray
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Places
 from shardwise.meeting import listed
-from shardwise.placement import Placement, RemoteDevice
-from shardwise.process_group.membership import group_ranks, is_member
+from shardwise.placement import WITHOUT_INDEX, Placement, RemoteDevice, rank_device
+from shardwise.process_group.membership import group_ranks, is_member, rank_array
+
+BY_RANK = ":rank%"  # the index of a device is the rank's number, modulo how many there are
 
 
 def locate(placement: Placement, process_group: ProcessGroup) -> Placement:
@@ -43,22 +47,53 @@ def locate_all(layout: Layout, process_group: ProcessGroup) -> Layout:
 _inside: WeakKeyDictionary[ProcessGroup, Any] = WeakKeyDictionary()  # for each global rank, whether it is in the group
 
 
-def _require_inside(ranks: IntArray, process_group: ProcessGroup) -> None:
-    """Raise unless all these global ranks are in the group; an outsider does not know."""
-    if not len(ranks) or not is_member(process_group):
-        return
+def outside(ranks: IntArray, process_group: ProcessGroup) -> IntArray:
+    """Those of these global ranks that are not in a group which this rank is in."""
     inside = _inside.get(process_group)
     if inside is None:
-        members = np.array(group_ranks(process_group), dtype=np.int64)
-        inside = np.zeros(members.max() + 1, dtype=bool)
+        members = rank_array(process_group)
+        inside = np.zeros(members.max() + 2, dtype=bool)  # with one behind the end, which stands for all others
         inside[members] = True
         _inside[process_group] = inside
-    if ranks.max() < len(inside) and inside[ranks].all():
-        return
-    missing = next(rank for rank in ranks.tolist() if rank >= len(inside) or not inside[rank])
-    raise PlacementError(
-        f"Global rank {missing} does not exist in input process group: {listed(group_ranks(process_group))}"
-    )
+    there = inside[np.minimum(ranks, len(inside) - 1)]
+    return ranks[:0] if there.all() else ranks[~there]
+
+
+def _require_inside(ranks: IntArray, process_group: ProcessGroup) -> None:
+    """Raise unless all these global ranks are in the group; an outsider does not know."""
+    if len(ranks) and is_member(process_group):
+        missing = outside(ranks, process_group)
+        if len(missing):
+            raise PlacementError(
+                f"Global rank {missing[0]} does not exist in input process group: {listed(group_ranks(process_group))}"
+            )
+
+
+def device_said(device: torch.device) -> str:
+    """How this rank tells others on which device it has something: alike on all ranks that keep to the convention."""
+    if device.type in WITHOUT_INDEX:
+        return device.type
+    count = torch.get_device_module(device.type).device_count()
+    usual = device == rank_device(dist.get_rank(), device.type)
+    return f"{device.type}{BY_RANK}{count}" if usual else str(device)
+
+
+def places_said(ranks: IntArray, said: Sequence[str], number: IntArray) -> Places:
+    """A place on each of these ranks, on the device that it has told; for each the number of what was said."""
+    kinds: dict[tuple[torch.device, None], int] = {}
+    kind_of = np.zeros(len(ranks), dtype=np.int64)
+    texts = {text: k for k, text in enumerate(dict.fromkeys(said))}
+    text_of = np.array([texts[text] for text in said], dtype=np.int64)[number]
+    for text, k in texts.items():
+        rows = np.flatnonzero(text_of == k)
+        kind, by_rank, count = text.partition(BY_RANK)
+        index, devices = np.zeros(len(rows), dtype=np.int64), [text]
+        if by_rank:
+            few, index = np.unique(ranks[rows] % int(count) if int(count) else ranks[rows], return_inverse=True)
+            devices = [f"{kind}:{one}" for one in few.tolist()]
+        numbers = [kinds.setdefault((torch.device(device), None), len(kinds)) for device in devices]
+        kind_of[rows] = np.array(numbers, dtype=np.int64)[index.reshape(-1)]
+    return Places(ranks, list(kinds), kind_of)
 
 
 def parse_and_validate_remote_device(

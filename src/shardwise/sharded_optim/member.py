@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.layout import Layout
-from shardwise.process_group import group_ranks, is_member
+from shardwise.process_group import is_member, rank_array
 from shardwise.sharded_optim.scope import Scope
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.frame import Frame
@@ -116,20 +116,28 @@ def _home(parameter: torch.Tensor, scope: Scope | None, load: dict[int, int]) ->
         return None
     layout, group = parameter._layout, parameter._process_group
     if scope == "tensor":
-        ranks: tuple[int, ...] = (_owner(parameter, load),)
+        ranks = np.array([_owner(parameter, load)], dtype=np.int64)
     elif is_member(group):
-        ranks = group_ranks(group)
+        ranks = rank_array(group)
     else:
         return None  # an outsider does not know them, and has no part in it
-    whole = Layout.whole(layout.size, layout.places.for_ranks(np.array(ranks, dtype=np.int64)))
+    whole = Layout.whole(layout.size, layout.places.for_ranks(ranks))
     rows = whole.rows_on(dist.get_rank()) if is_member(group) else ()
     return Frame.of(whole, None, rows, parameter.dtype, group)
 
 
 def _owner(parameter: ShardedTensor, load: dict[int, int]) -> int:
     """Of the ranks that hold some of it, one with the least to do; of those, the one that holds the most."""
-    held = parameter._layout.elements_by_rank()
-    owner = min(held, key=lambda rank: (load.get(rank, 0), -held[rank], rank))
+    layout = parameter._layout
+    ranks, number = np.unique(layout.ranks, return_inverse=True)
+    held, busy = np.zeros(len(ranks), dtype=np.int64), np.zeros(len(ranks), dtype=np.int64)
+    np.add.at(held, number.reshape(-1), layout.boxes.volumes)
+    known = np.array(list(load), dtype=np.int64)  # no more of them than there are parameters
+    at = np.minimum(np.searchsorted(ranks, known), len(ranks) - 1)
+    here = ranks[at] == known
+    busy[at[here]] = np.array(list(load.values()), dtype=np.int64)[here]
+    idle = np.flatnonzero(busy == busy.min())
+    owner = int(ranks[idle[np.argmax(held[idle])]])
     _add(load, owner, parameter.numel() * parameter.dtype.itemsize)
     return owner
 

@@ -51,7 +51,7 @@ def exported(
             return (members, state, sharded), fields, told
 
         (members, state, sharded), told = in_step_sharing(group, work)
-        known = {member.name: _merged(member, of_all) for member, *of_all in zip(sharded, *told, strict=True)}
+        known = {member.name: _merged(member, of_all) for member, *of_all in zip(sharded, *told.kinds, strict=True)}
     with torch.no_grad():
         return {
             member.name: {
@@ -92,7 +92,7 @@ def _number(scalar: torch.Tensor) -> Any:
 
 
 def _merged(member: Member, told: list[Described | None]) -> Described:
-    """What all ranks say of one parameter, when they agree."""
+    """What is said of one parameter on whatever rank, when the ranks agree."""
     said = [one for one in told if one is not None]
     if not said:
         return {}

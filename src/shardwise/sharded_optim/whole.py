@@ -34,7 +34,7 @@ def with_gradients(members: Sequence[Member], group: ProcessGroup) -> list[Membe
         )
 
     _, found = in_step_sharing(group, work)
-    some = {k for numbers in found for k in numbers}
+    some = {k for numbers in found.kinds for k in numbers}
     return [member for k, member in enumerate(members) if k in some]
 
 

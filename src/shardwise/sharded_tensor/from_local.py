@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,9 +16,19 @@ from shardwise.dispatch import require_plain
 from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError, SpecError
 from shardwise.geometry import Boxes, IntArray
 from shardwise.layout import Layout
+from shardwise.meeting import listed
 from shardwise.mesh_group import mesh_group, mesh_ranks
-from shardwise.placement import Placement, rank_device
-from shardwise.process_group import Fields, group_ranks, in_step_sharing, is_member, or_default
+from shardwise.placement import rank_device
+from shardwise.process_group import (
+    Fields,
+    device_said,
+    group_ranks,
+    in_step_sharing,
+    is_member,
+    or_default,
+    places_said,
+    rank_array,
+)
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import shared_replicas
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -55,22 +66,21 @@ def from_local(
         raise ProcessGroupError("from_local joins the tensors of a group's ranks, and this rank is not in the group")
 
     def work() -> tuple[tuple[_Team, tuple[int | None, ...]], Fields, tuple[list[int], str]]:
-        team = _team(dim, group, mesh)
+        team = _team(_parsed(dim), group, mesh)
         dims = _require_joinable(local, team)
         records = torch.is_grad_enabled() and local.requires_grad
         fields = {"verb": "from_local", "dim": dims, "ndim": local.ndim, "dtype": local.dtype, "requires_grad": records}
         fields["kind of device"] = local.device.type
-        return (team, dims), fields, (list(local.shape), str(local.device))
+        return (team, dims), fields, (list(local.shape), device_said(local.device))
 
     if sizes is None:
         (team, dims), told = in_step_sharing(group, work)
-        by_rank = dict(zip(group_ranks(group), told, strict=True))
-        shapes = tuple(tuple(by_rank[rank][0]) for rank in team.ranks)
-        devices = tuple(by_rank[rank][1] for rank in team.ranks)
+        kinds = tuple((tuple(shape), said) for shape, said in told.kinds)
+        number = told.kind_of if team.order is None else told.kind_of[team.order]
     else:
         team, dims = work()[0]
-        shapes, devices = _shapes_by(sizes, local, dims, team), _devices(local, team)
-    frame = _frame(shapes, devices, dims, team, local.dtype, dist.get_rank())
+        kinds, number = _kinds_by(sizes, local, dims, team)
+    frame = _frame(kinds, number.astype(np.uint32).tobytes() if len(kinds) > 1 else b"", dims, team, local.dtype)
     made = ShardedTensor._wrap(Parts(frame, [local]))
     if frame.layout.has_replicas and torch.is_grad_enabled() and local.requires_grad:
         made = made._derived(frame, *shared_replicas(made, team.group))
@@ -78,32 +88,48 @@ def from_local(
     return made
 
 
-class _Team(NamedTuple):
+Dims = int | tuple[int | None, ...]
+Kinds = tuple[tuple[tuple[int, ...], str], ...]  # shapes, and devices as they are said
+
+
+@dataclass(frozen=True, eq=False)
+class _Team:
     """The ranks that take part, in the order in which their tensors are joined, as a grid with a dim for each axis."""
 
     group: ProcessGroup
-    ranks: tuple[int, ...]
+    ranks: IntArray
+    order: IntArray | None  # for each, its number in the group, where that is another one
+    here: int  # the number of this rank
     grid: tuple[int, ...]
     dims: tuple[int | None, ...]  # as given, one for each axis of the grid
 
 
-def _team(dim: int | Sequence[int | None], group: ProcessGroup, mesh: DeviceMesh | None) -> _Team:
-    ranks = tuple(group_ranks(group))
-    grid: tuple[int, ...] = (len(ranks),)
-    if mesh is not None:
-        in_order = tuple(mesh_ranks(mesh).flatten().tolist())
-        if set(in_order) != set(ranks):
-            raise ProcessGroupError(
-                f"the group has ranks {list(ranks)}, the mesh {list(in_order)}: give a group of just the mesh's ranks"
-            )
-        ranks, grid = in_order, tuple(mesh.shape)
+def _parsed(dim: int | Sequence[int | None]) -> Dims:
     if isinstance(dim, bool) or not isinstance(dim, int | Sequence):
         raise SpecError(f"from_local joins along a dim, or on a mesh along one for each axis; found {dim!r}")
-    dims = (dim,) * len(grid) if isinstance(dim, int) else tuple(dim)
+    return dim if isinstance(dim, int) else tuple(dim)
+
+
+@lru_cache(maxsize=64)
+def _team(dim: Dims, group: ProcessGroup, mesh: DeviceMesh | None) -> _Team:
+    ranks, order = rank_array(group), None
+    grid: tuple[int, ...] = (len(ranks),)
+    if mesh is not None:
+        in_order = mesh_ranks(mesh).reshape(-1)
+        by_rank = np.argsort(ranks)
+        if not np.array_equal(np.sort(in_order), ranks[by_rank]):
+            raise ProcessGroupError(
+                f"the group has ranks {listed(group_ranks(group))}, the mesh {listed(in_order.tolist())}: give a group "
+                "of just the mesh's ranks"
+            )
+        if not np.array_equal(in_order, ranks):
+            order = by_rank[np.argsort(np.argsort(in_order))]
+        ranks, grid = in_order, tuple(mesh.shape)
+    dims = (dim,) * len(grid) if isinstance(dim, int) else dim
     if len(dims) != len(grid):
         where = "ranks in a row, without a mesh" if mesh is None else f"the {len(grid)} axes of {mesh}"
         raise SpecError(f"from_local was given {len(dims)} dims, {list(dims)}, for {where}")
-    return _Team(group, ranks, grid, dims)
+    return _Team(group, ranks, order, int(np.flatnonzero(ranks == dist.get_rank())[0]), grid, dims)
 
 
 def _require_joinable(local: torch.Tensor, team: _Team) -> tuple[int | None, ...]:
@@ -122,28 +148,36 @@ def _require_joinable(local: torch.Tensor, team: _Team) -> tuple[int | None, ...
     return tuple(None if dim is None else dim % local.ndim for dim in team.dims)
 
 
-def _shapes_by(
+def _kinds_by(
     sizes: Sequence[int], local: torch.Tensor, dims: tuple[int | None, ...], team: _Team
-) -> tuple[tuple[int, ...], ...]:
-    """Every rank's shape, when the sizes along the one dim that is joined are given."""
+) -> tuple[Kinds, IntArray]:
+    """Every rank's shape, when the sizes along the one dim that is joined are given; the devices are by convention."""
     joined = sorted({dim for dim in dims if dim is not None})
     if len(joined) != 1:
         raise SpecError(f"sizes= gives the sizes along one dim, here {len(joined)} are joined: leave it out")
-    numbers = _numbers(team.grid, dims, joined[0])
-    here = int(numbers[team.ranks.index(dist.get_rank())])
-    if len(sizes) != int(numbers.max()) + 1 or sizes[here] != local.shape[joined[0]]:
+    lengths, part_of = np.array(sizes, dtype=np.int64), _numbers(team.grid, dims, joined[0])
+    here, count = int(part_of[team.here]), int(part_of.max()) + 1
+    if len(lengths) != count or lengths[here] != local.shape[joined[0]]:
         raise PropertyError(
-            f"sizes={list(sizes)} does not fit: {int(numbers.max()) + 1} parts are joined along dim {joined[0]}, and "
+            f"sizes={listed(lengths.tolist())} does not fit: {count} parts are joined along dim {joined[0]}, and "
             f"part {here}, on rank {dist.get_rank()}, has size {local.shape[joined[0]]}"
         )
-    shape = tuple(local.shape)
-    return tuple((*shape[: joined[0]], int(sizes[k]), *shape[joined[0] + 1 :]) for k in numbers.tolist())
+    return _shapes_by(lengths.tobytes(), tuple(local.shape), device_said(local.device), dims, joined[0], team)
 
 
-def _devices(local: torch.Tensor, team: _Team) -> tuple[str, ...]:
-    """Where the others have theirs, by convention."""
-    here = dist.get_rank()
-    return tuple(str(local.device if rank == here else rank_device(rank, local.device.type)) for rank in team.ranks)
+@lru_cache(maxsize=64)
+def _shapes_by(
+    lengths: bytes, shape: tuple[int, ...], said: str, dims: tuple[int | None, ...], dim: int, team: _Team
+) -> tuple[Kinds, IntArray]:
+    different, number = np.unique(np.frombuffer(lengths, dtype=np.int64), return_inverse=True)
+    kinds = [((*shape[:dim], length, *shape[dim + 1 :]), said) for length in different.tolist()]
+    number = number.reshape(-1)[_numbers(team.grid, dims, dim)]
+    usual = device_said(rank_device(dist.get_rank(), torch.device(said.partition(":")[0]).type))
+    if said != usual:  # this rank alone is known not to keep to the convention
+        kinds = [(one, usual) for one, _ in kinds] + [(shape, said)]
+        number = number.copy()
+        number[team.here] = len(kinds) - 1
+    return tuple(kinds), number
 
 
 def _numbers(grid: tuple[int, ...], dims: tuple[int | None, ...], dim: int) -> IntArray:
@@ -157,16 +191,13 @@ def _numbers(grid: tuple[int, ...], dims: tuple[int | None, ...], dim: int) -> I
 
 
 @lru_cache(maxsize=256)
-def _frame(
-    shapes: tuple[tuple[int, ...], ...],
-    devices: tuple[str, ...],
-    dims: tuple[int | None, ...],
-    team: _Team,
-    dtype: torch.dtype,
-    here: int,
-) -> Frame:
-    """The frame of the joined tensor. What does not fit together is found by every rank alike."""
-    sizes = np.array(shapes, dtype=np.int64).reshape(len(shapes), -1)
+def _frame(kinds: Kinds, numbers: bytes, dims: tuple[int | None, ...], team: _Team, dtype: torch.dtype) -> Frame:
+    """The frame of the joined tensor, if rank k has the shape and device of this number; of the only ones, without.
+
+    What does not fit together is found by every rank alike.
+    """
+    kind_of = np.frombuffer(numbers, dtype=np.uint32).astype(np.int64) if numbers else np.zeros_like(team.ranks)
+    sizes = np.array([shape for shape, _ in kinds], dtype=np.int64).reshape(len(kinds), -1)[kind_of]
     offsets, size = np.zeros_like(sizes), []
     for dim in range(sizes.shape[1]):
         number = _numbers(team.grid, dims, dim)
@@ -174,13 +205,13 @@ def _frame(
         extents = sizes[first, dim]
         other = np.flatnonzero(sizes[:, dim] != extents[number])
         if len(other):
-            one, two = team.ranks[int(first[number[other[0]]])], team.ranks[int(other[0])]
+            one, two = int(first[number[other[0]]]), int(other[0])
             raise RankMismatchError(
                 f"from_local: the tensors must have the same size along dim {dim}, which they are not joined along: "
-                f"{list(shapes[team.ranks.index(one)])} on rank {one}, {list(shapes[int(other[0])])} on rank {two}"
+                f"{sizes[one].tolist()} on rank {team.ranks[one]}, {sizes[two].tolist()} on rank {team.ranks[two]}"
             )
         offsets[:, dim] = (np.cumsum(extents) - extents)[number]
         size.append(int(extents.sum()))
-    places = [Placement(torch.device(device), rank) for device, rank in zip(devices, team.ranks, strict=True)]
+    places = places_said(team.ranks, [said for _, said in kinds], kind_of)
     layout = Layout.of(torch.Size(size), Boxes(offsets, sizes), places)
-    return Frame.of(layout, None, layout.rows_on(here), dtype, team.group)
+    return Frame.of(layout, None, layout.rows_on(dist.get_rank()), dtype, team.group)

@@ -185,7 +185,7 @@ def gather(
     plan = make_plan(layout, whole_on(layout.size, [Placement(layout.some_device, target)]))
     kind = tensor.dtype
     arriving = plan.receives(target)
-    counts = [int(arriving.of(peer).boxes.volumes.sum()) for peer in arriving.by_peer if peer != target]
+    counts = [int(arriving.of(peer).boxes.volumes.sum()) for peer in arriving.ranks if peer != target]
     largest = max(counts, default=0) * kind.itemsize
     outs = [] if out is None else [out if dtype in (None, out.dtype) else torch.empty_like(out, dtype=dtype)]
     locals_ = [local.detach() for local in tensor._local_tensors()]

@@ -10,7 +10,7 @@ import numpy as np
 from shardwise.geometry import Boxes, IntArray
 from shardwise.layout import Axis, Grid, Layout, parse_shards
 from shardwise.metadata import ShardMetadata
-from shardwise.placement import RemoteDevice
+from shardwise.placement import RemoteDevice, parse
 from shardwise.sharding_spec.chunk import ChunkShardingSpec
 from shardwise.sharding_spec.chunking import even_axis, even_cut, sized_axis
 from shardwise.sharding_spec.enumerable import EnumerableShardingSpec
@@ -34,15 +34,14 @@ def _infer(
     shards_metadata: Sequence[ShardMetadata], *kinds: Callable[[Boxes, list[RemoteDevice]], ShardingSpec | None]
 ) -> ShardingSpec:
     boxes = parse_shards(shards_metadata)
-    placements = [shard.placement for shard in shards_metadata if shard.placement is not None]
-    for kind in kinds if len(placements) == len(boxes) else ():
-        found = kind(boxes, placements)
+    placements = [None if shard.placement is None else parse(shard.placement) for shard in shards_metadata]
+    places = [placement for placement in placements if placement is not None]
+    for kind in kinds if len(places) == len(boxes) else ():
+        found = kind(boxes, places)
         if found is not None:
             return found
     # Its own records: the caller may go on changing the given ones.
-    return EnumerableShardingSpec(
-        [ShardMetadata(shard.shard_offsets, shard.shard_sizes, shard.placement) for shard in shards_metadata]
-    )
+    return EnumerableShardingSpec(ShardMetadata.many(boxes.offsets.tolist(), boxes.sizes.tolist(), placements))
 
 
 def _as_chunk(boxes: Boxes, placements: list[RemoteDevice]) -> ChunkShardingSpec | None:

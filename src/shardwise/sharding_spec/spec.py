@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -77,6 +78,10 @@ class PlacedShardingSpec(ShardingSpec):
         super().__setattr__(name, self._parsed(value) if name == "placements" else value)
 
     def _parsed(self, placements: Sequence[PlacementLike]) -> list[RemoteDevice]:
+        if isinstance(placements, list | tuple) and placements and all(type(one) is str for one in placements):
+            parsed, places = _known(tuple(placements))
+            vars(self)["_seen"] = parsed, places
+            return list(parsed)
         parsed = parse_all(placements)
         if not parsed:
             raise SpecError(f"{type(self).__name__} needs at least one placement")
@@ -92,3 +97,10 @@ class PlacedShardingSpec(ShardingSpec):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_seen"}
+
+
+@lru_cache(maxsize=64)
+def _known(names: tuple[str, ...]) -> tuple[list[RemoteDevice], Places]:
+    """Placements that were given before: most specs of a job name all of its ranks."""
+    parsed = parse_all(names)
+    return parsed, Places.of(parsed)

@@ -12,7 +12,7 @@ P = ParamSpec("P")
 
 
 def ranks(
-    world_size: int, *, timeout: float = 60, fresh: bool = False, backend: str = "gloo"
+    world_size: int, *, timeout: float = 60, fresh: bool = False, bare: bool = False, backend: str = "gloo"
 ) -> Callable[[Callable[P, Any]], Callable[P, None]]:
     """Decorator: call the function on so many ranks, where the default process group is already there.
 
@@ -24,8 +24,8 @@ def ranks(
             assert zeros(spec, 8, 2).local_tensor().shape == (2, 2)
 
     The group is of this backend; with ``nccl``, ranks may share a GPU. With ``fresh``, the test gets new processes of
-    its own. A rank that raises or hangs fails the test with that
-    rank's own traceback, or with every hung rank's stack.
+    its own; with ``bare``, processes that started without torch's tracer and what it imports. A rank that raises or
+    hangs fails the test with that rank's own traceback, or with every hung rank's stack.
     """
 
     def decorate(function: Callable[P, Any]) -> Callable[P, None]:
@@ -33,7 +33,15 @@ def ranks(
         def on_ranks(*args: P.args, **kwargs: P.kwargs) -> None:
             __tracebackhide__ = True  # pytest then shows the rank's own traceback only
             run_on_ranks(
-                world_size, function, *args, timeout=timeout, fresh=fresh, echo=False, backend=backend, **kwargs
+                world_size,
+                function,
+                *args,
+                timeout=timeout,
+                fresh=fresh,
+                bare=bare,
+                echo=False,
+                backend=backend,
+                **kwargs,
             )
 
         on_ranks.on_this_rank = function  # type: ignore[attr-defined] # how a rank finds what to run

@@ -2,7 +2,7 @@
 
 The processes are forked from a server that has torch loaded, meet through a file, and wait for work. A task that fails,
 or that one rank never finishes, costs the pool: the report holds the failing rank's traceback, or every rank's
-stack, and the next task gets new processes.
+stack, and the next task gets new processes. Those of a bare pool load everything by themselves.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import unittest
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,10 @@ import torch
 from shardwise.testing.task import Task
 from shardwise.testing.worker import Outcome, serve
 
-PRELOADED = ["torch", "torch.distributed", "shardwise", "shardwise.testing.worker"]
+# Torch loads its tracer for some of the plainest ops, in seconds: once for all ranks, not once by each.
+PRELOADED = ["torch", "torch.distributed", "shardwise", "shardwise.testing.worker", "torch._dynamo"]
+# What takes long too, and what ranks are likely to need where the process that starts them has it.
+PRELOADED_IF_HERE = ["_pytest.assertion.rewrite", "hypothesis", "transformers", "accelerate", "peft"]
 START_TIMEOUT = 60.0
 GRACE = 6.0  # seconds that the other ranks get to fail too, once one has
 MACHINERY = (
@@ -37,7 +42,7 @@ MACHINERY = (
     "Extension modules",
 )  # frames that are in every stack
 BEFORE_JOINING = "a script that starts ranks must do so under `if __name__ == '__main__':`"
-MOST_POOLS = 4  # kept alive at once, each of another size or backend
+MOST_POOLS = 4  # kept alive at once, each of another kind
 
 
 class RankFailure(AssertionError):
@@ -47,17 +52,16 @@ class RankFailure(AssertionError):
 class Pool:
     """Ranks that run tasks together. Use `run_on_ranks` or `shardwise.testing.ranks`, which share pools."""
 
-    def __init__(self, world_size: int, backend: str = "gloo") -> None:
+    def __init__(self, world_size: int, backend: str = "gloo", *, bare: bool = False) -> None:
         if world_size < 1:
             raise ValueError(f"a pool needs at least one rank, not {world_size}")
         if "nccl" in backend and not torch.cuda.is_available():
             raise ValueError("ranks of the backend nccl need a GPU, and torch finds none")
         self.world_size = world_size
         self.folder = tempfile.TemporaryDirectory(prefix="shardwise-ranks-")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context = _context(bare)
         self.connections: list[Connection] = []
-        self.processes: list[ForkServerProcess] = []
+        self.processes: list[BaseProcess] = []
         for rank in range(world_size):
             here, there = context.Pipe()
             process = context.Process(
@@ -186,6 +190,15 @@ class Pool:
             self.folder.cleanup()
 
 
+def _context(bare: bool) -> ForkServerContext | SpawnContext:
+    """How processes are started: forked from the server, or anew."""
+    if bare:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED + [name for name in PRELOADED_IF_HERE if name in sys.modules])
+    return context
+
+
 class _Echo:
     """Prints here what a rank prints, as it comes: whole characters, and carriage returns as they are."""
 
@@ -205,7 +218,7 @@ class _Echo:
         print(self._decoder.decode(new), end="", flush=True)
 
 
-_pools: dict[tuple[int, str], Pool] = {}
+_pools: dict[tuple[int, str, bool], Pool] = {}
 
 
 def run_on_ranks(
@@ -214,6 +227,7 @@ def run_on_ranks(
     *args: Any,
     timeout: float = 60,
     fresh: bool = False,
+    bare: bool = False,
     echo: bool = False,
     backend: str = "gloo",
     **kwargs: Any,
@@ -224,7 +238,9 @@ def run_on_ranks(
     of its own while there are enough of them; else ranks share them, talking as if they were on different hosts.
 
     With ``fresh``, the ranks are new and end afterwards: for what cannot be undone in a process, such as RPC. With
-    ``echo``, what rank 0 prints is printed here as it comes; else it is told only if the function fails.
+    ``bare``, they started without torch's tracer and all that comes with it, which other ranks have from the
+    beginning: for what must come before such imports, as `dropin.install` must. With ``echo``, what rank 0 prints is
+    printed here as it comes; else it is told only if the function fails.
 
     >>> from shardwise.testing import run_on_ranks
     >>> import torch.distributed
@@ -234,20 +250,20 @@ def run_on_ranks(
     __tracebackhide__ = True
     task = Task.of(function, args, kwargs)
     if fresh:
-        with contextlib.closing(Pool(world_size, backend)) as pool:
+        with contextlib.closing(Pool(world_size, backend, bare=bare)) as pool:
             return pool.run(task, timeout, echo=echo)
-    pool = _shared(world_size, backend)
+    pool = _shared(world_size, backend, bare)
     return pool.run(task, timeout, echo=echo)
 
 
-def _shared(world_size: int, backend: str) -> Pool:
-    """The living pool of this size and backend, or a new one; the longest unused ones make room for it."""
-    pool = _pools.pop((world_size, backend), None)
+def _shared(world_size: int, backend: str, bare: bool) -> Pool:
+    """The living pool of this kind, or a new one; the longest unused ones make room for it."""
+    pool = _pools.pop((world_size, backend, bare), None)
     if pool is None or not pool.alive:
         while len(_pools) >= MOST_POOLS:
             _pools.pop(next(iter(_pools))).close()
-        pool = Pool(world_size, backend)
-    _pools[world_size, backend] = pool  # last used, last to go
+        pool = Pool(world_size, backend, bare=bare)
+    _pools[world_size, backend, bare] = pool  # last used, last to go
     return pool
 
 

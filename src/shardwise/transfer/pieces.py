@@ -33,11 +33,10 @@ class Pieces:
         return len(self.boxes)
 
     @cached_property
-    def by_peer(self) -> dict[int, slice]:
-        """For each rank at the other end, its run of pieces."""
-        edges = np.flatnonzero(np.diff(self.peers, prepend=-2, append=-2)).tolist() if len(self) else []
-        pairs = zip(edges[:-1], edges[1:], strict=True)
-        return {int(self.peers[start]): slice(start, stop) for start, stop in pairs}
+    def ranks(self) -> list[int]:
+        """The ranks at the other end, ascending."""
+        found: list[int] = self.peers[np.flatnonzero(np.diff(self.peers, prepend=-2))].tolist() if len(self) else []
+        return found
 
     def chosen(self, pieces: slice | IntArray) -> Pieces:
         """Some of them."""
@@ -46,7 +45,8 @@ class Pieces:
 
     def of(self, peer: int) -> Pieces:
         """Those of one rank at the other end."""
-        return self.chosen(self.by_peer.get(peer, slice(0)))
+        start, stop = np.searchsorted(self.peers, [peer, peer + 1])
+        return self.chosen(slice(int(start), int(stop)))
 
     def elements(self, *, but: int) -> int:
         """Elements in all of them but those of one rank."""

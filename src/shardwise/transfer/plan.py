@@ -69,12 +69,12 @@ class Plan:
 
     def destinations(self, rank: int) -> list[int]:
         """The other ranks that this one sends to: the next one first, so that not all send to the same one."""
-        others = [other for other in self.sends(rank).by_peer if other != rank]
+        others = [other for other in self.sends(rank).ranks if other != rank]
         return sorted(others, key=lambda other: (other <= rank, other))
 
     def sources(self, rank: int) -> list[int]:
         """The other ranks that this one receives from, in the order in which they come to it."""
-        others = [other for other in self.receives(rank).by_peer if other != rank]
+        others = [other for other in self.receives(rank).ranks if other != rank]
         return sorted(others, key=lambda other: (other >= rank, -other))
 
     def sent(self, rank: int) -> int:

@@ -45,7 +45,7 @@ def tell_all(
     flat = [tensor.detach().resolve_conj().resolve_neg().reshape(-1).to("cpu", dtype) for tensor in tensors]
     mine = as_bytes(torch.cat(flat)) if flat else torch.empty(0, dtype=torch.uint8)
     letters = dict(zip(dist.get_process_group_ranks(group), tell(bytes(mine.numpy())), strict=True))
-    for rank in plan.receives(dist.get_rank()).by_peer:
+    for rank in plan.receives(dist.get_rank()).ranks:
         sizes = plan.src.at(plan.src.rows_on(rank)).sizes.tolist()
         _take_from(rank, plan, _read(letters[rank], sizes, dtype), outs)
     return Done(outs)

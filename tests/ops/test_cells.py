@@ -1,0 +1,106 @@
+"""Cells by rule are those that the boxes give one by one, for any rule; and so are schedules and stacks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.layout.grids import layouts
+
+from shardwise.layout import Grid, Layout, Places
+from shardwise.layout.listing import Listing
+from shardwise.ops.cells import _one_by_one, cells_of, contributing, projected
+from shardwise.ops.rule import Along, Reduction, Rule
+from shardwise.ops.schedule import Operand, make_schedule, make_stacking, size_of
+from shardwise.placement import Placement
+
+SUM = Reduction(lambda call, stacks: stacks[0].sum(0), lambda dtype: (0,))
+EVERYONE = Places.of([Placement(torch.device("cpu"), rank) for rank in range(6)])
+
+
+@st.composite
+def rules(draw: st.DrawFn) -> Rule:
+    """Labels of any sizes, tensors that have some of them in any order, and dims of one element."""
+    sizes = draw(st.lists(st.integers(0, 5), min_size=1, max_size=4))
+    each = st.sampled_from([None, *range(len(sizes))])
+    dims_of_one = st.lists(each, max_size=3, unique_by=lambda k: object() if k is None else k)
+    tensors = draw(st.lists(dims_of_one, min_size=2, max_size=3))
+    dims = [tuple(None if k is None else Along(k, draw(st.sampled_from([1, 1, 2]))) for k in one) for one in tensors]
+    *operands, result = dims
+    return Rule(
+        tuple(sizes),
+        tuple(operands),
+        (result,),
+        whole=frozenset(draw(st.sets(st.sampled_from(range(len(sizes))), max_size=2))),
+        reduction=SUM if draw(st.booleans()) else None,
+        hollow=draw(st.booleans()),
+    )
+
+
+@given(rules(), st.data())
+@settings(max_examples=300)
+def test_cells_by_rule_are_those_of_the_boxes(rule: Rule, data: st.DataObject) -> None:
+    """And what they are of every tensor of the rule."""
+    layout = data.draw(layouts(tuple(size_of(rule, rule.operands[0]))))
+    found, expected = cells_of(rule, 0, layout), _one_by_one(rule, rule.operands[0], layout)
+    if found is None or expected is None:
+        assert expected is None or not len(expected)
+        assert found is None or not len(found)
+        return
+    assert found == expected
+    for dims in (*rule.operands, *rule.results):
+        size = tuple(size_of(rule, dims))
+        offsets = np.zeros((len(found), len(dims)), dtype=np.int64)
+        sizes = np.ones_like(offsets)
+        for dim, along in enumerate(dims):
+            if along is not None:
+                offsets[:, dim] = found.boxes.offsets[:, along.label] * along.unit
+                sizes[:, dim] = found.boxes.sizes[:, along.label] * along.unit
+        made = projected(found, dims, size)
+        assert made.boxes.offsets.tolist() == offsets.tolist()
+        assert made.boxes.sizes.tolist() == sizes.tolist()
+        assert made.places == found.places
+
+
+@given(rules(), st.data())
+@settings(max_examples=200)
+def test_stacks_hold_each_part_once(rule: Rule, data: st.DataObject) -> None:
+    """Parts of one box lie one above another, parts of others beside: no two share an element, and none is missing."""
+    operands = tuple(Operand(data.draw(layouts(tuple(size_of(rule, dims)))), 4) for dims in rule.operands)
+    schedule = make_schedule(rule, operands, EVERYONE, 1 << 40)
+    if schedule is None or not schedule.partial:
+        return
+    stacking = make_stacking(schedule, EVERYONE)
+    source = stacking.source
+    assert source.boxes.offsets[:, 1:].tolist() == schedule.results[0].at(stacking.rows).offsets.tolist()
+    filled = np.zeros(tuple(source.size), dtype=np.int64)
+    for row in range(len(source)):
+        filled[source.index(row)] += 1
+    assert filled.max(initial=0) <= 1
+    if isinstance(schedule.cells.pattern, Grid):
+        assert filled.min(initial=1) == 1
+    boxes = schedule.cells.at(contributing(schedule.cells))
+    assert len(np.unique(np.concatenate([boxes.offsets, boxes.sizes], 1), axis=0)) == len(stacking.rows)
+    assert stacking.target.boxes.sizes[:, 1:].tolist() == stacking.result.boxes.sizes.tolist()
+    assert [stacking.takes(row) for row in range(len(schedule.cells))] == [
+        row in set(stacking.rows.tolist()) for row in range(len(schedule.cells))
+    ]
+
+
+@given(rules(), st.data())
+@settings(max_examples=100)
+def test_cells_of_listed_boxes_are_stacked_alike(rule: Rule, data: st.DataObject) -> None:
+    """Whether a rule is known or not, partial results of one box are as many layers of the stack."""
+    operands = tuple(Operand(data.draw(layouts(tuple(size_of(rule, dims)))), 4) for dims in rule.operands)
+    schedule = make_schedule(rule, operands, EVERYONE, 1 << 40)
+    if schedule is None or not schedule.partial:
+        return
+    cells = schedule.cells
+    plain = Layout(cells.size, Listing(cells.size, cells.boxes), cells.places)
+    again = make_stacking(replace(schedule, cells=plain), EVERYONE)
+    stacking = make_stacking(schedule, EVERYONE)
+    assert math.prod(again.source.size) == math.prod(stacking.source.size)
