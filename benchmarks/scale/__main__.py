@@ -27,11 +27,14 @@ def main() -> int:
     parser.add_argument("--world-seconds", type=float, default=default.world_seconds, help=told)
     told = "profile the first call of the rows with this in their name, in the largest of the worlds"
     parser.add_argument("--profile", metavar="TEXT", help=told)
+    parser.add_argument("--later", action="store_true", help="profile a later call instead")
     options = vars(parser.parse_args())
-    asked = options.pop("profile")
+    asked, which = options.pop("profile"), "later" if options.pop("later") else "first"
+    if not set(options["layouts"]) <= set(default.layouts):
+        parser.error(f"layouts are {', '.join(default.layouts)}, found {', '.join(options['layouts'])}")
     request = Request(**options)
     if asked is not None:
-        return profile(replace(request, rows=asked))
+        return profile(replace(request, rows=asked), which)
     return 1 if measure(request) else 0
 
 

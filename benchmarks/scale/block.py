@@ -42,7 +42,7 @@ def training_step(world: World, factor: int) -> Work:
     features = FEATURES_ON_GRIDS if world.grids else FEATURES
     with torch.device("meta"):
         block = Block(features, world.ranks * factor, world.ranks * HIDDEN * factor)
-    rows, columns = world.specs()
+    rows, columns = world.specs
     plan: dict[str, shardwise.ShardingSpec | shardwise.Sharder] = {
         **{f"{name}.weight": rows for name in ("query", "key", "value", "up")},
         **{f"{name}.weight": columns for name in ("out", "down")},

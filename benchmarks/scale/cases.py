@@ -53,11 +53,11 @@ class Case(Generic[W]):
 
 
 def make_specs(world: World, factor: int) -> Work:
-    return world.specs
+    return world.new_specs
 
 
 def make_layout(world: World, factor: int) -> Work:
-    spec = world.specs()[0]
+    spec = world.new_specs()[0]
     return lambda: spec.layout(world.narrow(factor, 3))
 
 
@@ -74,7 +74,7 @@ class Layers(nn.Module):
 
 
 def plan_of(world: World) -> shardwise.ShardingPlan:
-    first, second = world.specs()
+    first, second = world.specs
     return shardwise.ShardingPlan({"up.*": first, "down.*": second})
 
 
@@ -84,12 +84,12 @@ def shard_module(world: World, factor: int) -> Work:
 
 
 def zeros(world: World, factor: int) -> Work:
-    spec = world.specs()[0]
+    spec = world.specs[0]
     return lambda: shardwise.zeros(spec, *world.narrow(factor, 5))
 
 
 def replicas(world: World, factor: int) -> Work:
-    spec = shardwise.ReplicatedShardingSpec(world.places)
+    spec = world.replicated
     return lambda: shardwise.zeros(spec, 8, 5 + factor)
 
 
@@ -97,33 +97,33 @@ def replicas(world: World, factor: int) -> Work:
 
 
 def plan(world: World, factor: int, *, width: int, half: bool = False, whole: bool = False) -> Work:
-    source, target = world.specs()
+    source, target = world.specs
     size = world.wide(factor, width)
-    layouts = source.layout(size), (world.half() if half else target).layout(size)
+    layouts = source.layout(size), (world.half if half else target).layout(size)
     return lambda: shardwise.make_plan(*layouts).moved if whole else shardwise.make_plan(*layouts)
 
 
 def redistribute(world: World, factor: int) -> Work:
-    source, target = world.specs()
+    source, target = world.specs
     tensor = shardwise.zeros(source, *world.wide(factor, 1))
     return lambda: tensor.redistribute(target)
 
 
 def to_half(world: World, factor: int) -> Work:
-    source, target = world.specs()[0], world.half()
+    source, target = world.specs[0], world.half
     tensor = shardwise.zeros(source, *world.narrow(factor, 13))
     return lambda: tensor.redistribute(target)
 
 
 def to_replicas(world: World, factor: int) -> Work:
-    tensor = shardwise.zeros(world.specs()[0], *world.wide(factor, 1)) if world.grids else _tensor(world, factor, 2)
-    spec = shardwise.ReplicatedShardingSpec(world.places)
+    tensor = shardwise.zeros(world.specs[0], *world.wide(factor, 1)) if world.grids else _tensor(world, factor, 2)
+    spec = world.replicated
     return lambda: tensor.redistribute(spec)
 
 
 def from_dtensor(world: World, factor: int) -> Work:
     """Replicated over one axis of a mesh, cut over the other: as weights are where each group of ranks has all."""
-    mesh = World(world.ranks, grids=True).dtensor_mesh
+    mesh = world.on_grid.dtensor_mesh
     local, placements = torch.zeros(factor, 17), [Replicate(), Shard(0)]
     given = DTensor.from_local(local, mesh, placements, run_check=False)
     return lambda: shardwise.from_dtensor(given, process_group=dist.group.WORLD) * 2
@@ -133,18 +133,18 @@ def from_dtensor(world: World, factor: int) -> Work:
 
 
 def matmul(world: World, factor: int) -> Work:
-    """Rows by columns, or two of the same grid."""
-    first, second = world.specs()
+    """Rows by columns, of which one comes to every rank within the gather budget; or two of the same grid."""
+    first, second = world.specs
     if world.grids:
         x, w = (shardwise.zeros(first, *world.wide(factor, factor)) for _ in range(2))
     else:
-        x, w = shardwise.zeros(first, world.side * factor, 2), shardwise.zeros(second, 2, world.side * factor)
+        x, w = shardwise.zeros(first, world.side, 8 + factor), shardwise.zeros(second, 8 + factor, world.side)
     return lambda: x @ w
 
 
 def linear(world: World, factor: int) -> Work:
     """Of a plain batch, with a weight of the first spec."""
-    weight = shardwise.zeros(world.specs()[0], *world.wide(factor, 1)) if world.grids else _tensor(world, factor, 18)
+    weight = shardwise.zeros(world.specs[0], *world.wide(factor, 1)) if world.grids else _tensor(world, factor, 18)
     x = torch.zeros(4, weight.shape[1])
     return lambda: nn.functional.linear(x, weight)
 
@@ -161,20 +161,20 @@ def backward(world: World, factor: int) -> Work:
 
 def embedding(world: World, factor: int) -> Work:
     """Of ids that are the same on every rank, in a table of the first spec."""
-    table = shardwise.zeros(world.specs()[0], *world.wide(factor, 6)) if world.grids else _tensor(world, factor, 21)
+    table = shardwise.zeros(world.specs[0], *world.wide(factor, 6)) if world.grids else _tensor(world, factor, 21)
     ids = torch.arange(4)
     return lambda: nn.functional.embedding(ids, table)
 
 
 def add_other(world: World, factor: int) -> Work:
-    first, second = world.specs()
+    first, second = world.specs
     size = world.wide(factor, 5)
     x, y = shardwise.zeros(first, *size), shardwise.zeros(second, *size)
     return lambda: x + y
 
 
 def _tensor(world: World, factor: int, width: int) -> Any:
-    return shardwise.zeros(world.specs()[0], *world.narrow(factor, width))
+    return shardwise.zeros(world.specs[0], *world.narrow(factor, width))
 
 
 # States ---------------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def optimizer_state(world: World, factor: int) -> Work:
 
 def saving(world: World, factor: int, *, draft: bool) -> Work:
     """What is worked out of the layouts of a module and its plain parameters before anything is written."""
-    module, (first, second) = Layers(world, factor), world.specs()
+    module, (first, second) = Layers(world, factor), world.specs
     sources = [Source(f"norm.{k}", torch.float32, torch.Size([64]), None) for k in range(PARAMETERS)]
     for name, parameter in module.named_parameters():
         layout = (first if name.startswith("up") else second).layout(parameter.shape)
@@ -219,8 +219,8 @@ def dtensor_matmul(world: World, factor: int) -> Work:
     if world.grids:
         x, w = (dtensor(world, world.wide(factor, factor)) for _ in range(2))
     else:
-        x = dtensor(world, (world.side * factor, 2))
-        w = DTensor.from_local(torch.zeros(2, factor), x.device_mesh, [Shard(1)], run_check=False)
+        x = dtensor(world, (world.side, 8 + factor))
+        w = DTensor.from_local(torch.zeros(8 + factor, 1), x.device_mesh, [Shard(1)], run_check=False)
     return lambda: x @ w
 
 
@@ -258,12 +258,12 @@ OF_PARAMETERS: dict[str, Any] = {"first": 1.0, "each": "parameter", "count": lam
 
 CASES: list[Case[World]] = [
     Case("two specs", make_specs, first=None, later=False),
-    Case("layout", make_layout, later=False),
+    Case("layout of a new spec", make_layout, later=False),
     Case(
         f"shard_module, {PARAMETERS} parameters", shard_module, first=1.0, each="parameter", count=lambda _: PARAMETERS
     ),
-    Case("zeros", zeros, first=1.0),
-    Case("zeros, replicated", replicas, first=1.0, on_grids=False),
+    Case("zeros", zeros),
+    Case("zeros, replicated", replicas, on_grids=False),
     Case("make_plan, first to second spec", partial(plan, width=2), later=False),
     Case("make_plan, to half the ranks", partial(plan, width=2, half=True), later=False),
     Case("make_plan(...).moved", partial(plan, width=3, whole=True), first=None, later=False),

@@ -35,6 +35,7 @@ class Tables:
 
     def __init__(self, count: int, seed: int = 0) -> None:
         self.count = count
+        self.world = World(RANKS, grids=False)
         self._draw = random.Random(seed)
         self.sizes = [(self._draw.randint(SMALLEST, LARGEST), WIDTH) for _ in range(count)]
         self.records = [self._records(size) for size in self.sizes]
@@ -119,7 +120,7 @@ def sharded(tables: Tables, factor: int, width: int) -> tuple[Any, Sequence[int]
     """A square of so many boxes, dealt out to all ranks."""
     side = math.isqrt(tables.many)
     step = width + factor
-    places = World(RANKS, grids=False).places
+    places = tables.world.places
     records = [
         ShardMetadata([step * (k // side), step * (k % side)], [step, step], places[k % RANKS]) for k in range(side**2)
     ]
@@ -139,7 +140,7 @@ def one_op(tables: Tables, factor: int) -> Work:
 
 def one_redistribute(tables: Tables, factor: int) -> Work:
     spec, size = sharded(tables, factor, 14)
-    tensor, rows = shardwise.zeros(spec, *size), World(RANKS, grids=False).specs()[0]
+    tensor, rows = shardwise.zeros(spec, *size), tables.world.specs[0]
     return lambda: tensor.redistribute(rows)
 
 

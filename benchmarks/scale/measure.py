@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
+import ctypes
+import gc
 import json
 import pstats
 import resource
@@ -62,6 +64,13 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (bytes_now + MEMORY, bytes_now + MEMORY))
 
 
+def memory() -> float:
+    """MiB that this process has in use; what is free and only kept for later is given back first."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return status("VmRSS") / 1024
+
+
 def seconds_of(work: Work) -> float:
     begin = time.process_time()
     work()
@@ -102,11 +111,13 @@ def measured(case: Case[W], world: W, few: W, most: float) -> dict[str, Any]:
     return found
 
 
-def profile(case: Case[W], world: W, few: W) -> None:
-    """The first call, by the time that functions take with all they call."""
+def profile(case: Case[W], world: W, few: W, *, later: bool) -> None:
+    """The first call, or a later one, by the time that functions take with all they call."""
     warm_up(case, few)
     work, profiler = case.prepare(world, FACTORS[0]), cProfile.Profile()
-    print(f"\n{case.work}, {world}")
+    if later:
+        work()
+    print(f"\n{case.work}, {world}: {'a later' if later else 'the first'} call")
     try:
         profiler.runcall(work)
     finally:
@@ -120,18 +131,18 @@ def main() -> None:
     parser.add_argument("--rows", default="")
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--world-seconds", type=float, required=True)
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", choices=("first", "later"))
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     start(RANKS if "tables" in options.layouts else options.number)
-    before = status("VmRSS")
+    before = memory()
     limit_memory()
     for of_dtensor in (False, True):
         for kind in options.layouts:
             rows(kind, options, of_dtensor=of_dtensor)
             if not of_dtensor and not options.profile:
-                tell(kind, MEMORY_ROW, {"mib": (status("VmRSS") - before) / 1024})
+                tell(kind, MEMORY_ROW, {"mib": memory() - before})
 
 
 def rows(kind: str, options: argparse.Namespace, *, of_dtensor: bool) -> None:
@@ -152,7 +163,7 @@ def rows(kind: str, options: argparse.Namespace, *, of_dtensor: bool) -> None:
         if options.rows not in case.work or time.process_time() > options.world_seconds:
             continue
         if options.profile:
-            profile(case, world, few)
+            profile(case, world, few, later=options.profile == "later")
         else:
             found = measured(case, world, few, options.seconds)
             tell(kind, case.work, {"count": case.count(world), **found})

@@ -71,8 +71,8 @@ def measured(request: Request, number: int, kinds: Sequence[str]) -> list[Found]
     return [Found(number, **json.loads(line)) for line in whole]
 
 
-def profile(request: Request) -> int:
-    """In the largest world, and with the most tables; what is printed there is printed here."""
+def profile(request: Request, which: str) -> int:
+    """The first call or a later one, in the largest world and with the most tables."""
     largest = {tuple(kinds): number for number, kinds in request.runs()}
-    runs = [subprocess.run([*request.command(number, kinds), "--profile"]) for kinds, number in largest.items()]
+    runs = [subprocess.run([*request.command(number, kinds), "--profile", which]) for kinds, number in largest.items()]
     return max(run.returncode for run in runs)

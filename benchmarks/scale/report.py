@@ -11,7 +11,7 @@ from benchmarks.scale.irregular import IRREGULAR, RANKS
 from benchmarks.scale.world import World
 from benchmarks.table import print_lines
 
-NOISE = 1.5, 0.02  # what should not grow may be so many times what it is in the first column, and so many ms more
+NOISE = 2, 0.05  # what should not grow may be so many times what it is in the first column, and so many ms more
 MOST_MEMORY = 100.0  # MiB
 TITLES = {
     "chunks": "What one rank pays, in chunks, by the number of ranks (ms)",

@@ -32,8 +32,7 @@ class World:
 
     def __init__(self, ranks: int, *, grids: bool) -> None:
         self.ranks, self.grids = ranks, grids
-        down = next(side for side in range(math.isqrt(ranks), 0, -1) if ranks % side == 0)
-        self.shape = (down, ranks // down)
+        self.shape = squarest(ranks)
         self.side = max(self.shape) if grids else ranks  # a dim of this many elements can be cut for all
 
     def __str__(self) -> str:
@@ -43,16 +42,27 @@ class World:
     def places(self) -> list[RemoteDevice]:
         return [parse(f"rank:{rank}/cpu") for rank in range(self.ranks)]
 
-    def specs(self) -> tuple[shardwise.ShardingSpec, shardwise.ShardingSpec]:
-        """New ones each time: rows and columns in chunks, or a grid and the grid with its axes exchanged."""
+    def new_specs(self, part: int = 1) -> tuple[shardwise.ShardingSpec, shardwise.ShardingSpec]:
+        """Rows and columns in chunks, or a grid and the grid with its axes exchanged; over all ranks or a part."""
+        places = self.places[: self.ranks // part]
         if not self.grids:
-            return shardwise.ChunkShardingSpec(0, self.places), shardwise.ChunkShardingSpec(1, self.places)
-        nested = grid_of(self.places, self.shape)
+            return shardwise.ChunkShardingSpec(0, places), shardwise.ChunkShardingSpec(1, places)
+        nested = grid_of(places, squarest(len(places)))
         return shardwise.GridShardingSpec((0, 1), nested), shardwise.GridShardingSpec((1, 0), nested)
 
+    @cached_property
+    def specs(self) -> tuple[shardwise.ShardingSpec, shardwise.ShardingSpec]:
+        """Those that the rows share, as the tensors of a model do."""
+        return self.new_specs()
+
+    @cached_property
     def half(self) -> shardwise.ShardingSpec:
-        """The first of these specs, over the first half of the ranks."""
-        return World(self.ranks // 2, grids=self.grids).specs()[0]
+        """The first of these, over the first half of the ranks."""
+        return self.new_specs(part=2)[0]
+
+    @cached_property
+    def replicated(self) -> shardwise.ShardingSpec:
+        return shardwise.ReplicatedShardingSpec(self.places)
 
     def narrow(self, factor: int, width: int) -> tuple[int, ...]:
         """A size whose last dim stays whole under the first spec."""
@@ -68,6 +78,11 @@ class World:
         return *(length // cut for length, cut in zip(size, cuts, strict=False)), *size[len(cuts) :]
 
     @cached_property
+    def on_grid(self) -> World:
+        """The same ranks as a grid."""
+        return self if self.grids else World(self.ranks, grids=True)
+
+    @cached_property
     def dtensor_mesh(self) -> DeviceMesh:
         ranks = list(range(self.ranks))
         return DeviceMesh("cpu", grid_of(ranks, self.shape) if self.grids else ranks)
@@ -75,6 +90,11 @@ class World:
     def dtensor_placements(self) -> tuple[Sequence[Placement], Sequence[Placement]]:
         """What the specs are to DTensor."""
         return ([Shard(0), Shard(1)], [Shard(1), Shard(0)]) if self.grids else ([Shard(0)], [Shard(1)])
+
+
+def squarest(ranks: int) -> tuple[int, int]:
+    down = next(side for side in range(math.isqrt(ranks), 0, -1) if ranks % side == 0)
+    return down, ranks // down
 
 
 def grid_of(flat: Sequence[T], shape: tuple[int, int]) -> list[list[T]]:
