@@ -18,13 +18,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardwise import ChunkShardingSpec, GridShardingSpec
 from shardwise.interop.mesh_layout import cut_up, held_size, mesh_layout, put_together
 from shardwise.interop.placements import cuts_of
-from shardwise.layout import Layout
-from shardwise.placement import Placement
+from shardwise.layout import Layout, Places
 
 
-def places(count: int) -> tuple[Placement, ...]:
+def places(count: int) -> Places:
     """A place on each of so many ranks."""
-    return tuple(Placement(torch.device("cpu"), rank) for rank in range(count))
+    return Places.on_ranks(np.arange(count), "cpu")
 
 
 def laid_out(size: tuple[int, ...], shape: tuple[int, ...], placements: tuple[Placing, ...]) -> Layout:
