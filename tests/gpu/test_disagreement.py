@@ -65,4 +65,4 @@ def test_in_large_groups_digests_are_reduced() -> None:
             test_other_dtypes_and_skipped_backwards_are_found_out,
             test_an_error_of_one_rank_alone_reaches_the_other,
         ):
-            test.on_this_rank()  # type: ignore[attr-defined] # what the decorator keeps
+            test.on_this_rank()
