@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise import ChunkShardingSpec, shard_tensor
+from shardwise import ChunkShardingSpec, meeting, shard_tensor
 from shardwise.errors import RankMismatchError
 from shardwise.process_group import raises_alone
 from shardwise.testing import ranks
@@ -54,3 +54,15 @@ def test_an_error_of_one_rank_alone_reaches_the_other() -> None:
         with pytest.raises(ZeroDivisionError, match="found on rank 1"):
             one.full_tensor()
     assert torch.equal(one.full_tensor().cpu(), PLAIN)
+
+
+@ranks(2, backend="nccl")
+def test_in_large_groups_digests_are_reduced() -> None:
+    """With the same errors, in the forward and in the backward."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "MOST_EACH", 1)
+        for test in (
+            test_other_dtypes_and_skipped_backwards_are_found_out,
+            test_an_error_of_one_rank_alone_reaches_the_other,
+        ):
+            test.on_this_rank()
