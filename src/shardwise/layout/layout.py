@@ -45,9 +45,9 @@ class Layout:
     def of(size: Sequence[int], boxes: Boxes, placements: Where) -> Layout:
         """A layout of boxes that are known to make up the tensor."""
         # The old system's records let empty chunks begin beyond the end; in here, no box does.
-        inside = np.minimum(boxes.offsets, np.array(size, dtype=np.int64))
-        said = None if (inside == boxes.offsets).all() else read_only(boxes.offsets)
-        boxes = boxes if said is None else Boxes(inside, boxes.sizes)
+        limit, said = np.array(size, dtype=np.int64), None
+        if (boxes.offsets > limit).any():
+            said, boxes = read_only(boxes.offsets), Boxes(np.minimum(boxes.offsets, limit), boxes.sizes)
         pattern = recognised(size, boxes) or Listing(size, boxes)
         return Layout(torch.Size(size), pattern, Places.of(placements), said)
 
@@ -255,8 +255,8 @@ class Layout:
         """New records of the whole tensor."""
         places, place_of = self.places.distinct
         devices = [place.remote_device() for place in places]
-        rows = zip(self.offsets_to_say.tolist(), self.boxes.sizes.tolist(), place_of.tolist(), strict=True)
-        shards = [ShardMetadata.trusted(offsets, sizes, devices[place]) for offsets, sizes, place in rows]
+        placements = map(devices.__getitem__, place_of.tolist())
+        shards = ShardMetadata.many(self.offsets_to_say.tolist(), self.boxes.sizes.tolist(), placements)
         return ShardedTensorMetadata(shards, self.size, properties)
 
     # Comparing --------------------------------------------------------------------------------------------------------

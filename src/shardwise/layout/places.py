@@ -71,8 +71,10 @@ class Places(Sequence[Placement]):
     def __getitem__(self, row: int | slice) -> Placement | Places:
         if isinstance(row, slice):
             return self.take(np.arange(len(self))[row])
-        rank = int(self.ranks[row])
-        device, worker = self.kinds[0 if self._kind_of is None else int(self._kind_of[row])]
+        return self._place(int(self.ranks[row]), 0 if self._kind_of is None else int(self._kind_of[row]))
+
+    def _place(self, rank: int, kind: int) -> Placement:
+        device, worker = self.kinds[kind]
         return Placement(device, None if rank == NOWHERE else rank, worker)
 
     def __iter__(self) -> Iterator[Placement]:
@@ -113,11 +115,11 @@ class Places(Sequence[Placement]):
     @cached_property
     def distinct(self) -> tuple[tuple[Placement, ...], IntArray]:
         """Each place once, in order of appearance, and for each box the number of its place."""
-        _, first, number = np.unique(
-            np.stack([self.ranks, self.kind_of]), axis=1, return_index=True, return_inverse=True
-        )
-        order = np.argsort(first)
-        return tuple(self[int(row)] for row in first[order]), np.argsort(order)[number.reshape(-1)]
+        kinds = max(len(self.kinds), 1)
+        said = (self.ranks * kinds + self.kind_of).tolist()
+        numbers = {place: number for number, place in enumerate(dict.fromkeys(said))}
+        places = tuple(self._place(*divmod(place, kinds)) for place in numbers)
+        return places, np.array([numbers[place] for place in said], dtype=np.int64)
 
     @cached_property
     def each_once(self) -> bool:
