@@ -21,12 +21,12 @@ from benchmarks.scale.block import training_step
 from benchmarks.scale.world import RANK, World
 from benchmarks.timing import Work
 from shardwise.checkpoint.draft import Draft
-from shardwise.checkpoint.sharing_out import Source, share_out
+from shardwise.checkpoint.sharing_out import Source
 
 W = TypeVar("W")  # what a row is prepared in: a world, or tables over one
 
 PARAMETERS = 24
-MANY = 32  # modules to be sharded: one for each time that this is timed
+MANY = 32  # modules to be sharded, one for each time that this is timed
 MEMORY_ROW = "memory above the start (MiB)"  # after all of them but those of DTensor
 FIRST_OP = 20.0  # ms that the first call of an op may take
 
@@ -189,7 +189,7 @@ def optimizer_state(world: World, factor: int) -> Work:
     return lambda: optimizer.load_state_dict(optimizer.state_dict())
 
 
-def saving(world: World, factor: int, *, draft: bool) -> Work:
+def saving(world: World, factor: int, *, only: int | None) -> Work:
     """What is worked out of the layouts of a module and its plain parameters before anything is written."""
     module, (first, second) = Layers(world, factor), world.specs
     sources = [Source(f"norm.{k}", torch.float32, torch.Size([64]), None) for k in range(PARAMETERS)]
@@ -197,9 +197,7 @@ def saving(world: World, factor: int, *, draft: bool) -> Work:
         layout = (first if name.startswith("up") else second).layout(parameter.shape)
         sources.append(Source(name, parameter.dtype, parameter.shape, layout))
     ranks = list(range(world.ranks))
-    if draft:  # which the first rank alone makes of all files
-        return lambda: Draft.of("0" * 16, sources, ranks)
-    return lambda: share_out(sources, ranks, RANK)
+    return lambda: Draft.of("0" * 16, sources, ranks, only)
 
 
 # DTensor --------------------------------------------------------------------------------------------------------------
@@ -286,8 +284,8 @@ CASES: list[Case[World]] = [
         each="parameter",
         count=lambda _: PARAMETERS,
     ),
-    Case("save: who writes what", partial(saving, draft=False), first=None, later=False),
-    Case("save: draft of all files", partial(saving, draft=True), first=None, later=False),
+    Case("save: draft of this rank's file", partial(saving, only=RANK), later=False, **OF_PARAMETERS),
+    Case("save: draft of all files, by the first rank", partial(saving, only=None), first=None, later=False),
 ]
 
 DTENSOR: list[Case[World]] = [

@@ -17,17 +17,18 @@ from torch import nn
 import shardwise
 from benchmarks.boxes import contenders
 from benchmarks.scale.cases import Case
-from benchmarks.scale.world import World
+from benchmarks.scale.world import RANK, World
 from benchmarks.timing import Work
 from shardwise import EnumerableShardingSpec, ShardingPlan, ShardMetadata
-from shardwise.checkpoint.sharing_out import Source, share_out
+from shardwise.checkpoint.draft import Draft
+from shardwise.checkpoint.sharing_out import Source
 
 RANKS = 1_024
 WIDTH = 64
 SMALLEST, LARGEST = 64, 4_096  # rows of a table
 MOST_BOXES = 8
 MANY_BOXES = 4  # of the one table, for each of the others
-MODULES = 8  # to be sharded: one for each time that this is timed
+MODULES = 32  # more than are sharded
 
 
 class Tables:
@@ -69,10 +70,15 @@ class Tables:
     def specs(self) -> list[EnumerableShardingSpec]:
         return [EnumerableShardingSpec(records) for records in self.records]
 
-    def module(self) -> nn.Module:
-        made = nn.Module()
-        for number, size in enumerate(self.sizes):
-            made.register_parameter(f"table{number}", nn.Parameter(torch.empty(size, device="meta")))
+    def modules(self) -> list[nn.Module]:
+        """One for each time that this is timed. To shard a parameter is to replace it, so that they can share them."""
+        parameters = {
+            f"table{number}": nn.Parameter(torch.empty(size, device="meta")) for number, size in enumerate(self.sizes)
+        }
+        made = [nn.Module() for _ in range(MODULES)]
+        for module in made:
+            for name, parameter in parameters.items():
+                module.register_parameter(name, parameter)
         return made
 
 
@@ -95,7 +101,7 @@ def zeros(tables: Tables, factor: int) -> Work:
 
 def shard_module(tables: Tables, factor: int) -> Work:
     other = Tables(tables.count, factor)
-    modules = [other.module() for _ in range(MODULES)]
+    modules = other.modules()
     plan = ShardingPlan({f"table{number}": spec for number, spec in enumerate(other.specs)})
     return lambda: shardwise.shard_module(modules.pop(), plan)
 
@@ -106,7 +112,7 @@ def saving(tables: Tables, factor: int) -> Work:
         Source(f"table{number}", torch.float32, torch.Size(size), spec.layout(size))
         for number, (spec, size) in enumerate(zip(other.specs, other.sizes, strict=True))
     ]
-    return lambda: share_out(sources, list(range(RANKS)))
+    return lambda: Draft.of("0" * 16, sources, list(range(RANKS)), RANK)
 
 
 # One table of many boxes ----------------------------------------------------------------------------------------------
@@ -152,7 +158,7 @@ IRREGULAR: list[Case[Tables]] = [
     Case("tables: all layouts", make_layouts, later=False, **OF_BOXES),
     Case("tables: zeros of each", zeros, **OF_BOXES),
     Case("tables: shard_module", shard_module, **OF_BOXES),
-    Case("tables: who writes what", saving, later=False, **OF_BOXES),
+    Case("tables: save: draft of this rank's file", saving, later=False, **OF_BOXES),
     Case("many boxes: spec, metadata", partial(many_boxes, who="shardwise"), later=False, **OF_MANY),
     Case("many boxes: spec, metadata by _shard", partial(many_boxes, who="_shard"), later=False, held=False, **OF_MANY),
     Case("many boxes: zeros", one_zeros, **OF_MANY),

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -30,6 +29,7 @@ from shardwise.process_group import (
     is_member,
     locate_all,
     or_default,
+    rank_array,
 )
 from shardwise.sharded_tensor.assembly import fields_of, require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
@@ -90,7 +90,7 @@ def everyone_on(group: ProcessGroup, device: torch.device) -> Places:
 
 @lru_cache(maxsize=64)
 def _everyone_on(group: ProcessGroup, device: torch.device, here: int) -> Places:
-    usual = Places.on_ranks(np.array(group_ranks(group), dtype=np.int64), device.type)
+    usual = Places.on_ranks(rank_array(group), device.type)
     (row,) = usual.rows_on(here)
     if usual[row].device == device:
         return usual

@@ -20,7 +20,7 @@ from shardwise.errors import TransferError
 from shardwise.geometry import IntArray
 from shardwise.layout import Layout
 from shardwise.meeting import break_off, lost, wait_for_data
-from shardwise.process_group import is_fake, sends, without_data
+from shardwise.process_group import is_fake, rank_array, sends, without_data
 from shardwise.transfer.pieces import Pieces
 from shardwise.transfer.plan import Plan
 from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
@@ -103,7 +103,7 @@ class AllToAll(_Carrier):
         ready: Ready,
     ) -> None:
         super().__init__(plan, outs, group, dtype)
-        members = dist.get_process_group_ranks(group)
+        members = rank_array(group)
         messages = [in_group_order(side(self._rank), members) for side in (plan.sends, plan.receives)]
         sends, receives = source_views(messages[0], plan, tensors), target_views(messages[1], plan, outs)
         source = self._as_it_lies(sends, tensors)
@@ -390,20 +390,21 @@ def _segments(peer: int, pieces: list[Piece], most: int) -> list[Segment]:
     return segments
 
 
-def in_group_order(pieces: Pieces, members: list[int]) -> Pieces:
+def in_group_order(pieces: Pieces, members: IntArray) -> Pieces:
     """Pieces in the order in which a collective of the group takes them: that of its members."""
     numbers = _member_numbers(pieces.peers, members)
     return pieces if (np.diff(numbers) >= 0).all() else pieces.chosen(np.argsort(numbers, kind="stable"))
 
 
-def _member_numbers(ranks: IntArray, members: list[int]) -> IntArray:
+def _member_numbers(ranks: IntArray, members: IntArray) -> IntArray:
     """Which members of a group these ranks are."""
-    known = np.array(members, dtype=np.int64)
-    order = np.argsort(known, kind="stable")
-    return order[np.searchsorted(known[order], ranks)]
+    if members[-1] - members[0] == len(members) - 1 and (np.diff(members) == 1).all():
+        return ranks - members[0]
+    order = np.argsort(members, kind="stable")
+    return order[np.searchsorted(members[order], ranks)]
 
 
-def _bytes_by_member(pieces: Pieces, members: list[int], itemsize: int) -> list[int]:
+def _bytes_by_member(pieces: Pieces, members: IntArray, itemsize: int) -> list[int]:
     """How many bytes go to, or come from, each member of a group."""
     counts = np.zeros(len(members), dtype=np.int64)
     np.add.at(counts, _member_numbers(pieces.peers, members), pieces.boxes.volumes)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardwise.process_group import group_ranks
 from shardwise.transfer.plan import Plan
 from shardwise.transfer.views import as_bytes, copy, source_views, target_views
 
@@ -44,7 +45,7 @@ def tell_all(
     """A transfer of a few bytes: every rank tells all others what it has, while they agree on what they are doing."""
     flat = [tensor.detach().resolve_conj().resolve_neg().reshape(-1).to("cpu", dtype) for tensor in tensors]
     mine = as_bytes(torch.cat(flat)) if flat else torch.empty(0, dtype=torch.uint8)
-    letters = dict(zip(dist.get_process_group_ranks(group), tell(bytes(mine.numpy())), strict=True))
+    letters = dict(zip(group_ranks(group), tell(bytes(mine.numpy())), strict=True))
     for rank in plan.receives(dist.get_rank()).ranks:
         sizes = plan.src.at(plan.src.rows_on(rank)).sizes.tolist()
         _take_from(rank, plan, _read(letters[rank], sizes, dtype), outs)
