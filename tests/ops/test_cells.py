@@ -75,19 +75,19 @@ def test_stacks_hold_each_part_once(rule: Rule, data: st.DataObject) -> None:
     if schedule is None or not schedule.partial:
         return
     stacking = make_stacking(schedule, EVERYONE)
-    source = stacking.source
-    assert source.boxes.offsets[:, 1:].tolist() == schedule.results[0].at(stacking.rows).offsets.tolist()
+    source, rows = stacking.source, contributing(schedule.cells)
+    assert source.boxes.offsets[:, 1:].tolist() == schedule.results[0].at(rows).offsets.tolist()
     filled = np.zeros(tuple(source.size), dtype=np.int64)
     for row in range(len(source)):
         filled[source.index(row)] += 1
     assert filled.max(initial=0) <= 1
     if isinstance(schedule.cells.pattern, Grid):
         assert filled.min(initial=1) == 1
-    boxes = schedule.cells.at(contributing(schedule.cells))
-    assert len(np.unique(np.concatenate([boxes.offsets, boxes.sizes], 1), axis=0)) == len(stacking.rows)
+    boxes = schedule.cells.at(rows)
+    assert len(np.unique(np.concatenate([boxes.offsets, boxes.sizes], 1), axis=0)) == len(rows) == len(source)
     assert stacking.target.boxes.sizes[:, 1:].tolist() == stacking.result.boxes.sizes.tolist()
     assert [stacking.takes(row) for row in range(len(schedule.cells))] == [
-        row in set(stacking.rows.tolist()) for row in range(len(schedule.cells))
+        row in set(rows.tolist()) for row in range(len(schedule.cells))
     ]
 
 

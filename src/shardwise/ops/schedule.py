@@ -135,12 +135,14 @@ class Stacking:
     """How the partial results of a schedule come together: stacked along a new first dim, in boxes of the result."""
 
     source: Layout  # of the stack, as the cells make it
-    rows: IntArray  # which cells contribute, in the order of the source's boxes
+    rows: IntArray | None  # which cells contribute, in the order of the source's boxes; None: all
     target: Layout  # of the stack, where it is reduced
     result: Layout
 
     def takes(self, row: int) -> bool:
         """Whether a cell contributes."""
+        if self.rows is None:
+            return True
         at = int(np.searchsorted(self.rows, row))
         return at < len(self.rows) and int(self.rows[at]) == row
 
@@ -157,7 +159,7 @@ def make_stacking(schedule: Schedule, everyone: Places) -> Stacking:
     stacked = Boxes(np.concatenate([number, parts.offsets], 1), np.concatenate([np.ones_like(number), parts.sizes], 1))
     source = Layout.of([depth, *size], stacked, cells.places.take(rows))
     result = chunked(size, everyone)
-    return Stacking(source, rows, result.with_dim(0, depth), result)
+    return Stacking(source, None if len(rows) == len(cells) else rows, result.with_dim(0, depth), result)
 
 
 def _numbers(rule: Rule, cells: Layout, rows: IntArray, parts: Boxes) -> IntArray:

@@ -399,7 +399,8 @@ def in_group_order(pieces: Pieces, members: IntArray) -> Pieces:
 def _member_numbers(ranks: IntArray, members: IntArray) -> IntArray:
     """Which members of a group these ranks are."""
     if members[-1] - members[0] == len(members) - 1 and (np.diff(members) == 1).all():
-        return ranks - members[0]
+        numbers: IntArray = ranks - members[0]
+        return numbers
     order = np.argsort(members, kind="stable")
     return order[np.searchsorted(members[order], ranks)]
 

@@ -6,7 +6,10 @@ sends and receives itself; what the others do is worked out when somebody asks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -18,7 +21,7 @@ from shardwise.layout import Layout
 from shardwise.transfer.pieces import Pieces, received_pieces, sent_pieces
 
 MOST_LISTED = 64  # ranks in an explanation
-MOST_KEPT = 4  # ranks whose pieces a plan keeps: one's own, and who is asked about
+MOST_KEPT = 1 << 18  # pieces, of all plans together: some 16 MiB
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +36,6 @@ class Plan:
     dst: Layout
     sums: bool = False  # pieces that fall on one element are added; else each element is written once
     forward: Plan | None = None  # of which this is the way back
-    _sent: dict[int, Pieces] = field(default_factory=dict)
-    _received: dict[int, Pieces] = field(default_factory=dict)
 
     def reverse(self) -> Plan:
         """The same pieces on their way back, adding up what comes from several replicas."""
@@ -53,23 +54,21 @@ class Plan:
 
     def sends(self, rank: int) -> Pieces:
         """What a rank has for others and for itself, in order of who gets it."""
-        if rank not in self._sent:
-            if self.forward is not None:
-                pieces = self.forward.receives(rank).back()
-            else:
-                pieces = sent_pieces(self.src, self.dst, np.array(self.src.rows_on(rank), dtype=np.int64))
-            _keep(self._sent, rank, pieces)
-        return self._sent[rank]
+        return _kept_pieces.get((self, rank, True), self._sends)
+
+    def _sends(self, rank: int) -> Pieces:
+        if self.forward is not None:
+            return self.forward.receives(rank).back()
+        return sent_pieces(self.src, self.dst, np.array(self.src.rows_on(rank), dtype=np.int64))
 
     def receives(self, rank: int) -> Pieces:
         """What a rank gets from others and from itself, in order of who has it."""
-        if rank not in self._received:
-            if self.forward is not None:
-                pieces = self.forward.sends(rank).back()
-            else:
-                pieces = received_pieces(self.src, self.dst, rank)
-            _keep(self._received, rank, pieces)
-        return self._received[rank]
+        return _kept_pieces.get((self, rank, False), self._receives)
+
+    def _receives(self, rank: int) -> Pieces:
+        if self.forward is not None:
+            return self.forward.sends(rank).back()
+        return received_pieces(self.src, self.dst, rank)
 
     def destinations(self, rank: int) -> list[int]:
         """The other ranks that this one sends to: the next one first, so that not all send to the same one."""
@@ -208,10 +207,28 @@ def make_plan(src: Layout, dst: Layout) -> Plan:
     return Plan(src, dst)
 
 
-def _keep(known: dict[int, Pieces], rank: int, pieces: Pieces) -> None:
-    if len(known) >= MOST_KEPT:
-        del known[next(iter(known))]
-    known[rank] = pieces
+class _Kept:
+    """The pieces that were asked for last, of all plans; no more in all than take a bounded amount of memory."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[tuple[Plan, int, bool], Pieces] = OrderedDict()
+        self._count = 0
+        self._lock = threading.Lock()  # ranks may be threads, and backwards are
+
+    def get(self, key: tuple[Plan, int, bool], make: Callable[[int], Pieces]) -> Pieces:
+        """The pieces of a plan and a rank, on their way out or in."""
+        found = self._found.get(key)
+        if found is None:
+            found = make(key[1])
+            with self._lock:
+                self._found[key] = found
+                self._count += len(found) + 1
+                while self._count > MOST_KEPT and len(self._found) > 1:
+                    self._count -= len(self._found.popitem(last=False)[1]) + 1
+        return found
+
+
+_kept_pieces = _Kept()
 
 
 def _elements(layout: Layout) -> int:
