@@ -33,7 +33,7 @@ lint: $(READY)
 	@$(BIN)/lint-imports --no-cache
 
 test: lint
-	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 bench: $(READY)
 	@$(BIN)/python -m benchmarks
