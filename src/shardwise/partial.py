@@ -21,7 +21,7 @@ from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.assembly import require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import Way, moved_locals
-from shardwise.sharded_tensor.movement import everyone_on, whole_on
+from shardwise.sharded_tensor.movement import everyone_on
 from shardwise.sharding_spec import ChunkShardingSpec, FixedShardingSpec, ShardingSpec
 from shardwise.transfer import make_plan
 
@@ -104,7 +104,7 @@ class PartialTensor(Distributed, torch.Tensor):
         kind = self._local.device.type
         places = [Placement(rank_device(rank, kind), rank).remote_device() for rank in group_ranks(self._group)]
         if not self._local.ndim:
-            return self.redistribute(FixedShardingSpec.of(whole_on(self._local.shape, [Placement.of(places[0])])))
+            return self.redistribute(FixedShardingSpec.of(Layout.whole(self._local.shape, [Placement.of(places[0])])))
         return self.redistribute(ChunkShardingSpec(0, places))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # torch says Any

@@ -12,6 +12,7 @@ from shardwise.layout import Grid, Layout
 from shardwise.layout.grid import recognised
 from shardwise.layout.listing import Listing
 from shardwise.sharding_spec import spec_class_of, spec_of
+from shardwise.sharding_spec.chunking import even_axis, sized_axis
 
 
 def some_boxes(data: st.DataObject, size: tuple[int, ...]) -> Boxes:
@@ -111,3 +112,44 @@ def test_the_spec_of_a_layout_makes_it(layout: Layout) -> None:
     spec = spec_of(layout)
     assert type(spec) is spec_class_of(layout)
     assert spec.layout(layout.size) == layout
+
+
+@given(layouts(), st.data())
+@settings(max_examples=200)
+def test_slices_and_mirrors_follow_the_rule(layout: Layout, data: st.DataObject) -> None:
+    """As each box, cut or turned by itself."""
+    grid = layout.pattern
+    assert isinstance(grid, Grid)
+    if not layout.ndim:
+        return
+    dim = data.draw(st.integers(0, layout.ndim - 1))
+    start, stop = sorted(data.draw(st.lists(st.integers(0, layout.size[dim]), min_size=2, max_size=2)))
+    step = data.draw(st.integers(1, 3))
+    made, rows = grid.sliced(dim, start, stop, step)
+    marked = np.zeros(layout.size[dim], dtype=np.int64)
+    marked[start:stop:step] = 1
+    before = np.concatenate([[0], np.cumsum(marked)])  # how many are taken before each element
+    boxes = layout.at(rows)
+    expected = boxes.offsets.copy(), boxes.sizes.copy()
+    expected[0][:, dim] = before[boxes.offsets[:, dim]]
+    expected[1][:, dim] = before[boxes.ends[:, dim]] - before[boxes.offsets[:, dim]]
+    assert made.boxes == Boxes(*expected)
+    left = set(range(len(layout))) - set(rows.tolist())
+    gone = layout.at(sorted(left))
+    assert (before[gone.ends[:, dim]] == before[gone.offsets[:, dim]]).all()
+    turned = grid.mirrored([dim])
+    offsets = layout.boxes.offsets.copy()
+    offsets[:, dim] = layout.size[dim] - layout.boxes.ends[:, dim]
+    assert turned.boxes == Boxes(offsets, layout.boxes.sizes)
+    assert recognised(turned.size, turned.boxes) == turned
+
+
+def test_edges_beyond_64_bits_are_listed() -> None:
+    """A dim so long that its size times the number of places is no 64-bit number."""
+    size = 2**62
+    for axis in (even_axis(0, size, 8), sized_axis(0, [5, size - 5, 0, 0, 0, 0, 0, 0])):
+        grid = Grid.of([size], [axis])
+        assert int(grid.boxes.sizes.sum()) == size
+        assert (grid.boxes.sizes >= 0).all()
+        assert recognised(grid.size, grid.boxes) == grid
+        assert grid.meeting(Boxes.whole([size]))[1].tolist() == grid.boxes.filled.tolist()

@@ -282,3 +282,12 @@ def test_plans_by_rule_are_those_of_the_boxes(data: st.DataObject) -> None:
     with mock.patch("shardwise.transfer.plan.MOST_LISTED", -1):  # as of a large plan
         assert make_plan.__wrapped__(src, dst).most_peers >= plan.most_peers
         assert "and" in make_plan.__wrapped__(src, dst).explain()
+
+
+def test_what_a_source_does_not_have_does_not_move() -> None:
+    """Boxes that leave gaps, as in a stack of partial results: what is counted is what is sent."""
+    size = torch.Size([4])
+    there = Boxes(np.array([[0], [3]]), np.array([[2], [1]]))
+    plan = make_plan(Layout.of(size, there, places(0, 1)), chunks(0, 0, 1).layout(size))
+    assert plan.traffic == {(0, 0): 2, (1, 1): 1}
+    assert (plan.moved, plan.lower_bound) == (0, 0)

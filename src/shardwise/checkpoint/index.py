@@ -18,7 +18,6 @@ from shardwise.errors import CheckpointError, LayoutError
 from shardwise.geometry import Boxes, describe
 from shardwise.layout import Layout, parse_size
 from shardwise.placement import Placement
-from shardwise.sharded_tensor.movement import whole_on
 
 FORMAT = "shardwise checkpoint"
 VERSION = 1
@@ -72,7 +71,7 @@ class StoredTensor:
 @lru_cache(maxsize=1024)  # models have many tensors of few sizes
 def in_one(size: torch.Size, rank: int) -> Layout:
     """The layout of a tensor that is whole on one rank, or in one file."""
-    return whole_on(size, [Placement(torch.device("cpu"), rank)])
+    return Layout.whole(size, [Placement(torch.device("cpu"), rank)])
 
 
 @dataclass(frozen=True, eq=False)

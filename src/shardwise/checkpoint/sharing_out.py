@@ -106,7 +106,7 @@ class _Sharing:
             self.give(member, Part(number, row, tuple(offsets), tuple(sizes)))
 
     def held(self, number: int, layout: Layout) -> Iterator[_Held]:
-        """Each different box that holds anything, and who of the ranks has it."""
+        """Each box that several of the ranks have, and who they are; what one has alone, it is given."""
         first = np.unique(layout.pattern.first(layout.pattern.filled))
         boxes, itemsize = layout.at(first), self._sources[number].dtype.itemsize
         box, rows = layout.pattern.holders(first)
@@ -119,8 +119,12 @@ class _Sharing:
         box, rows, members = box[new], rows[new], members[new]
         edges = np.searchsorted(box, np.arange(len(first) + 1)).tolist()
         for k, (offsets, sizes) in enumerate(zip(boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True)):
-            some = slice(edges[k], edges[k + 1])
-            yield _Held(number, (offsets, sizes), members[some], rows[some], int(boxes.volumes[k]) * itemsize)
+            some, nbytes = slice(edges[k], edges[k + 1]), int(boxes.volumes[k]) * itemsize
+            if edges[k + 1] - edges[k] > 1:
+                yield _Held(number, (offsets, sizes), members[some], rows[some], nbytes)
+            else:
+                self.load[members[some]] += nbytes
+                self.give(int(members[some][0]), Part(number, int(rows[some][0]), tuple(offsets), tuple(sizes)))
 
     def _members(self, number: int, layout: Layout, rows: IntArray, box: IntArray | None = None) -> IntArray:
         """The number of each row's rank among the ranks; -1 if it is not there, but another holder of the box is."""

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from shardwise.geometry import IntArray, read_only
+from shardwise.geometry.boxes import LARGEST
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Cut:
     @staticmethod
     def in_steps(size: int, count: int, start: int, step: int) -> Cut:
         """Intervals between edges at even distances. The dim and the steps are not empty."""
+        if size * (count + 1) > LARGEST:  # no 64-bit arithmetic on the edges
+            edges = [min(max(start + i * step, 0), size) for i in range(count + 1)]
+            return Cut.between(np.array(edges, dtype=np.int64))
         if step < 0:
             inside = range(max(-(-(start - size + 1) // -step), 0), min((start - 1) // -step, count) + 1)
         else:
@@ -50,6 +54,9 @@ class Cut:
         count, first, last = len(edges) - 1, int(edges[0]), int(edges[-1])
         size = max(first, last)
         long = size if first < last else -size
+        listed = Cut(size, count, 0, 1 if long > 0 else -1, np.ascontiguousarray(edges, dtype=np.int64).tobytes())
+        if size * (count + 1) > LARGEST:
+            return listed
         inside = np.flatnonzero((edges > 0) & (edges < size))
         if not len(inside):
             whole = int(np.flatnonzero(edges != first)[0]) - 1
@@ -60,7 +67,7 @@ class Cut:
         step = int(here[1] - here[0])
         if step and (np.diff(here) == step).all() and abs(step) >= max(abs(here[0] - first), abs(last - here[-1])):
             return Cut(size, count, int(here[0]) - begin * step, step)
-        return Cut(size, count, 0, 1 if long > 0 else -1, np.ascontiguousarray(edges, dtype=np.int64).tobytes())
+        return listed
 
     @property
     def goes_up(self) -> bool:
@@ -152,3 +159,19 @@ class Cut:
         filled = self.filled
         cut = Cut.in_steps(self.size, len(filled), self.start + filled.start * self.step, self.step)
         return cut, np.arange(filled.start, filled.stop)
+
+    def sliced(self, start: int, count: int, step: int) -> tuple[Cut | None, IntArray]:
+        """Every so many of the elements from one on, so many in all: their cut, without the intervals that have none of
+        them and had some; and which intervals are left."""
+        edges = self.edges(np.arange(self.count + 1))
+        after = np.clip(-((start - edges) // step), 0, count)
+        if not count:
+            return None, np.arange(self.count)
+        index = np.flatnonzero((np.diff(after) != 0) | (np.diff(edges) == 0))
+        return Cut.between(np.append(after[index], after[-1])), index
+
+    def mirrored(self) -> Cut:
+        """The same from the end of the dim."""
+        if self.listed:
+            return Cut.between(self.size - self.edges(np.arange(self.count + 1)))
+        return Cut.in_steps(self.size, self.count, self.size - self.start, -self.step)

@@ -117,13 +117,18 @@ class Grid:
         return count
 
     @cached_property
+    def copies(self) -> int:
+        """How often each box is held."""
+        return math.prod(axis.count for axis in self.axes if axis.cut is None)
+
+    @property
     def _replicas(self) -> IntArray:
         """How many rows behind the first one the replicas of a box are."""
         away = np.zeros(1, dtype=np.int64)
         for axis, stride in zip(self.axes, self.strides, strict=False):
             if axis.cut is None:
                 away = np.add.outer(away, np.arange(axis.count) * stride).reshape(-1)
-        return read_only(away)
+        return away
 
     def first(self, rows: IntArray) -> IntArray:
         """For each of these rows, the first one that holds the same box."""
@@ -136,14 +141,14 @@ class Grid:
     def holders(self, first: IntArray) -> Pairs:
         """For each of these first rows all that hold the same box: pairs of the number in the list, and the row."""
         rows: IntArray = np.add.outer(first, self._replicas)
-        return np.repeat(np.arange(len(first)), len(self._replicas)), rows.reshape(-1)
+        return np.repeat(np.arange(len(first)), self.copies), rows.reshape(-1)
 
     @property
     def has_replicas(self) -> bool:
         """Whether any element is held more than once."""
-        return len(self._replicas) > 1 and math.prod(self.size) > 0
+        return self.copies > 1 and math.prod(self.size) > 0
 
-    @cached_property
+    @property
     def once(self) -> tuple[Grid, IntArray]:
         """The grid of the first replicas, and their rows."""
         kept = np.arange(1)
@@ -167,7 +172,7 @@ class Grid:
             least, most = least * cut.extremes[0], most * cut.extremes[1]
         return least, most
 
-    @cached_property
+    @property
     def filled(self) -> IntArray:
         """The rows that hold anything."""
         return self.meeting(Boxes.whole(self.size))[1]
@@ -192,6 +197,29 @@ class Grid:
             axes.append(axis)
             kept = np.add.outer(kept * self.axes[len(axes) - 1].count, index).reshape(-1)
         return Grid.of(self.size, axes), kept
+
+    def sliced(self, dim: int, start: int, stop: int, step: int) -> tuple[Grid, IntArray]:
+        """Every so many elements of a dim, on the places that have any: the grid of these, and their rows.
+
+        Places whose part of the dim was empty before stay as well.
+        """
+        count = max(-(-(stop - start) // step), 0)
+        size = tuple(count if k == dim else extent for k, extent in enumerate(self.size))
+        kept: IntArray = np.zeros(1, dtype=np.int64)
+        axes: list[Axis] = []
+        for axis in self.axes:
+            index = np.arange(axis.count)
+            if axis.dim == dim and axis.cut is not None:
+                cut, index = axis.cut.sliced(start, count, step)
+                axis = Axis(len(index), dim, cut)
+            kept = np.add.outer(kept * self.axes[len(axes)].count, index).reshape(-1)
+            axes.append(axis)
+        return Grid.of(size, axes), kept
+
+    def mirrored(self, dims: Iterable[int]) -> Grid:
+        """The same from the end, in these dims."""
+        chosen = set(dims)
+        return self.mapped(self.size, lambda dim, cut: (dim, cut.mirrored() if dim in chosen else cut))
 
     def mapped(self, size: Sequence[int], axis_of: Callable[[int, Cut], tuple[int, Cut] | None]) -> Grid:
         """The grid of another tensor on the same places: for each cut dim, one of that tensor and its cut, or none."""

@@ -65,6 +65,9 @@ class Layout:
     def whole(size: Sequence[int], places: Where) -> Layout:
         """All of the tensor on each of these places."""
         known = Places.of(places)
+        if not len(known):
+            none = np.zeros((0, len(size)), dtype=np.int64)
+            return Layout.of(size, Boxes(none, none), known)
         return Layout.by_rule(size, [Axis(len(known))], known)
 
     @staticmethod
@@ -183,6 +186,13 @@ class Layout:
     def some_device(self) -> torch.device:
         """The device of the first box; a layout without boxes has the CPU."""
         return self.places.kinds[0][0] if self.places.kinds else torch.device("cpu")
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements in all boxes, each replica counted."""
+        if isinstance(self.pattern, Grid):
+            return self.pattern.copies * self.size.numel()
+        return int(self.boxes.volumes.sum())
 
     @cached_property
     def most_elements(self) -> int:

@@ -84,6 +84,9 @@ class Places(Sequence[Placement]):
         """The places of these boxes."""
         if len(rows) == len(self) and (rows == np.arange(len(self))).all():
             return self
+        if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():
+            run = slice(int(rows[0]), int(rows[-1]) + 1)  # shares the memory
+            return Places(self.ranks[run], self.kinds, None if self._kind_of is None else self._kind_of[run])
         return Places(self.ranks[rows], self.kinds, None if self._kind_of is None else self._kind_of[rows])
 
     @staticmethod

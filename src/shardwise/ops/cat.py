@@ -19,7 +19,6 @@ from shardwise.ops.plain_operand import shared_plain
 from shardwise.ops.rule import Labels, Rule
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradients import new_anchor, recorded
-from shardwise.sharded_tensor.movement import whole_on
 from shardwise.sharded_tensor.recorded_backward import tie
 
 aten = torch.ops.aten
@@ -67,7 +66,7 @@ def _cat_mixed(pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torc
         if isinstance(one, ShardedTensorBase):
             made.append(one)
             continue
-        frame = frame_of(whole_on(one.shape, places[:1]), one.dtype, group)
+        frame = frame_of(Layout.whole(one.shape, places[:1]), one.dtype, group)
         shared = shared_plain(one, group)
         records = torch.is_grad_enabled() and one.requires_grad
         made.append(assemble(type(model), frame, [shared] if frame.rows else [], [tie([shared])], records))

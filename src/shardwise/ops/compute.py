@@ -24,7 +24,7 @@ from shardwise.ops.call import Call, function
 from shardwise.ops.plain_operand import shared_plain
 from shardwise.ops.rule import Reduction, Rule
 from shardwise.ops.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
-from shardwise.process_group import Fields, Step, in_step, in_step_telling, is_member, rank_array, room, talks
+from shardwise.process_group import Fields, Step, in_step, in_step_telling, is_member, kept_for, rank_array, room, talks
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.drawing import drawn_apart
 from shardwise.sharded_tensor.frame import Frame, Parts
@@ -277,12 +277,7 @@ def places_of(layout: Layout, group: ProcessGroup | None) -> Places:
     """A place on each rank of a group, of the kind that the layout uses."""
     if group is None or not is_member(group):
         return layout.places.take(np.sort(np.unique(layout.places.distinct[1], return_index=True)[1]))
-    return _places(layout.places, group)
-
-
-@lru_cache(maxsize=128)
-def _places(places: Places, group: ProcessGroup) -> Places:
-    return places.for_ranks(rank_array(group))
+    return kept_for(group, layout.places, lambda: layout.places.for_ranks(rank_array(group)))
 
 
 def frame_of(layout: Layout, dtype: torch.dtype, group: ProcessGroup | None) -> Frame:

@@ -19,7 +19,6 @@ from shardwise.ops.schedule import chunked
 from shardwise.placement import rank_device
 from shardwise.random import Draw, current_generator
 from shardwise.sharded_tensor.drawing import drawn_here
-from shardwise.sharded_tensor.movement import whole_on
 from shardwise.sharded_tensor.replicas import make_alike
 
 LIKE = (
@@ -107,7 +106,7 @@ def _new(call: Call) -> Any:
     if layout is None:
         everyone = places_of(x._layout, group)
         is_small = size.numel() * dtype.itemsize <= settings.current().gather_budget
-        layout = whole_on(size, everyone) if is_small or size.numel() < 2 else chunked(size, everyone)
+        layout = Layout.whole(size, everyone) if is_small or size.numel() < 2 else chunked(size, everyone)
     layout = _placed(layout, call["device"])
     frame = frame_of(layout, dtype, group) if layout is not x._layout else x._frame.with_dtype(dtype)
     sizes = layout.at(frame.rows).sizes.tolist()

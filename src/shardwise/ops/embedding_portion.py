@@ -21,7 +21,6 @@ from shardwise.ops.chunking import chunked_layout
 from shardwise.ops.compute import assemble, frame_of, places_of
 from shardwise.ops.validation import digest
 from shardwise.sharded_tensor import ShardedTensor
-from shardwise.sharded_tensor.movement import whole_on
 from shardwise.sharding_spec import spec_of
 
 
@@ -99,7 +98,7 @@ def dealt(size: Sequence[int], weight: ShardedTensor, allowed: Sequence[int]) ->
     """One dim in chunks over the ranks: the first that is long enough for all, else the longest. A number is on all."""
     places = places_of(weight._layout, weight._process_group)
     if not allowed:
-        return whole_on(torch.Size(size), places)
+        return Layout.whole(torch.Size(size), places)
     longest = max(allowed, key=lambda dim: size[dim])
     return chunked_layout(size, next((dim for dim in allowed if size[dim] >= len(places)), longest), weight)
 

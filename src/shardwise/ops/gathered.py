@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from shardwise import settings
 from shardwise.dispatch import op_name, unsupported
 from shardwise.errors import ProcessGroupError
+from shardwise.layout import Layout
 from shardwise.ops.call import Call, plain_values
 from shardwise.ops.compute import assemble, frame_of, places_of
 from shardwise.ops.plain_operand import shared_plain
@@ -21,7 +22,7 @@ from shardwise.ops.validation import digest
 from shardwise.process_group import Fields, in_step_sharing, is_member, without_data
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradients import Way, moved_tensors
-from shardwise.sharded_tensor.movement import copy_into, require_movable, whole_on
+from shardwise.sharded_tensor.movement import copy_into, require_movable
 from shardwise.transfer import make_plan
 
 Function = Callable[..., Any]
@@ -55,7 +56,7 @@ def compute_gathered(
         if isinstance(one, ShardedTensorBase) and into_plain:  # whose gradient every rank has whole
             leaves[k] = one.full_tensor()  # type: ignore[attr-defined] # on a group
         elif isinstance(one, ShardedTensorBase):
-            plan = make_plan(one._layout, whole_on(one.shape, places))
+            plan = make_plan(one._layout, Layout.whole(one.shape, places))
             (leaves[k], *_), anchor = moved_tensors(one, plan, Way(group))
             anchors += [] if anchor is None else [anchor]
         elif not into_plain:
@@ -84,7 +85,7 @@ def compute_gathered(
         for number in written:
             if leaf is wholes[number]:
                 return originals[number]
-        frame = frame_of(whole_on(leaf.shape, places), leaf.dtype, group)
+        frame = frame_of(Layout.whole(leaf.shape, places), leaf.dtype, group)
         made = assemble(type(sharded[0]), frame, [leaf], anchors, records)
         made._moved = True
         return made
@@ -96,7 +97,8 @@ def _write_back(target: ShardedTensorBase, whole: torch.Tensor, places: Any, gro
     if whole.shape != target.shape:
         raise unsupported(torch.Tensor.resize_, (target,), {}, "a sharded tensor cannot be given another size in place")
     copy_into(
-        target, assemble(type(target), frame_of(whole_on(whole.shape, places), whole.dtype, group), [whole], [], False)
+        target,
+        assemble(type(target), frame_of(Layout.whole(whole.shape, places), whole.dtype, group), [whole], [], False),
     )
 
 

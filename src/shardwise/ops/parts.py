@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.geometry import Boxes, IntArray
-from shardwise.layout import Layout
+from shardwise.layout import Grid, Layout
 from shardwise.ops.below import HANDLERS
 from shardwise.ops.call import Call
 from shardwise.ops.compute import assemble, expect, frame_of
@@ -50,22 +50,32 @@ def _cut_out(
     layout: Layout, dim: int, start: int, stop: int, step: int, here: tuple[int, ...]
 ) -> tuple[Layout, list[tuple[int, int, int]]]:
     """The layout of a part; and of the boxes that are here, those that have some of it, from where to where."""
-    boxes, count = layout.boxes, max(-(-(stop - start) // step), 0)
-    first = np.clip(-(-(boxes.offsets[:, dim] - start) // step), 0, count)
-    last = np.maximum(first, np.clip(-(-(boxes.ends[:, dim] - start) // step), 0, count))
-    offsets, sizes = boxes.offsets.copy(), boxes.sizes.copy()
-    offsets[:, dim], sizes[:, dim] = first, last - first
-    size = list(layout.size)
-    size[dim] = count
-    rows = np.flatnonzero((Boxes(offsets, sizes).volumes > 0) | (boxes.volumes == 0) | (not count))
-    rows = rows if len(rows) else np.arange(1)  # a tensor has at least one box
-    made = Layout.of(size, Boxes(offsets, sizes).take(rows), layout.places.take(rows))
+    count = max(-(-(stop - start) // step), 0)
+    if isinstance(layout.pattern, Grid):
+        grid, rows = layout.pattern.sliced(dim, start, stop, step)
+        made = Layout.on_grid(grid, layout.places.take(rows))
+    else:
+        boxes = _through(layout.boxes, dim, start, count, step)
+        rows = np.flatnonzero((boxes.volumes > 0) | (layout.boxes.volumes == 0) | (not count))
+        rows = rows if len(rows) else np.arange(1)  # a tensor has at least one box
+        size = [count if k == dim else extent for k, extent in enumerate(layout.size)]
+        made = Layout.of(size, boxes.take(rows), layout.places.take(rows))
+    mine = here_of(rows, here)
+    before, after = layout.at(mine), _through(layout.at(mine), dim, start, count, step)
     runs = []
-    for row in here_of(rows, here):
-        begin = start + int(first[row]) * step - int(boxes.offsets[row, dim])
-        length = int(last[row] - first[row])
+    for k, row in enumerate(mine):
+        begin = start + int(after.offsets[k, dim]) * step - int(before.offsets[k, dim])
+        length = int(after.sizes[k, dim])
         runs.append((row, begin, begin + (length - 1) * step + 1 if length else begin))
     return made, runs
+
+
+def _through(boxes: Boxes, dim: int, start: int, count: int, step: int) -> Boxes:
+    """What boxes have of every so many elements of a dim."""
+    first, last = (np.clip(-((start - edge[:, dim]) // step), 0, count) for edge in (boxes.offsets, boxes.ends))
+    offsets, sizes = boxes.offsets.copy(), boxes.sizes.copy()
+    offsets[:, dim], sizes[:, dim] = first, np.maximum(last - first, 0)
+    return Boxes(offsets, sizes)
 
 
 def here_of(rows: IntArray, here: tuple[int, ...]) -> list[int]:
@@ -166,6 +176,8 @@ def _flip(call: Call) -> Any:
 @lru_cache(maxsize=1024)
 def _mirrored(layout: Layout, dims: tuple[int, ...]) -> Layout:
     """The layout of the tensor from its end, in these dims."""
+    if isinstance(layout.pattern, Grid):
+        return Layout.on_grid(layout.pattern.mirrored(dims), layout.places)
     offsets = layout.boxes.offsets.copy()
     for dim in dims:
         offsets[:, dim] = layout.size[dim] - layout.boxes.ends[:, dim]

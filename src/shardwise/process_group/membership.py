@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,6 +16,8 @@ from shardwise import settings
 from shardwise.errors import ProcessGroupError
 from shardwise.geometry import IntArray, read_only
 from shardwise.meeting import ranks_of
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -89,3 +92,18 @@ def is_fake(process_group: ProcessGroup) -> bool:
     """Whether this is a group of torch's `fake` backend, whose other ranks are not there."""
     _require_member(process_group)
     return dist.get_backend(process_group) == "fake"
+
+
+_kept: WeakKeyDictionary[ProcessGroup, dict[Hashable, Any]] = WeakKeyDictionary()
+MOST_KEPT = 64
+
+
+def kept_for(process_group: ProcessGroup, key: Hashable, make: Callable[[], T]) -> T:
+    """What is made once for a group and a key, and kept as long as the group lives; it must not hold the group."""
+    kept = _kept.setdefault(process_group, {})
+    if key in kept:
+        return cast(T, kept[key])
+    made = make()
+    if len(kept) < MOST_KEPT:
+        kept[key] = made
+    return made

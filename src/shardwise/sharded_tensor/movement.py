@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +26,7 @@ from shardwise.process_group import (
     in_step,
     in_step_sharing,
     is_member,
+    kept_for,
     locate_all,
     or_default,
     rank_array,
@@ -63,10 +63,11 @@ class Request:
 
 def require_movable(tensor: ShardedTensorBase) -> None:
     """Raise unless the local tensors can be sent: before the ranks agree, for afterwards it would be too late."""
-    for shard_size, local in zip(tensor._layout.at(tensor._frame.rows).sizes, tensor._local_tensors(), strict=True):
-        if list(local.shape) != shard_size.tolist():
-            raise PropertyError(f"a shard of size {shard_size.tolist()} was given a tensor of size {list(local.shape)}")
-        if local.is_meta and tensor._layout.places.device_types != {"meta"}:
+    layout = tensor._layout
+    for row, local in zip(tensor._frame.rows, tensor._local_tensors(), strict=True):
+        if list(local.shape) != layout.extent(row):
+            raise PropertyError(f"a shard of size {layout.extent(row)} was given a tensor of size {list(local.shape)}")
+        if local.is_meta and layout.places.device_types != {"meta"}:
             raise PropertyError("a shard without data, on the meta device, cannot be moved")
 
 
@@ -78,23 +79,18 @@ def about(tensor: ShardedTensorBase, name: str = "tensor") -> dict[str, object]:
 # Whole tensors ----------------------------------------------------------------------------------------------------
 
 
-def whole_on(size: torch.Size, places: Sequence[Placement]) -> Layout:
-    """The layout that has all of a tensor on each of these places."""
-    return Layout.whole(size, places)
-
-
 def everyone_on(group: ProcessGroup, device: torch.device) -> Places:
     """A place on each rank of a group: here this device, elsewhere one of its type, as ranks use them by convention."""
-    return _everyone_on(group, device, dist.get_rank())
+    here = dist.get_rank()
 
+    def made() -> Places:
+        usual = Places.on_ranks(rank_array(group), device.type)
+        (row,) = usual.rows_on(here)
+        if usual[row].device == device:
+            return usual
+        return usual.mapped(lambda place: place.on(device) if place.rank == here else place)
 
-@lru_cache(maxsize=64)
-def _everyone_on(group: ProcessGroup, device: torch.device, here: int) -> Places:
-    usual = Places.on_ranks(rank_array(group), device.type)
-    (row,) = usual.rows_on(here)
-    if usual[row].device == device:
-        return usual
-    return usual.mapped(lambda place: place.on(device) if place.rank == here else place)
+    return kept_for(group, (device, here), made)
 
 
 def scattered(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_group: ProcessGroup | None) -> Parts:
@@ -117,7 +113,7 @@ def scattered(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_g
     layout, source = in_step(group, work)
     rows = layout.rows_on(dist.get_rank())
     frame = Frame.of(layout, spec, rows, tensor.dtype, group)
-    have = whole_on(layout.size, [Placement(layout.some_device, source)])
+    have = Layout.whole(layout.size, [Placement(layout.some_device, source)])
     mine = [tensor] if dist.get_rank() == source else []
     if not is_member(group):
         outs = []
@@ -182,7 +178,7 @@ def gather(
     if not is_member(group):
         return
     layout = tensor._layout
-    plan = make_plan(layout, whole_on(layout.size, [Placement(layout.some_device, target)]))
+    plan = make_plan(layout, Layout.whole(layout.size, [Placement(layout.some_device, target)]))
     kind = tensor.dtype
     arriving = plan.receives(target)
     counts = [int(arriving.of(peer).boxes.volumes.sum()) for peer in arriving.ranks if peer != target]
@@ -209,7 +205,7 @@ def full_tensor(tensor: ShardedTensor) -> torch.Tensor:
     step = Step(group, work)
     device = tensor.device
     places = everyone_on(group, device)
-    plan, way = make_plan(tensor._layout, whole_on(tensor.shape, places)), Way(group, ready=step.finish)
+    plan, way = make_plan(tensor._layout, Layout.whole(tensor.shape, places)), Way(group, ready=step.finish)
     if not wants_graph(tensor) or tensor.is_meta or settings.current().own_batches:
         return moved_tensors(tensor, plan, way)[0][0]
     tensors, anchor = recorded(tensor)

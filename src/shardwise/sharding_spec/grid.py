@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,9 +68,9 @@ class GridShardingSpec(ShardingSpec):
         """One box for each place of the grid."""
         return _layout(parse_size(size), self.dims, self.grid, self.sizes, self._places)
 
-    @cached_property
+    @property
     def _places(self) -> Places:
-        return places_of_list(list(self.placements))[1]
+        return places_of_list(self.placements)[2]
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """One shard for each place of the grid, as new records."""

@@ -78,44 +78,53 @@ class PlacedShardingSpec(ShardingSpec):
         super().__setattr__(name, self._parsed(value) if name == "placements" else value)
 
     def _parsed(self, placements: Sequence[PlacementLike]) -> list[RemoteDevice]:
-        if isinstance(placements, list | tuple) and placements and all(type(one) is str for one in placements):
-            parsed, places = _known(tuple(placements))
-            vars(self)["_seen"] = parsed, places
-            return list(parsed)
         parsed = parse_all(placements)
         if not parsed:
             raise SpecError(f"{type(self).__name__} needs at least one placement")
+        if all(type(one) is str for one in placements):
+            vars(self)["_seen"] = list(parsed), _said(parsed), _of_names(tuple(map(str, placements)))
         return parsed
 
     @property
     def _places(self) -> Places:
-        """The placements in their frozen form, which is made anew when the list was changed."""
-        seen: tuple[list[RemoteDevice], Places] | None = vars(self).get("_seen")
-        if seen is None or seen[0] != self.placements:
+        """The placements in their frozen form, which is made anew when the list, or one of them, was changed."""
+        seen: Seen | None = vars(self).get("_seen")
+        if seen is None or seen[0] != self.placements or seen[1] != _said(self.placements):
             seen = vars(self)["_seen"] = places_of_list(self.placements)
-        return seen[1]
+        return seen[2]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_seen"}
 
 
-@lru_cache(maxsize=64)
-def _known(names: tuple[str, ...]) -> tuple[list[RemoteDevice], Places]:
-    """Placements that were given before: most specs of a job name all of its ranks."""
-    parsed = parse_all(names)
-    return parsed, Places.of(parsed)
+# A list of placements, what they said if they are few, and their frozen form.
+Seen = tuple[list[RemoteDevice], list[Any], Places]
 
-
-# The placements of the last specs, by the objects that they are: several specs of a job have the same.
-_lists: dict[tuple[int, ...], tuple[list[RemoteDevice], Places]] = {}
+MOST_SAID = 256
 MOST_LISTS = 16
 
+_lists: dict[tuple[int, ...], Seen] = {}  # the last ones, by the objects in them: several specs of a job have the same
 
-def places_of_list(placements: list[RemoteDevice]) -> tuple[list[RemoteDevice], Places]:
-    """A copy of this list, and its frozen form."""
+
+def places_of_list(placements: Sequence[RemoteDevice]) -> Seen:
+    """The frozen form of these placements, and by what to tell later whether it still holds."""
     key = tuple(map(id, placements))
-    if key not in _lists:
+    found = _lists.get(key)
+    if found is None or found[1] != _said(placements):
         if len(_lists) >= MOST_LISTS:
-            _lists.pop(next(iter(_lists)), None)
-        _lists[key] = list(placements), Places.of(placements)
-    return _lists[key]
+            _lists.clear()
+        found = _lists[key] = list(placements), _said(placements), Places.of(placements)
+    return found
+
+
+def _said(placements: Sequence[RemoteDevice]) -> list[Any]:
+    """What each of a few placements says: other libraries change the objects. Nobody does so to thousands of them."""
+    if len(placements) > MOST_SAID:
+        return []
+    return [(one.rank(), one.device(), one.worker_name()) for one in placements]
+
+
+@lru_cache(maxsize=64)
+def _of_names(names: tuple[str, ...]) -> Places:
+    """Of placements that were given before: most specs of a job name all of its ranks."""
+    return Places.of(parse_all(names))

@@ -11,17 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import P2POp, ProcessGroup
 
 from shardwise.errors import TransferError
-from shardwise.geometry import IntArray
 from shardwise.layout import Layout
 from shardwise.meeting import break_off, lost, wait_for_data
 from shardwise.process_group import is_fake, rank_array, sends, without_data
-from shardwise.transfer.pieces import Pieces
 from shardwise.transfer.plan import Plan
 from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
 from shardwise.transfer.views import Piece, as_bytes, copy, is_as_it_lies, source_views, target_views
@@ -104,21 +101,19 @@ class AllToAll(_Carrier):
     ) -> None:
         super().__init__(plan, outs, group, dtype)
         members = rank_array(group)
-        messages = [in_group_order(side(self._rank), members) for side in (plan.sends, plan.receives)]
-        sends, receives = source_views(messages[0], plan, tensors), target_views(messages[1], plan, outs)
+        out_going, in_coming = (side(self._rank).ordered(members) for side in (plan.sends, plan.receives))
+        sends, receives = source_views(out_going.pieces, plan, tensors), target_views(in_coming.pieces, plan, outs)
         source = self._as_it_lies(sends, tensors)
         target = None if plan.sums else self._as_it_lies(receives, outs)
         copies: list[tuple[Piece, Piece]] = []
+        into, out = ([n * dtype.itemsize for n in side.counts] for side in (out_going, in_coming))
         if source is None and target is None:
             # Our own pieces need not go through the collective, which would only copy them.
-            mine = [np.flatnonzero(message.peers == self._rank).tolist() for message in messages]
-            copies = [(sends[k], receives[j]) for k, j in zip(*mine, strict=True)]
-            messages = [message.chosen(np.flatnonzero(message.peers != self._rank)) for message in messages]
-            sends, receives = (
-                [view for k, view in enumerate(views) if k not in set(own)]
-                for views, own in zip((sends, receives), mine, strict=True)
-            )
-        into, out = (_bytes_by_member(message, members, dtype.itemsize) for message in messages)
+            mine = [side.pieces.run_of(self._rank) for side in (out_going, in_coming)]
+            copies = list(zip(sends[mine[0]], receives[mine[1]], strict=True))
+            del sends[mine[0]], receives[mine[1]]
+            for split in (into, out):
+                split[out_going.number_of(self._rank)] = 0
         given = as_bytes(self._packed(sends) if source is None else source)
         self._pieces = receives
         self._arrived = self._empty(sum(piece.count for piece in self._pieces)) if target is None else None
@@ -388,29 +383,6 @@ def _segments(peer: int, pieces: list[Piece], most: int) -> list[Segment]:
         segments[-1].pieces.append(piece)
         room -= piece.count
     return segments
-
-
-def in_group_order(pieces: Pieces, members: IntArray) -> Pieces:
-    """Pieces in the order in which a collective of the group takes them: that of its members."""
-    numbers = _member_numbers(pieces.peers, members)
-    return pieces if (np.diff(numbers) >= 0).all() else pieces.chosen(np.argsort(numbers, kind="stable"))
-
-
-def _member_numbers(ranks: IntArray, members: IntArray) -> IntArray:
-    """Which members of a group these ranks are."""
-    if members[-1] - members[0] == len(members) - 1 and (np.diff(members) == 1).all():
-        numbers: IntArray = ranks - members[0]
-        return numbers
-    order = np.argsort(members, kind="stable")
-    return order[np.searchsorted(members[order], ranks)]
-
-
-def _bytes_by_member(pieces: Pieces, members: IntArray, itemsize: int) -> list[int]:
-    """How many bytes go to, or come from, each member of a group."""
-    counts = np.zeros(len(members), dtype=np.int64)
-    np.add.at(counts, _member_numbers(pieces.peers, members), pieces.boxes.volumes)
-    split: list[int] = (counts * itemsize).tolist()
-    return split
 
 
 def _device_types(plan: Plan) -> frozenset[str]:

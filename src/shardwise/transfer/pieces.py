@@ -13,6 +13,11 @@ import numpy as np
 from shardwise.geometry import Boxes, IntArray
 from shardwise.layout import Layout
 
+Spots = list[tuple[int, list[int], list[int]]]
+
+MOST_ASKED = 8  # peers whose pieces are kept apart: oneself, or all of a small group
+MOST_SPOTS = 1024  # for so many pieces they are worked out once; for more, whenever they are needed
+
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
@@ -43,10 +48,52 @@ class Pieces:
         boxes = Boxes(self.boxes.offsets[pieces], self.boxes.sizes[pieces])
         return Pieces(boxes, self.src_rows[pieces], self.dst_rows[pieces], self.peers[pieces])
 
+    def run_of(self, peer: int) -> slice:
+        """Where those of one rank at the other end are, in whatever order the ranks come."""
+        at = np.flatnonzero(self.peers == peer)
+        return slice(int(at[0]), int(at[-1]) + 1) if len(at) else slice(0)
+
     def of(self, peer: int) -> Pieces:
         """Those of one rank at the other end."""
-        start, stop = np.searchsorted(self.peers, [peer, peer + 1])
-        return self.chosen(slice(int(start), int(stop)))
+        known = self._asked.get(peer)
+        if known is None:
+            known = self.chosen(self.run_of(peer))
+            if len(self._asked) < MOST_ASKED:
+                self._asked[peer] = known
+        return known
+
+    @cached_property
+    def _asked(self) -> dict[int, Pieces]:
+        return {}
+
+    def ordered(self, members: IntArray) -> Ordered:
+        """The same in the order in which a collective of a group takes them: that of its members."""
+        for known, found in self._ordered:
+            if known is members:
+                return found
+        made = Ordered.of(self, members)
+        if len(self._ordered) < MOST_ASKED and len(members) <= MOST_SPOTS:
+            self._ordered.append((members, made))
+        return made
+
+    @cached_property
+    def _ordered(self) -> list[tuple[IntArray, Ordered]]:
+        return []
+
+    def spots(self, rows: IntArray, layout: Layout) -> Spots:
+        """Of each piece, the row of the layout that it lies in, where it begins in that box, and its size."""
+        side = rows is self.src_rows
+        found = self._spots.get(side)
+        if found is None:
+            offsets = (self.boxes.offsets - layout.at(rows).offsets).tolist()
+            found = list(zip(rows.tolist(), offsets, self.boxes.sizes.tolist(), strict=True))
+            if len(found) <= MOST_SPOTS:
+                self._spots[side] = found
+        return found
+
+    @cached_property
+    def _spots(self) -> dict[bool, Spots]:
+        return {}
 
     def elements(self, *, but: int) -> int:
         """Elements in all of them but those of one rank."""
@@ -55,6 +102,30 @@ class Pieces:
     def back(self) -> Pieces:
         """The same on their way back."""
         return Pieces.sorted(self.boxes, self.dst_rows, self.src_rows, self.peers)
+
+
+@dataclass(frozen=True, eq=False)
+class Ordered:
+    """Pieces in the order of the members of a group, and how many elements go to, or come from, each of them."""
+
+    pieces: Pieces
+    members: IntArray
+    counts: list[int]
+
+    @staticmethod
+    def of(pieces: Pieces, members: IntArray) -> Ordered:
+        """Put pieces in order; whom they go to, or come from, must be in the group."""
+        order = np.argsort(members, kind="stable")
+        number = order[np.searchsorted(members[order], pieces.peers)]
+        counts = np.zeros(len(members), dtype=np.int64)
+        np.add.at(counts, number, pieces.boxes.volumes)
+        if (np.diff(number) < 0).any():
+            pieces = pieces.chosen(np.argsort(number, kind="stable"))
+        return Ordered(pieces, members, counts.tolist())
+
+    def number_of(self, rank: int) -> int:
+        """Which member a rank is."""
+        return int(np.flatnonzero(self.members == rank)[0])
 
 
 def received_pieces(src: Layout, dst: Layout, rank: int) -> Pieces:

@@ -93,13 +93,12 @@ class Plan:
     @cached_property
     def moved(self) -> int:
         """Elements that travel between ranks: all that are wanted, but for those that are there."""
-        src, dst = (self.src, self.dst) if self.forward is None else (self.dst, self.src)
-        return _elements(dst) - _kept(src, dst)
+        return _wanted(self.src, self.dst) - _kept(self.src, self.dst) if self.forward is None else self.forward.moved
 
     @cached_property
     def lower_bound(self) -> int:
         """The fewest elements that any plan could move: what each rank wants and does not have."""
-        return _elements(self.dst) - _kept(self.src, self.dst)
+        return _wanted(self.src, self.dst) - _kept(self.src, self.dst) if self.forward is None else self.moved
 
     @cached_property
     def _all(self) -> Pieces:
@@ -158,7 +157,7 @@ class Plan:
     @cached_property
     def most_peers(self) -> int:
         """To and from how many others a rank sends and receives at most; of large plans, a bound of that."""
-        if len(self.src) + len(self.dst) <= MOST_LISTED:
+        if len(self.src) + len(self.dst) <= MOST_LISTED or not len(self.src) or not len(self.dst):
             pairs = np.array([pair for pair in self.traffic if pair[0] != pair[1]], dtype=np.int64)
             return int(np.bincount(pairs.reshape(-1)).max()) if len(pairs) else 0
         src, dst = (self.src, self.dst) if self.forward is None else (self.dst, self.src)
@@ -221,8 +220,9 @@ class _Kept:
         if found is None:
             found = make(key[1])
             with self._lock:
-                self._found[key] = found
-                self._count += len(found) + 1
+                if key not in self._found:
+                    self._found[key] = found
+                    self._count += len(found) + 1
                 while self._count > MOST_KEPT and len(self._found) > 1:
                     self._count -= len(self._found.popitem(last=False)[1]) + 1
         return found
@@ -231,11 +231,14 @@ class _Kept:
 _kept_pieces = _Kept()
 
 
-def _elements(layout: Layout) -> int:
-    """Elements in all boxes."""
-    least, most = layout.volumes
-    filled = layout.pattern.filled
-    return most * len(filled) if least == most else int(layout.at(filled).volumes.sum())
+def _wanted(src: Layout, dst: Layout) -> int:
+    """Elements of the destination that the source has anywhere: all, unless boxes of the source leave gaps."""
+    if src.once.elements == src.size.numel():
+        return dst.elements
+    wanted, first = src.meeting(dst.boxes, once=True)
+    there, boxes = src.at(first), dst.at(wanted)
+    common = np.minimum(there.ends, boxes.ends) - np.maximum(there.offsets, boxes.offsets)
+    return int(np.prod(common, axis=1).sum())
 
 
 def _kept(src: Layout, dst: Layout) -> int:

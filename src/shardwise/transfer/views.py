@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shardwise.geometry import Boxes, IntArray
-from shardwise.layout import Layout
-from shardwise.transfer.pieces import Pieces
+from shardwise.transfer.pieces import Pieces, Spots
 from shardwise.transfer.plan import Plan
 
 
@@ -22,39 +20,29 @@ class Piece:
     count: int
 
 
-def views_of(
-    boxes: Boxes,
-    rows: IntArray,
-    layout: Layout,
-    tensors: Sequence[torch.Tensor],
-    most: int | None = None,
-    rank: int | None = None,
+def source_views(
+    pieces: Pieces, plan: Plan, tensors: Sequence[torch.Tensor], most: int | None = None, rank: int | None = None
 ) -> list[Piece]:
-    """Views of the local tensors, or of another rank's, for pieces of these boxes, each of at most so many elements."""
-    if not len(boxes):
-        return []
-    here = {row: k for k, row in enumerate(layout.rows_on(dist.get_rank() if rank is None else rank))}
-    offsets, sizes = (boxes.offsets - layout.at(rows).offsets).tolist(), boxes.sizes.tolist()
+    """Where pieces lie in the source's local tensors, or another rank's: views of at most so many elements each."""
+    here = plan.src.rows_on(dist.get_rank() if rank is None else rank)
+    return _views(pieces.spots(pieces.src_rows, plan.src), here, tensors, most)
+
+
+def target_views(pieces: Pieces, plan: Plan, tensors: Sequence[torch.Tensor], most: int | None = None) -> list[Piece]:
+    """Where pieces lie in the destination's local tensors."""
+    return _views(pieces.spots(pieces.dst_rows, plan.dst), plan.dst.rows_on(dist.get_rank()), tensors, most)
+
+
+def _views(spots: Spots, here: tuple[int, ...], tensors: Sequence[torch.Tensor], most: int | None) -> list[Piece]:
+    number = {row: k for k, row in enumerate(here)}
     pieces = []
-    for row, offset, size in zip(rows.tolist(), offsets, sizes, strict=True):
-        tensor = tensors[here[row]].detach()
+    for row, offset, size in spots:
+        tensor = tensors[number[row]].detach()
         cells = [(offset, size)] if most is None else cut((offset, size), most)
         for begin, extent in cells:
             view = tensor[tuple(slice(o, o + s) for o, s in zip(begin, extent, strict=True))] if extent else tensor
             pieces.append(Piece(view, view.numel()))
     return pieces
-
-
-def source_views(
-    pieces: Pieces, plan: Plan, tensors: Sequence[torch.Tensor], most: int | None = None, rank: int | None = None
-) -> list[Piece]:
-    """Where pieces lie in the source's local tensors."""
-    return views_of(pieces.boxes, pieces.src_rows, plan.src, tensors, most, rank)
-
-
-def target_views(pieces: Pieces, plan: Plan, tensors: Sequence[torch.Tensor], most: int | None = None) -> list[Piece]:
-    """Where pieces lie in the destination's local tensors."""
-    return views_of(pieces.boxes, pieces.dst_rows, plan.dst, tensors, most)
 
 
 def cut(box: tuple[list[int], list[int]], most: int) -> Iterator[tuple[list[int], list[int]]]:
