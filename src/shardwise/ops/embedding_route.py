@@ -58,11 +58,6 @@ class Route:
     local_rows: tuple[int, ...]  # the boxes of this member
 
     @cached_property
-    def whole_rows(self) -> bool:
-        """Whether each band is one box that has all columns."""
-        return not self.layout.cuts(1)
-
-    @cached_property
     def own(self) -> slice:
         """The bands that this member holds."""
         first, last = np.searchsorted(self.member_of, [self.here, self.here + 1]).tolist()
@@ -83,22 +78,36 @@ class Route:
         found = zip(band.tolist(), rows.tolist(), widths.tolist(), strict=True)
         return [Cell(number, local[row], width) for number, row, width in found]
 
-    @property
+    @cached_property
+    def cell_widths(self) -> IntArray:
+        """The columns of each of these boxes."""
+        return np.array([cell.width for cell in self.cells], dtype=np.int64)
+
+    @cached_property
+    def has_whole_rows(self) -> bool:
+        """Whether each band is one box that has all columns."""
+        return not self.layout.cuts(1)
+
+    @cached_property
     def bands_of_each(self) -> IntArray:
         """How many bands each member holds."""
         return np.bincount(self.member_of, minlength=self.members)
 
     def between(self, edges: IntArray, *, everywhere: bool = False) -> tuple[IntArray, IntArray, IntArray]:
-        """Given a number at each edge: the bands between different ones, and these of each.
+        """Given a number at each edge, which ascend: the bands between different ones, and these of each.
 
         Of replicas all, or the one that this member asks.
         """
-        begins, ends = edges[self.begins], edges[self.ends]
-        if everywhere or len(self.asked) == len(begins):
-            bands = np.flatnonzero(begins < ends)
+        # First leave out, by the edges themselves, those where the number has not begun to ascend or does no longer.
+        lowest, highest = (edges[0], edges[-1]) if len(edges) else (0, 0)
+        first, last = int(edges.searchsorted(lowest, "right")), int(edges.searchsorted(highest, "left"))
+        if everywhere or len(self.asked) == len(self.member_of):
+            bands = np.flatnonzero((self.ends >= first) & (self.begins < last))
         else:
-            bands = self.asked[begins[self.asked] < ends[self.asked]].astype(np.int64)
-        return bands, begins[bands], ends[bands]
+            bands = self.asked[(self.ends[self.asked] >= first) & (self.begins[self.asked] < last)].astype(np.int64)
+        begins, ends = edges[self.begins[bands]], edges[self.ends[bands]]
+        some = begins < ends
+        return bands[some], begins[some], ends[some]
 
     def columns(self, bands: IntArray) -> Columns:
         """The columns of the boxes of these bands."""
@@ -108,6 +117,8 @@ class Route:
 
     def _boxes_of(self, bands: IntArray) -> tuple[IntArray, IntArray]:
         """Pairs of the number in this list of bands, and a box of that band by its number in the layout."""
+        if len(self.boxes) == len(self.member_of):  # each band is one box
+            return np.arange(len(bands)), self.boxes[bands].astype(np.int64)
         first, stop = (self.starts[at].astype(np.int64) for at in (bands, bands + 1))
         number, position = runs(first, stop)
         return number, self.boxes[position].astype(np.int64)

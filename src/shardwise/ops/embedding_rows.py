@@ -19,13 +19,14 @@ from torch.distributed import ProcessGroup
 
 from shardwise.geometry import IntArray
 from shardwise.meeting import lost
+from shardwise.ops.embedding_pieces import Pieces, packed
 from shardwise.ops.embedding_route import Columns, route_among
 from shardwise.process_group import is_fake
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.gradients import compared, new_anchor, wants_graph
 from shardwise.transfer import make_plan
 from shardwise.transfer.execute import wire_device
-from shardwise.transfer.views import as_bytes, copy
+from shardwise.transfer.views import as_bytes
 
 
 class Table:
@@ -53,16 +54,6 @@ class Table:
                 f"exchange {sent.numel():,} bytes of ids or rows of a sharded table", error, self.group
             ) from error
         return taken
-
-    def packed(self, views: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """The elements of all views, one after the other; a single one is taken as it lies."""
-        if len(views) == 1:
-            return views[0]
-        sizes = [view.numel() for view in views]
-        buffer = torch.empty(sum(sizes), dtype=dtype, device=self.wire)
-        for part, view in zip(torch.split_with_sizes(buffer, sizes), views, strict=True):
-            copy(part.view(view.shape), view)
-        return buffer
 
 
 def _own_slice(counts: IntArray, here: int) -> slice:
@@ -98,6 +89,8 @@ class Exchange:
         self._bands, self._begins, self._ends = route.between(edges, everywhere=everywhere)
         self._lengths = self._ends - self._begins
         self._numbers = self._tell_numbers()
+        # How many ids this rank has for each member, and each member for this rank.
+        self._asked, self._held = self._by_member(self._lengths), self._numbers.sum(axis=1)
         told = self._tell(ids[:, None] if counts is None else torch.stack([ids, counts], dim=1))
         self._rows = [message[:, 0] - first for message, first in zip(told, route.first_ids, strict=True)]
         self._counts = [None if counts is None else message[:, 1] for message in told]
@@ -105,14 +98,8 @@ class Exchange:
     def fetch(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The rows of the ids, whole, from the local tensors of all ranks."""
         table, (asked, held) = self._table, self._sizes
-        taken = self._swap(table.packed(self._asked_for(tensors), table.dtype), held, asked)
-        if self._is_whole:
-            return taken.view(self._length, table.width).to(self._device)
-        rows = torch.empty(self._length, table.width, dtype=table.dtype, device=self._device)
-        views = self._views(rows)
-        for view, part in zip(views, torch.split_with_sizes(taken, [view.numel() for view in views]), strict=True):
-            copy(view, part.view(view.shape))
-        return rows
+        taken = self._swap(packed(self._asked_for(tensors), table.dtype, table.wire), held, asked)
+        return self._pieces.unpack(taken, self._device)
 
     def _asked_for(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The rows that each member asks of each local tensor, one member after the other."""
@@ -132,9 +119,9 @@ class Exchange:
     def give(self, rows: torch.Tensor) -> list[Arrived]:
         """What all ranks have for each local tensor, for the rows that they asked for."""
         table, (asked, held) = self._table, self._sizes
-        taken = self._swap(table.packed(self._views(rows), table.dtype), asked, held)
+        taken = self._swap(self._pieces.pack(rows, table.wire), asked, held)
         cells, first_ids = table.route.cells, table.route.first_ids
-        widths = np.array([cell.width for cell in cells], dtype=np.int64)
+        sizes = self._of_cells * table.route.cell_widths
         return [
             Arrived(
                 cell.local,
@@ -143,7 +130,7 @@ class Exchange:
                 self._counts[cell.band],
                 values.view(-1, cell.width),
             )
-            for cell, values in zip(cells, _sorted_out(taken, self._of_cells * widths), strict=True)
+            for cell, values in zip(cells, _sorted_out(taken, sizes), strict=True)
         ]
 
     def _tell_numbers(self) -> IntArray:
@@ -169,10 +156,9 @@ class Exchange:
     def _tell(self, message: torch.Tensor) -> list[torch.Tensor]:
         """For each band of this rank, what all members say of its ids, a row for each."""
         columns = message.shape[1]
-        slices = zip(self._begins.tolist(), self._ends.tolist(), strict=True)
-        views = [message] if self._in_order else [message[begin:end] for begin, end in slices]
-        asked, held = self._by_member(self._lengths), self._numbers.sum(axis=1)
-        taken = self._swap(self._table.packed(views, torch.int64), asked * columns, held * columns)
+        pieces = Pieces((self._length, columns), (self._begins, self._ends))
+        given = pieces.pack(message, self._table.wire)
+        taken = self._swap(given, self._asked * columns, self._held * columns)
         return _sorted_out(taken.view(-1, columns), self._numbers)
 
     def _swap(self, given: torch.Tensor, out: IntArray, into: IntArray) -> torch.Tensor:
@@ -181,30 +167,29 @@ class Exchange:
         return self._table.swap(given, out, into)
 
     @cached_property
-    def _in_order(self) -> bool:
-        """Whether the ids of one band after another are all ids."""
-        return np.array_equal(np.append(self._begins, self._length), np.insert(self._ends, 0, 0))
+    def _columns(self) -> Columns | None:
+        """Of the boxes of the bands that are asked; None: each band is one box with all columns."""
+        route = self._table.route
+        return None if route.has_whole_rows else route.columns(self._bands)
 
     @cached_property
-    def _is_whole(self) -> bool:
-        """Whether the rows of one band after another are all rows, as they lie."""
-        return self._table.route.whole_rows and self._in_order
-
-    @cached_property
-    def _columns(self) -> Columns:
-        """Of the boxes of the bands that are asked."""
-        return self._table.route.columns(self._bands)
+    def _pieces(self) -> Pieces:
+        """The parts of whole rows that lie on each member."""
+        shape = (self._length, self._table.width)
+        if self._columns is None:
+            return Pieces(shape, (self._begins, self._ends))
+        band, begins, ends = self._columns
+        return Pieces(shape, (self._begins[band], self._ends[band]), (begins, ends))
 
     @cached_property
     def _sizes(self) -> tuple[IntArray, IntArray]:
         """How many elements this rank asks of each member, and each member of this rank."""
-        route, width = self._table.route, self._table.width
-        if route.whole_rows:
-            return self._by_member(self._lengths) * width, self._numbers.sum(axis=1) * width
+        if self._columns is None:
+            return self._asked * self._table.width, self._held * self._table.width
+        band, begins, ends = self._columns
         widths = np.zeros(len(self._bands), dtype=np.int64)
-        np.add.at(widths, self._columns.band, self._columns.ends - self._columns.begins)
-        held = self._of_cells @ np.array([cell.width for cell in route.cells], dtype=np.int64)
-        return self._by_member(self._lengths * widths), held
+        np.add.at(widths, band, ends - begins)
+        return self._by_member(self._lengths * widths), self._of_cells @ self._table.route.cell_widths
 
     def _by_member(self, counts: IntArray) -> IntArray:
         """What is counted for the bands that are asked, added up for each member."""
@@ -212,15 +197,6 @@ class Exchange:
         total = np.zeros(route.members, dtype=np.int64)
         np.add.at(total, route.member_of[self._bands], counts)
         return total
-
-    def _views(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of whole rows that lie on each member, one after the other."""
-        if self._is_whole:
-            return [rows]
-        band, left, right = self._columns
-        spans = (self._begins[band], self._ends[band], left, right)
-        pieces = zip(*(span.tolist() for span in spans), strict=True)
-        return [rows[top:bottom, begin:end] for top, bottom, begin, end in pieces]
 
 
 def _sorted_out(taken: torch.Tensor, sizes: IntArray) -> list[torch.Tensor]:
