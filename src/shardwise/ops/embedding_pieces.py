@@ -14,7 +14,9 @@ from shardwise.transfer.views import copy
 
 Spans = tuple[IntArray, IntArray]  # from the first to before the last
 
-FINE = 256  # elements: smaller pieces are picked one element at a time, all at once, which is faster than copies
+# More than a few pieces, if they are small, are picked by the indices of their elements: faster than a copy for each.
+FEW = 16
+SMALL = 256  # elements, on average
 
 
 def packed(views: Sequence[torch.Tensor], dtype: torch.dtype, wire: torch.device) -> torch.Tensor:
@@ -54,8 +56,9 @@ class Pieces:
         return (bottoms - tops) * (rights - lefts)
 
     @cached_property
-    def _are_fine(self) -> bool:
-        return int(self._sizes.sum()) < FINE * len(self._sizes)
+    def _are_picked(self) -> bool:
+        """Whether there are many small ones."""
+        return len(self._sizes) > FEW and int(self._sizes.sum()) < SMALL * len(self._sizes)
 
     @cached_property
     def _places(self) -> IntArray:
@@ -69,7 +72,7 @@ class Pieces:
         """The elements of all pieces, one after the other."""
         if self._is_whole:
             return matrix
-        if self._are_fine:
+        if self._are_picked:
             return matrix.reshape(-1).index_select(0, torch.from_numpy(self._places).to(matrix.device))
         return packed(self._views(matrix), matrix.dtype, wire)
 
@@ -77,7 +80,7 @@ class Pieces:
         """The matrix, of pieces that make up all of it."""
         if self._is_whole:
             return taken.view(self._shape).to(device)
-        if self._are_fine:
+        if self._are_picked:
             order = np.empty_like(self._places)
             order[self._places] = np.arange(len(order))
             return taken.to(device).index_select(0, torch.from_numpy(order).to(device)).view(self._shape)
