@@ -16,7 +16,6 @@ import shardwise
 from shardwise import ReplicatedShardingSpec, shard_tensor
 from shardwise.errors import ProcessGroupError
 from shardwise.ops import embedding as embedding_ops
-from shardwise.ops.embedding_route import make_route
 from shardwise.testing import ranks
 
 assert embedding_ops  # which registers the ops
@@ -298,19 +297,3 @@ def test_few_repeated_ids_are_left_as_they_are() -> None:
         shards_close(weight.grad, plain.grad * 4)
         shards_close(weight, plain)
     assert sent(ids, weight)[1] == [8 * 8, 8 * 8, 8 * 8, 0]
-
-
-def test_boxes_of_the_same_rows_on_a_rank_are_asked_once() -> None:
-    """Their columns come back together; boxes of other rows, or with other replicas, are asked apart."""
-    spec = boxes(([0, 0], [7, 1], 5), ([0, 1], [7, 2], 7), ([0, 3], [7, 3], 5))
-    bands = make_route(spec.layout(SIZE), (5, 7)).bands
-    assert [(band.member, band.ids, band.columns) for band in bands] == [
-        (0, (0, 7), ((0, 1), (3, 6))),
-        (1, (0, 7), ((1, 3),)),
-    ]
-    route = make_route(ReplicatedShardingSpec(["rank:0/cpu", "rank:2/cpu"]).layout(SIZE), (0, 1, 2))
-    assert [[band.is_asked_by(member) for band in route.bands] for member in range(3)] == [
-        [True, False],
-        [False, True],
-        [False, True],
-    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.geometry import Boxes, IntArray
-from shardwise.layout import Layout
+from shardwise.layout import Grid, Layout
 from shardwise.ops.embedding_portion import Portion, boxes_of, dealt, portion_of, require_together
 from shardwise.ops.plain_operand import shared_plain
-from shardwise.process_group import Fields, group_ranks, in_step_sharing
+from shardwise.process_group import Fields, in_step_sharing
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharding_spec import spec_of
 
@@ -58,8 +59,7 @@ def bags_of(ids: Any, offsets: Any, samples: Any, weight: ShardedTensor, *, ends
 def _in_rows(ids: Any, offsets: Any, samples: Any, weight: ShardedTensor) -> Bags:
     """Bags of one length: rows of a matrix, of which any rank may have any."""
     portion = portion_of(ids, weight, cut=[0])
-    layout = portion.layout
-    bags = Layout.of(layout.size[:1], Boxes(layout.boxes.offsets[:, :1], layout.boxes.sizes[:, :1]), layout.places)
+    bags = _of_rows(portion.layout)
     like = torch.empty(0, ids.shape[1], dtype=ids.dtype, device=ids.device)
     mine = torch.cat([like, *portion.tensors])
     counted = portion.counted()
@@ -67,6 +67,15 @@ def _in_rows(ids: Any, offsets: Any, samples: Any, weight: ShardedTensor) -> Bag
     plain = not isinstance(ids, ShardedTensor) and not isinstance(samples, ShardedTensor)
     counted = None if counted is None else counted.view(mine.shape)
     return Bags(bags, mine, offsets, taken, counted, (ids, offsets, samples) if plain else None)
+
+
+@lru_cache(maxsize=256)
+def _of_rows(layout: Layout) -> Layout:
+    """How the rows of a matrix lie, each as one element."""
+    if isinstance(layout.pattern, Grid):
+        grid = layout.pattern.mapped(layout.size[:1], lambda dim, cut: (dim, cut) if dim == 0 else None)
+        return Layout.on_grid(grid, layout.places)
+    return Layout.of(layout.size[:1], layout.boxes.select([0]), layout.places)
 
 
 def _same_boxes(samples: Any, portion: Portion, like: torch.Tensor, weight: ShardedTensor) -> torch.Tensor:
@@ -106,15 +115,15 @@ def _where_they_lie(ids: ShardedTensor, offsets: Any, samples: Any, weight: Shar
 
 def _whole_bags(ids: ShardedTensor, offsets: Any, weight: ShardedTensor, ends: bool) -> Layout | None:
     """The layout of the bags, if every rank has one box of the flat ids, in which a bag begins and a bag ends."""
-    ranks = group_ranks(weight._process_group)
-    if any(len(ids._layout.rows_on(rank)) != 1 for rank in ranks) or offsets is None or offsets.ndim != 1:
+    members = weight._process_group.size()
+    if not _has_one_each(ids._layout, members) or offsets is None or offsets.ndim != 1:
         return None
     if not isinstance(offsets, ShardedTensor):
         if ends and (not len(offsets) or int(offsets[-1]) != len(ids)):  # ids that are in no bag
             return None
-        return _told_by(offsets.numpy(force=True)[: len(offsets) - ends], ids._layout, ranks)
+        return _told_by(offsets.numpy(force=True)[: len(offsets) - ends], ids._layout)
     bags = offsets._layout
-    if ends or any(len(bags.rows_on(rank)) != 1 for rank in ranks):
+    if ends or not _has_one_each(bags, members):
         return None
 
     def work() -> tuple[None, Fields, bool]:
@@ -125,18 +134,23 @@ def _whole_bags(ids: ShardedTensor, offsets: Any, weight: ShardedTensor, ends: b
     return bags if all(in_step_sharing(weight._process_group, work)[1]) else None
 
 
-def _told_by(offsets: IntArray, ids: Layout, ranks: tuple[int, ...]) -> Layout | None:
+def _has_one_each(layout: Layout, members: int) -> bool:
+    """Whether each rank of the group has one box."""
+    return len(layout) == members and layout.places.each_once
+
+
+def _told_by(offsets: IntArray, ids: Layout) -> Layout | None:
     """The layout of the bags that these offsets give to the ranks that have their ids, if they cut no bag."""
-    spans = sorted((*_span(ids, rank), rank) for rank in ranks)
-    begins = np.array([begin for begin, _, _ in spans], dtype=np.int64)
+    begins, ends = ids.boxes.offsets[:, 0], ids.boxes.ends[:, 0]
+    order = np.lexsort((ids.ranks, ends, begins))
+    begins, ends = begins[order], ends[order]
     first = np.searchsorted(offsets, begins)
-    held = [(begin, k) for k, (begin, end, _) in zip(first.tolist(), spans, strict=True) if begin < end]
-    if any(k >= len(offsets) or offsets[k] != begin for begin, k in held):
+    if ((np.append(offsets, -1)[first] != begins) & (begins < ends)).any():
         return None
     first[0] = 0
     sizes = np.diff(np.append(first, len(offsets)))
-    places = [ids.place(ids.rows_on(rank)[0]) for _, _, rank in spans]
-    return Layout.of(torch.Size([len(offsets)]), Boxes(first.reshape(-1, 1), sizes.reshape(-1, 1)), places)
+    boxes = Boxes(first.reshape(-1, 1), sizes.reshape(-1, 1))
+    return Layout.of(torch.Size([len(offsets)]), boxes, ids.places.take(order))
 
 
 def _span(layout: Layout, rank: int) -> tuple[int, int]:

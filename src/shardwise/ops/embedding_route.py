@@ -1,86 +1,205 @@
-"""Which rank to ask for which rows of a table. Pure: every rank works it out alone, from a layout that all know."""
+"""Which rank to ask for which rows of a table. Pure: every rank works it out alone, from a layout that all know.
+
+Boxes of one rank over the same rows are a band: an id among these rows goes there once, and all their columns come
+back. Bands are numbers, and what is known of them are arrays, so that a lookup pays for the bands that it asks.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardwise.geometry import IntArray
 from shardwise.layout import Layout
+from shardwise.layout.grid import runs
+from shardwise.process_group import rank_array
 
-Span = tuple[int, int]  # from the first to before the last
-
-
-@dataclass(frozen=True)
-class Band:
-    """Boxes of one rank over the same rows: an id among these rows goes there once, all their columns come back."""
-
-    member: int  # the rank that holds them, by its number in the group
-    ids: Span
-    columns: tuple[Span, ...]  # of each box
-    boxes: tuple[int, ...]  # their numbers in the layout
-    holders: tuple[int, ...]  # every member that has these boxes, this one among them
-    replica: int  # which of the holders this one is
-
-    @cached_property
-    def width(self) -> int:
-        """Columns of all its boxes."""
-        return sum(end - begin for begin, end in self.columns)
-
-    def is_asked_by(self, member: int) -> bool:
-        """Whether a member asks here, and no other replica: the one it has itself, else each asks another one."""
-        if member in self.holders:
-            return self.holders.index(member) == self.replica
-        return member % len(self.holders) == self.replica
+Numbers = npt.NDArray[np.int32]  # of bands, edges, boxes or members: in a large world, routes take half the memory
 
 
-@dataclass(frozen=True)
+class Cell(NamedTuple):
+    """A local tensor that is not empty, as part of a band."""
+
+    band: int  # which of this member's bands
+    local: int  # which of its tensors
+    width: int
+
+
+class Columns(NamedTuple):
+    """Of the boxes of some bands, one after the other."""
+
+    band: IntArray  # which of these bands each is in
+    begins: IntArray
+    ends: IntArray
+
+
+@dataclass(frozen=True, eq=False)
 class Route:
-    """All bands of a table with two dims, in order of member and of first id."""
+    """All bands of a table with two dims, in order of member and of ids, as one member of a group sees them."""
 
-    bands: tuple[Band, ...]
+    layout: Layout
     members: int
+    here: int  # the member that sees them
+    member_of: Numbers  # who holds each band
+    edges: torch.Tensor  # the ids at which bands begin or end, ascending
+    begins: Numbers  # at which of these edges each band begins
+    ends: Numbers  # and ends
+    boxes: Numbers  # of one band after another, by their numbers in the layout
+    starts: Numbers  # where those of each band begin, and where all end
+    asked: Numbers  # the bands that this member asks: of replicas the one that it has itself, else each asks another
+    at_home: bool  # whether every member has every row itself, so that it need not ask anyone
+    local_rows: tuple[int, ...]  # the boxes of this member
 
     @cached_property
-    def at_home(self) -> bool:
-        """Whether every member has every row itself, so that it need not ask anyone."""
-        return all(len(set(band.holders)) == self.members for band in self.bands)
+    def own(self) -> slice:
+        """The bands that this member holds."""
+        first, last = np.searchsorted(self.member_of, [self.here, self.here + 1]).tolist()
+        return slice(first, last)
 
     @cached_property
-    def numbers(self) -> list[int]:
-        """How many bands each member holds."""
-        found = [0] * self.members
-        for band in self.bands:
-            found[band.member] += 1
+    def first_ids(self) -> list[int]:
+        """The first id of each band that this member holds."""
+        found: list[int] = self.edges.numpy()[self.begins[self.own]].tolist()
         return found
 
     @cached_property
-    def bounds(self) -> list[Span]:
-        """The ids of each band."""
-        return [band.ids for band in self.bands]
+    def cells(self) -> list[Cell]:
+        """The boxes that this member holds, band by band."""
+        local = {row: k for k, row in enumerate(self.local_rows)}
+        band, rows = self._boxes_of(np.arange(self.own.start, self.own.stop))
+        widths = self.layout.at(rows).sizes[:, 1]
+        found = zip(band.tolist(), rows.tolist(), widths.tolist(), strict=True)
+        return [Cell(number, local[row], width) for number, row, width in found]
 
-    def of(self, member: int) -> list[Band]:
-        """The bands that a member holds."""
-        return [band for band in self.bands if band.member == member]
+    @cached_property
+    def cell_widths(self) -> IntArray:
+        """The columns of each of these boxes."""
+        return np.array([cell.width for cell in self.cells], dtype=np.int64)
+
+    @cached_property
+    def has_whole_rows(self) -> bool:
+        """Whether each band is one box that has all columns."""
+        return not self.layout.cuts(1)
+
+    @cached_property
+    def bands_of_each(self) -> IntArray:
+        """How many bands each member holds."""
+        return np.bincount(self.member_of, minlength=self.members)
+
+    def between(self, edges: IntArray, *, everywhere: bool = False) -> tuple[IntArray, IntArray, IntArray]:
+        """Given a number at each edge, which ascend: the bands between different ones, and these of each.
+
+        Of replicas all, or the one that this member asks.
+        """
+        # First leave out, by the edges themselves, those where the number has not begun to ascend or does no longer.
+        lowest, highest = (edges[0], edges[-1]) if len(edges) else (0, 0)
+        first, last = int(edges.searchsorted(lowest, "right")), int(edges.searchsorted(highest, "left"))
+        if everywhere or len(self.asked) == len(self.member_of):
+            bands = np.flatnonzero((self.ends >= first) & (self.begins < last))
+        else:
+            bands = self.asked[(self.ends[self.asked] >= first) & (self.begins[self.asked] < last)].astype(np.int64)
+        begins, ends = edges[self.begins[bands]], edges[self.ends[bands]]
+        some = begins < ends
+        return bands[some], begins[some], ends[some]
+
+    def columns(self, bands: IntArray) -> Columns:
+        """The columns of the boxes of these bands."""
+        number, rows = self._boxes_of(bands)
+        boxes = self.layout.at(rows)
+        return Columns(number, boxes.offsets[:, 1], boxes.ends[:, 1])
+
+    def _boxes_of(self, bands: IntArray) -> tuple[IntArray, IntArray]:
+        """Pairs of the number in this list of bands, and a box of that band by its number in the layout."""
+        if len(self.boxes) == len(self.member_of):  # each band is one box
+            return np.arange(len(bands)), self.boxes[bands].astype(np.int64)
+        first, stop = (self.starts[at].astype(np.int64) for at in (bands, bands + 1))
+        number, position = runs(first, stop)
+        return number, self.boxes[position].astype(np.int64)
 
 
-@lru_cache(maxsize=256)
-def make_route(layout: Layout, ranks: tuple[int, ...]) -> Route:
-    """The bands of a table among these ranks of a group. Empty boxes are in none."""
-    member_of = {rank: member for member, rank in enumerate(ranks)}
-    replicas: dict[tuple[Span, Span], list[tuple[int, int]]] = {}  # who holds each box, under which number
-    for box in layout.boxes.volumes.nonzero()[0].tolist():
-        (row, column), (row_end, column_end) = layout.boxes.offsets[box].tolist(), layout.boxes.ends[box].tolist()
-        held = (member_of[int(layout.ranks[box])], box)
-        replicas.setdefault(((row, row_end), (column, column_end)), []).append(held)
-    grouped: dict[tuple[Span, tuple[int, ...]], list[tuple[Span, list[int]]]] = {}
-    for (ids, columns), found in replicas.items():
-        found.sort()
-        holders = tuple(member for member, _ in found)
-        grouped.setdefault((ids, holders), []).append((columns, [box for _, box in found]))
-    bands = [
-        Band(member, ids, tuple(c for c, _ in cells), tuple(boxes[replica] for _, boxes in cells), holders, replica)
-        for (ids, holders), cells in grouped.items()
-        for replica, member in enumerate(holders)
-    ]
-    bands.sort(key=lambda band: (band.member, band.ids, band.columns))
-    return Route(tuple(bands), len(ranks))
+@lru_cache(maxsize=128)
+def route_among(layout: Layout, group: ProcessGroup) -> Route:
+    """The route of a table whose boxes are on ranks of this group."""
+    return make_route(layout, rank_array(group), dist.get_rank(group))
+
+
+def make_route(layout: Layout, ranks: IntArray, here: int) -> Route:
+    """The bands of a table among these ranks of a group, as one of its members sees them. Empty boxes are in none."""
+    rows = layout.pattern.filled
+    boxes, number = layout.at(rows), layout.pattern.first(rows)
+    by_rank = np.argsort(ranks)
+    member = by_rank[np.searchsorted(ranks, layout.ranks[rows], sorter=by_rank)]
+    replicas = _Replicas(number, member)
+    (begin, left), (end, _) = boxes.offsets.T, boxes.ends.T
+    alike = replicas.alike() if layout.has_replicas and not layout.places.each_once else np.zeros_like(member)
+    order = np.lexsort((left, replicas.index, alike, end, begin, member))
+    starts = np.flatnonzero(_changes(*(key[order] for key in (member, begin, end, alike, replicas.index))))
+    first = order[starts]  # a box of each band
+    edges, at = np.unique(np.concatenate([begin[first], end[first]]), return_inverse=True)
+    begins, ends = at.reshape(2, -1)
+    return Route(
+        layout,
+        len(ranks),
+        here,
+        _short(member[first]),
+        torch.from_numpy(edges),
+        _short(begins),
+        _short(ends),
+        _short(rows[order]),
+        _short(np.append(starts, len(order))),
+        _short(np.flatnonzero(replicas.are_asked_by(here)[first])),
+        replicas.pairs == len(ranks) * replicas.distinct,
+        layout.rows_on(int(ranks[here])),
+    )
+
+
+class _Replicas:
+    """Who holds each box, in order of members. Boxes are rows of a layout; the same ones have the same number."""
+
+    def __init__(self, number: IntArray, member: IntArray) -> None:
+        self._member, self._order = member, np.lexsort((member, number))
+        new = _changes(number[self._order])
+        starts = np.flatnonzero(new)
+        self._starts, self._counts = starts, np.diff(np.append(starts, len(number)))
+        self._box = np.empty_like(member)
+        self._box[self._order] = np.cumsum(new) - 1
+        self.index = np.empty_like(member)  # which of its replicas each row is
+        self.index[self._order] = np.arange(len(number)) - starts[self._box[self._order]]
+        self.distinct = len(starts)
+        self.pairs = int(_changes(number[self._order], member[self._order]).sum())  # of a box and a member that has it
+
+    def alike(self) -> IntArray:
+        """A number for each row, the same where all the same members hold the box."""
+        seen: dict[bytes, int] = {}
+        holders = np.split(self._member[self._order], self._starts[1:])
+        found = [seen.setdefault(one.tobytes(), len(seen)) for one in holders]
+        return np.array(found, dtype=np.int64)[self._box]
+
+    def are_asked_by(self, here: int) -> npt.NDArray[np.bool_]:
+        """For each row, whether a member asks there and not at another replica."""
+        chosen = here % self._counts
+        own = self._order[self._member[self._order] == here][::-1]  # so that the first one is written last
+        chosen[self._box[own]] = self.index[own]
+        asked: npt.NDArray[np.bool_] = chosen[self._box] == self.index
+        return asked
+
+
+def _changes(*keys: IntArray) -> npt.NDArray[np.bool_]:
+    """Where a key is another one than before; the first is."""
+    changes = np.ones(len(keys[0]), dtype=bool)
+    if len(changes):
+        changes[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
+    return changes
+
+
+def _short(numbers: IntArray) -> Numbers:
+    found = numbers.astype(np.int32)
+    found.flags.writeable = False
+    return found

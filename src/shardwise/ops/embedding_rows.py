@@ -6,31 +6,27 @@ many ids, of the ids, and of what was asked for. One more takes the gradients ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from shardwise.geometry import IntArray
 from shardwise.meeting import lost
-from shardwise.ops.embedding_route import Band, Span, make_route
-from shardwise.process_group import group_ranks, is_fake
+from shardwise.ops.embedding_pieces import Pieces, packed
+from shardwise.ops.embedding_route import Columns, route_among
+from shardwise.process_group import is_fake
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.gradients import compared, new_anchor, wants_graph
 from shardwise.transfer import make_plan
 from shardwise.transfer.execute import wire_device
-from shardwise.transfer.views import as_bytes, copy
-
-
-class Cell(NamedTuple):
-    """A local tensor that is not empty, as part of a band."""
-
-    band: int  # which of this rank's bands
-    local: int  # which of this rank's tensors
-    width: int
+from shardwise.transfer.views import as_bytes
 
 
 class Table:
@@ -39,26 +35,18 @@ class Table:
     def __init__(self, weight: ShardedTensor, group: ProcessGroup) -> None:
         layout = weight._layout
         self.group, self.width, self.dtype, self.outline = group, weight.shape[1], weight.dtype, layout.outline
-        self.here = dist.get_rank(group)
-        self.route = make_route(layout, tuple(group_ranks(group)))
+        self.route = route_among(layout, group)
         self.wire = wire_device(make_plan(layout, layout), group)
-        self.bands = self.route.of(self.here)
-        local = {box: k for k, box in enumerate(weight._frame.rows)}
-        self.cells = [
-            Cell(number, local[box], end - begin)
-            for number, band in enumerate(self.bands)
-            for box, (begin, end) in zip(band.boxes, band.columns, strict=True)
-        ]
 
-    def swap(self, given: torch.Tensor, out: list[int], into: list[int]) -> torch.Tensor:
+    def swap(self, given: torch.Tensor, out: IntArray, into: IntArray) -> torch.Tensor:
         """What each member has for this rank, in exchange for what this rank has for each: so many elements."""
-        itemsize = given.element_size()
-        sent = as_bytes(given.to(self.wire).resolve_conj().resolve_neg().contiguous())
-        taken = torch.empty(sum(into), dtype=given.dtype, device=self.wire)
+        taken = torch.empty(int(into.sum()), dtype=given.dtype, device=self.wire)
         if is_fake(self.group):  # the others ask for nothing, and have nothing
-            taken.zero_().split_with_sizes(into)[self.here].copy_(given.reshape(-1).split_with_sizes(out)[self.here])
+            own_out, own_into = (_own_slice(counts, self.route.here) for counts in (out, into))
+            taken.zero_()[own_into] = given.reshape(-1)[own_out]
             return taken
-        came, went = ([count * itemsize for count in counts] for counts in (into, out))
+        sent = as_bytes(given.to(self.wire).resolve_conj().resolve_neg().contiguous())
+        came, went = ((counts * given.element_size()).tolist() for counts in (into, out))
         try:
             dist.all_to_all_single(as_bytes(taken), sent, came, went, group=self.group)
         except RuntimeError as error:
@@ -67,15 +55,11 @@ class Table:
             ) from error
         return taken
 
-    def packed(self, views: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """The elements of all views, one after the other; a single one is taken as it lies."""
-        if len(views) == 1:
-            return views[0]
-        sizes = [view.numel() for view in views]
-        buffer = torch.empty(sum(sizes), dtype=dtype, device=self.wire)
-        for part, view in zip(torch.split_with_sizes(buffer, sizes), views, strict=True):
-            copy(part.view(view.shape), view)
-        return buffer
+
+def _own_slice(counts: IntArray, here: int) -> slice:
+    """Of what all members have, one after the other, the part of this one."""
+    begin = int(counts[:here].sum())
+    return slice(begin, begin + int(counts[here]))
 
 
 class Arrived(NamedTuple):
@@ -97,120 +81,134 @@ class Exchange:
     def __init__(
         self, table: Table, ids: torch.Tensor, counts: torch.Tensor | None = None, *, everywhere: bool = False
     ) -> None:
+        route = table.route
         self._table, self._length, self._device = table, len(ids), ids.device
-        self.stays = table.route.at_home and not everywhere
-        bounds = torch.tensor(table.route.bounds, dtype=torch.int64, device=ids.device).view(-1, 2)
-        slices = torch.searchsorted(ids, bounds).tolist()
-        # For each band of each member, where its ids are among ours.
-        self._slices: list[Span] = [
-            (begin, end) if everywhere or band.is_asked_by(table.here) else (0, 0)
-            for band, (begin, end) in zip(table.route.bands, slices, strict=True)
-        ]
+        self.stays = route.at_home and not everywhere
+        # The bands that this rank asks for anything, and where their ids are among ours.
+        edges = torch.searchsorted(ids, route.edges.to(ids.device)).numpy(force=True)
+        self._bands, self._begins, self._ends = route.between(edges, everywhere=everywhere)
+        self._lengths = self._ends - self._begins
         self._numbers = self._tell_numbers()
+        # How many ids this rank has for each member, and each member for this rank.
+        self._asked, self._held = self._by_member(self._lengths), self._numbers.sum(axis=1)
         told = self._tell(ids[:, None] if counts is None else torch.stack([ids, counts], dim=1))
-        self._rows = [message[:, 0] - band.ids[0] for message, band in zip(told, table.bands, strict=True)]
+        self._rows = [message[:, 0] - first for message, first in zip(told, route.first_ids, strict=True)]
         self._counts = [None if counts is None else message[:, 1] for message in told]
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The rows of the ids, whole, from the local tensors of all ranks."""
-        table, asked, held = self._table, *self._sizes(lambda band: band.width)
-        taken = self._swap(table.packed(self._asked_for(tensors), table.dtype), held, asked)
-        rows = torch.empty(self._length, table.width, dtype=table.dtype, device=self._device)
-        views = self._views(rows)
-        if len(views) == 1 and views[0] is rows:
-            return taken.view(rows.shape).to(self._device)
-        for view, part in zip(views, torch.split_with_sizes(taken, [view.numel() for view in views]), strict=True):
-            copy(view, part.view(view.shape))
-        return rows
+        table, (asked, held) = self._table, self._sizes
+        taken = self._swap(packed(self._asked_for(tensors), table.dtype, table.wire), held, asked)
+        return self._pieces.unpack(taken, self._device)
 
     def _asked_for(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The rows that each member asks of each local tensor, one member after the other."""
-        cells = self._table.cells
         values = []
-        for cell in cells:
+        for cell in self._table.route.cells:
             local = tensors[cell.local]
             values.append(local.index_select(0, self._rows[cell.band].to(local.device)))
-        if len(cells) == 1:
+        if len(values) == 1:
             return values
+        numbers = self._of_cells
         parts = [
-            torch.split_with_sizes(value, [numbers[cell.band] for numbers in self._numbers])
-            for value, cell in zip(values, cells, strict=True)
+            iter(torch.split_with_sizes(value, column[column > 0].tolist()))
+            for value, column in zip(values, numbers.T, strict=True)
         ]
-        return [part[member] for member in range(self._table.route.members) for part in parts]
+        return [next(parts[cell]) for cell in numbers.nonzero()[1].tolist()]
 
     def give(self, rows: torch.Tensor) -> list[Arrived]:
         """What all ranks have for each local tensor, for the rows that they asked for."""
-        table, asked, held = self._table, *self._sizes(lambda band: band.width)
-        taken = self._swap(table.packed(self._views(rows), table.dtype), asked, held)
-        sizes = [numbers[cell.band] * cell.width for numbers in self._numbers for cell in table.cells]
-        arrived = []
-        for cell, values in zip(table.cells, _sorted_out(taken, sizes, len(table.cells)), strict=True):
-            first, places, counts = table.bands[cell.band].ids[0], self._rows[cell.band], self._counts[cell.band]
-            arrived.append(Arrived(cell.local, first, places, counts, values.view(-1, cell.width)))
-        return arrived
+        table, (asked, held) = self._table, self._sizes
+        taken = self._swap(self._pieces.pack(rows, table.wire), asked, held)
+        cells, first_ids = table.route.cells, table.route.first_ids
+        sizes = self._of_cells * table.route.cell_widths
+        return [
+            Arrived(
+                cell.local,
+                first_ids[cell.band],
+                self._rows[cell.band],
+                self._counts[cell.band],
+                values.view(-1, cell.width),
+            )
+            for cell, values in zip(cells, _sorted_out(taken, sizes), strict=True)
+        ]
 
-    def _tell_numbers(self) -> list[list[int]]:
+    def _tell_numbers(self) -> IntArray:
         """For each member, how many ids it has for each band of this rank."""
-        table, route = self._table, self._table.route
-        lengths = [end - begin for begin, end in self._slices]
+        route = self._table.route
+        lengths = np.zeros(len(route.member_of), dtype=np.int64)
+        lengths[self._bands] = self._lengths
+        shape = (route.members, len(route.first_ids))
         if self.stays:
-            own = [length for length, band in zip(lengths, route.bands, strict=True) if band.member == table.here]
-            return [own if member == table.here else [0] * len(own) for member in range(route.members)]
-        shape = (route.members, len(table.bands))
-        taken = table.swap(torch.tensor(lengths, dtype=torch.int64), route.numbers, [shape[1]] * route.members)
-        numbers: list[list[int]] = taken.view(shape).tolist()
+            own: IntArray = np.zeros(shape, dtype=np.int64)
+            own[route.here] = lengths[route.own]
+            return own
+        into = np.full(route.members, shape[1])
+        taken = self._table.swap(torch.from_numpy(lengths), route.bands_of_each, into)
+        numbers: IntArray = taken.view(shape).numpy(force=True)
         return numbers
+
+    @property
+    def _of_cells(self) -> IntArray:
+        """For each member, how many rows it asks of each local tensor."""
+        return self._numbers[:, [cell.band for cell in self._table.route.cells]]
 
     def _tell(self, message: torch.Tensor) -> list[torch.Tensor]:
         """For each band of this rank, what all members say of its ids, a row for each."""
-        table, columns = self._table, message.shape[1]
-        slices = [(begin, end) for begin, end in self._slices if begin < end]
-        views = [message] if _are_all(slices, self._length) else [message[begin:end] for begin, end in slices]
-        taken = self._swap(table.packed(views, torch.int64), *self._sizes(lambda _: columns)).view(-1, columns)
-        return _sorted_out(taken, [number for numbers in self._numbers for number in numbers], len(table.bands))
+        columns = message.shape[1]
+        pieces = Pieces((self._length, columns), (self._begins, self._ends))
+        given = pieces.pack(message, self._table.wire)
+        taken = self._swap(given, self._asked * columns, self._held * columns)
+        return _sorted_out(taken.view(-1, columns), self._numbers)
 
-    def _swap(self, given: torch.Tensor, out: list[int], into: list[int]) -> torch.Tensor:
+    def _swap(self, given: torch.Tensor, out: IntArray, into: IntArray) -> torch.Tensor:
         if self.stays:
             return given.to(self._table.wire).reshape(-1)
         return self._table.swap(given, out, into)
 
-    def _sizes(self, width: Callable[[Band], int]) -> tuple[list[int], list[int]]:
-        """What this rank asks of each member, and what each member asks of this rank, if an id stands for so much."""
-        table = self._table
-        asked = [0] * table.route.members
-        for band, (begin, end) in zip(table.route.bands, self._slices, strict=True):
-            asked[band.member] += (end - begin) * width(band)
-        widths = [width(band) for band in table.bands]
-        held = [sum(number * each for number, each in zip(numbers, widths, strict=True)) for numbers in self._numbers]
-        return asked, held
+    @cached_property
+    def _columns(self) -> Columns | None:
+        """Of the boxes of the bands that are asked; None: each band is one box with all columns."""
+        route = self._table.route
+        return None if route.has_whole_rows else route.columns(self._bands)
 
-    def _views(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of whole rows that lie on each member, one after the other."""
-        asked = [
-            (band, one) for band, one in zip(self._table.route.bands, self._slices, strict=True) if one[0] < one[1]
-        ]
-        full = all(band.columns == ((0, self._table.width),) for band, _ in asked)
-        if full and _are_all([one for _, one in asked], self._length):
-            return [rows]
-        return [rows[begin:end, left:right] for band, (begin, end) in asked for left, right in band.columns]
+    @cached_property
+    def _pieces(self) -> Pieces:
+        """The parts of whole rows that lie on each member."""
+        shape = (self._length, self._table.width)
+        if self._columns is None:
+            return Pieces(shape, (self._begins, self._ends))
+        band, begins, ends = self._columns
+        return Pieces(shape, (self._begins[band], self._ends[band]), (begins, ends))
+
+    @cached_property
+    def _sizes(self) -> tuple[IntArray, IntArray]:
+        """How many elements this rank asks of each member, and each member of this rank."""
+        if self._columns is None:
+            return self._asked * self._table.width, self._held * self._table.width
+        band, begins, ends = self._columns
+        widths = np.zeros(len(self._bands), dtype=np.int64)
+        np.add.at(widths, band, ends - begins)
+        return self._by_member(self._lengths * widths), self._of_cells @ self._table.route.cell_widths
+
+    def _by_member(self, counts: IntArray) -> IntArray:
+        """What is counted for the bands that are asked, added up for each member."""
+        route = self._table.route
+        total = np.zeros(route.members, dtype=np.int64)
+        np.add.at(total, route.member_of[self._bands], counts)
+        return total
 
 
-def _are_all(slices: Sequence[Span], length: int) -> bool:
-    """Whether slices that follow each other are all of something so long."""
-    position = 0
-    for begin, end in slices:
-        if begin != position:
-            return False
-        position = end
-    return position == length
-
-
-def _sorted_out(taken: torch.Tensor, sizes: list[int], kinds: int) -> list[torch.Tensor]:
-    """Of pieces in turns, one of each kind from every member: all that are of each kind."""
+def _sorted_out(taken: torch.Tensor, sizes: IntArray) -> list[torch.Tensor]:
+    """Of pieces in turns, one of each kind from every member: all that are of each kind. A size for each of them."""
+    kinds = sizes.shape[1]
     if kinds == 1:
         return [taken]
-    pieces = torch.split_with_sizes(taken, sizes)
-    return [torch.cat(pieces[kind::kinds]) for kind in range(kinds)]
+    found: list[list[torch.Tensor]] = [[] for _ in range(kinds)]
+    pieces = torch.split_with_sizes(taken, sizes[sizes > 0].tolist())
+    for kind, piece in zip(sizes.nonzero()[1].tolist(), pieces, strict=True):
+        found[kind].append(piece)
+    return [torch.cat(of_kind) if of_kind else taken[:0] for of_kind in found]
 
 
 # Under autograd -----------------------------------------------------------------------------------------------------
