@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import LocalTensorError
-from shardwise.layout import Layout
+from shardwise.layout import Places
 from shardwise.partial import PartialTensor
-from shardwise.process_group import is_member, rank_array
+from shardwise.process_group import is_member, kept_for, rank_array
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.assembly import require_spec
 from shardwise.sharding_spec import ChunkShardingSpec, ShardingSpec
@@ -81,7 +81,7 @@ def _collect(module: nn.Module, args: Any, output: Any) -> Any:
 
 def _local(tensor: ShardedTensor, module: nn.Module) -> torch.Tensor:
     layout, group = tensor._layout, tensor._process_group
-    odd = _without_one(layout, group) if is_member(group) else None  # of all ranks, so that all raise alike
+    odd = _without_one(layout.places, group) if is_member(group) else None  # of all ranks, so that all raise alike
     if odd is not None:
         rank, held = odd
         raise LocalTensorError(
@@ -97,10 +97,13 @@ def _local(tensor: ShardedTensor, module: nn.Module) -> torch.Tensor:
     return local
 
 
-@lru_cache(maxsize=256)
-def _without_one(layout: Layout, group: ProcessGroup) -> tuple[int, int] | None:
+def _without_one(places: Places, group: ProcessGroup) -> tuple[int, int] | None:
     """The first rank of the group that does not hold one box, and how many it holds."""
-    ranks = rank_array(group)
-    held = np.bincount(layout.places.rows_on_each(ranks)[0], minlength=len(ranks))
-    odd = np.flatnonzero(held != 1)
-    return (int(ranks[odd[0]]), int(held[odd[0]])) if len(odd) else None
+
+    def found() -> tuple[int, int] | None:
+        ranks = rank_array(group)
+        held = np.bincount(places.rows_on_each(ranks)[0], minlength=len(ranks))
+        odd = np.flatnonzero(held != 1)
+        return (int(ranks[odd[0]]), int(held[odd[0]])) if len(odd) else None
+
+    return kept_for(group, ("without one", places), found)

@@ -82,6 +82,15 @@ class Grid:
                 sizes[:, axis.dim] = ends - begins
         return Boxes(offsets, sizes)
 
+    def along(self, dim: int) -> tuple[IntArray, IntArray]:
+        """Where all boxes begin and end in a dim that is cut."""
+        for axis, stride in zip(self.axes, self.strides, strict=False):
+            if axis.dim == dim and axis.cut is not None:
+                spans = axis.cut.spans(np.arange(axis.count))
+                number = np.arange(len(self)) // stride % axis.count if len(self.axes) > 1 else slice(None)
+                return spans[0][number], spans[1][number]
+        raise LookupError(f"dim {dim} is not cut")
+
     @property
     def boxes(self) -> Boxes:
         """All of them, spelled out."""

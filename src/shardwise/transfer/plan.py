@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from shardwise.errors import LayoutError
 from shardwise.geometry import Boxes, IntArray, intersections
-from shardwise.layout import Layout
+from shardwise.layout import Grid, Layout
 from shardwise.transfer.pieces import Pieces, received_pieces, sent_pieces
 
 MOST_LISTED = 64  # ranks in an explanation
@@ -243,6 +243,9 @@ def _wanted(src: Layout, dst: Layout) -> int:
 
 def _kept(src: Layout, dst: Layout) -> int:
     """Elements of the destination that are on their rank already."""
+    grids = src.pattern, dst.pattern
+    if isinstance(grids[0], Grid) and isinstance(grids[1], Grid) and src.places.each_once and src.places == dst.places:
+        return _common_by_rule(grids[0], grids[1])
     if src.places.each_once or (dst.places.each_once and not src.has_replicas):
         dst_rows, src_rows = src.places.rows_on_each(dst.ranks)
         there, wanted = src.at(src_rows), dst.at(dst_rows)
@@ -253,6 +256,22 @@ def _kept(src: Layout, dst: Layout) -> int:
         there, wanted = sides[0].take(src_rows), sides[1].take(dst_rows)
     common = np.minimum(there.ends, wanted.ends) - np.maximum(there.offsets, wanted.offsets)
     return int(np.prod(common.clip(0), axis=1).sum())
+
+
+def _common_by_rule(one: Grid, other: Grid) -> int:
+    """Elements that the boxes of two grids share, row by row."""
+    rest = 1
+    rows = np.ones(len(one), dtype=np.int64)
+    for dim, size in enumerate(one.size):
+        spans = [grid.along(dim) for grid in (one, other) if dim in grid.cuts]
+        if not spans:
+            rest *= size
+            continue
+        (begins, ends), *more = spans
+        for begin, end in more:
+            begins, ends = np.maximum(begins, begin), np.minimum(ends, end)
+        rows *= np.maximum(ends - begins, 0)
+    return rest * int(rows.sum())
 
 
 def _with_ranks(boxes: Boxes, ranks: IntArray) -> Boxes:
