@@ -158,13 +158,13 @@ class Grid:
         return self.copies > 1 and math.prod(self.size) > 0
 
     @property
-    def once(self) -> tuple[Grid, IntArray]:
-        """The grid of the first replicas, and their rows."""
+    def once(self) -> IntArray:
+        """The rows of the first replicas."""
         kept = np.arange(1)
         for axis in self.axes:
             index = np.arange(1 if axis.cut is None else axis.count)
             kept = np.add.outer(kept * axis.count, index).reshape(-1)
-        return Grid.of(self.size, [axis for axis in self.axes if axis.cut is not None]), kept
+        return kept
 
     # What the boxes are like ------------------------------------------------------------------------------------------
 

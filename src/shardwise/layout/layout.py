@@ -164,8 +164,8 @@ class Layout:
     @cached_property
     def once(self) -> Layout:
         """The same boxes, each on the first of its places only."""
-        pattern, rows = self.pattern.once
-        return self if len(rows) == len(self) else Layout(self.size, pattern, self.places.take(rows))
+        rows = self.pattern.once
+        return self if len(rows) == len(self) else self.chosen(rows)
 
     # Places -----------------------------------------------------------------------------------------------------------
 

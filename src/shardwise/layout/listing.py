@@ -80,10 +80,10 @@ class Listing:
         """Whether any element is held more than once."""
         return int(self.boxes.volumes.sum()) > int(np.prod(self.size, dtype=np.int64))
 
-    @cached_property
-    def once(self) -> tuple[Listing, IntArray]:
-        """The first replicas, and their rows."""
-        return Listing(self.size, self.boxes.take(self._same[0])), self._same[0]
+    @property
+    def once(self) -> IntArray:
+        """The rows of the first replicas."""
+        return self._same[0]
 
     # What the boxes are like ------------------------------------------------------------------------------------------
 

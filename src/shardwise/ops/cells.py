@@ -56,7 +56,7 @@ def projected(cells: Layout, dims: Dims, size: tuple[int, ...]) -> Layout:
 
 def contributing(cells: Layout) -> IntArray:
     """Which cells count when each must count once: the first of those that are alike, without empty ones."""
-    rows = cells.pattern.once[1]
+    rows = cells.pattern.once
     return np.intersect1d(rows, cells.pattern.filled, assume_unique=True)
 
 

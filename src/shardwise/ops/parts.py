@@ -207,6 +207,7 @@ def _diagonal(call: Call) -> Any:
     found = []
     for row in here_of(rows, x._frame.rows):
         begins = [int(low[row]) + shift[dim] - int(every.offsets[row, dim]) for dim in (first, second)]
+        begins = [min(max(at, 0), local[row].shape[dim]) for at, dim in zip(begins, (first, second), strict=True)]
         inner = local[row].narrow(first, begins[0], int(run[1][row])).narrow(second, begins[1], int(run[1][row]))
         found.append(inner.diagonal(0, first, second))
     return _view(x, made, found, tensors, anchor)

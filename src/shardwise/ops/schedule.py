@@ -185,8 +185,8 @@ def _numbers(rule: Rule, cells: Layout, rows: IntArray, parts: Boxes) -> IntArra
 
 
 def chunked(size: Sequence[int], everyone: Places, dim: int | None = None) -> Layout:
-    """A dim in chunks, by default the longest; a tensor of one element is on every place instead."""
-    if math.prod(size) == 1:
+    """A dim in chunks; by default the longest, and a tensor of one element is on every place instead."""
+    if dim is None and math.prod(size) == 1:
         return Layout.whole(size, everyone)
     dim = int(np.argmax(size)) if dim is None else dim
     return Layout.by_rule(size, [even_axis(dim, size[dim], len(everyone))], everyone)

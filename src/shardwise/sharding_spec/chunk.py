@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(init=False)
+@dataclass(init=False, repr=False)
 class ChunkShardingSpec(PlacedShardingSpec):
     """One dim cut as `torch.chunk` cuts it, one chunk per placement, in the order of the placements.
 

@@ -14,7 +14,7 @@ from shardwise.layout import Layout, Places, parse_size
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.placement import RemoteDevice, mesh_grid, parse
 from shardwise.sharding_spec.chunking import even_axis, parse_dim, require_number, sized_axis
-from shardwise.sharding_spec.spec import ShardingSpec, places_of_list
+from shardwise.sharding_spec.spec import MOST_SHOWN, ShardingSpec, places_of_list
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -78,7 +78,9 @@ class GridShardingSpec(ShardingSpec):
 
     def __repr__(self) -> str:
         shape = "x".join(map(str, self.grid))
-        uneven = "" if all(cut is None for cut in self.sizes) else f", sizes={list(self.sizes)}"
+        uneven = ""
+        if any(cut is not None for cut in self.sizes):
+            uneven = f", sizes=[{', '.join('None' if cut is None else short(cut) for cut in self.sizes)}]"
         return f"GridShardingSpec(dims={self.dims} over {shape} placements{uneven})"
 
     def _plain_arguments(self) -> tuple[Any, ...]:
@@ -96,7 +98,7 @@ def _layout(size: torch.Size, dims: tuple[int, ...], grid: tuple[int, ...], size
     for dim, count, given in zip(cut, grid, sizes, strict=True):
         if given is not None and sum(given) != size[dim]:
             raise SpecError(
-                f"sizes {list(given)} for dim {dim} add up to {sum(given)}, but the tensor has {size[dim]}: "
+                f"sizes {short(list(given))} for dim {dim} add up to {sum(given)}, but the tensor has {size[dim]}: "
                 "the shards do not cover the entire tensor"
             )
         axes.append(even_axis(dim, size[dim], count) if given is None else sized_axis(dim, given))
@@ -137,7 +139,9 @@ def _parse_sizes(sizes: Sequence[Sequence[int] | None] | None, dims: tuple[int, 
         raise SpecError(f"sizes are given for {len(sizes)} dims, but {len(dims)} are cut; use None to cut evenly")
     for dim, places, cut in zip(dims, grid, sizes, strict=True):
         if cut is not None and (len(cut) != places or not all(isinstance(n, int) and n >= 0 for n in cut)):
-            raise SpecError(f"dim {dim} is cut over {places} placements, so it needs {places} sizes, found {cut!r}")
+            raise SpecError(
+                f"dim {dim} is cut over {places} placements, so it needs {places} sizes, found {short(cut)}"
+            )
     return tuple(None if cut is None else tuple(cut) for cut in sizes)
 
 
@@ -147,3 +151,10 @@ def nest(flat: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:
         return list(flat)
     step = len(flat) // shape[0]
     return [nest(flat[k * step : (k + 1) * step], shape[1:]) for k in range(shape[0])]
+
+
+def short(sizes: Sequence[Any]) -> str:
+    """Sizes in a text: all, or the first of many and how many there are."""
+    if len(sizes) <= MOST_SHOWN:
+        return repr(sizes)
+    return f"{repr(sizes[:MOST_SHOWN])[:-1]}, … {len(sizes)} in all{repr(sizes)[-1]}"

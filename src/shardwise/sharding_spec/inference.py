@@ -100,6 +100,8 @@ def placed(spec: ShardingSpec, layout: Layout) -> ShardingSpec:
         return GridShardingSpec(spec.dims, nest(placements, spec.grid), spec.sizes)
     if type(spec) is ReplicatedShardingSpec:
         return ReplicatedShardingSpec(placements)
+    if layout.has_replicas:
+        return FixedShardingSpec.of(layout)
     return EnumerableShardingSpec([layout.shard_metadata(row) for row in range(len(layout))])
 
 

@@ -16,7 +16,7 @@ from shardwise.placement import PlacementLike, RemoteDevice
 from shardwise.sharding_spec.spec import PlacedShardingSpec
 
 
-@dataclass(init=False)
+@dataclass(init=False, repr=False)
 class ReplicatedShardingSpec(PlacedShardingSpec):
     """Every placement holds all of the tensor; each rank at most once.
 

@@ -93,6 +93,13 @@ class PlacedShardingSpec(ShardingSpec):
             seen = vars(self)["_seen"] = places_of_list(self.placements)
         return seen[2]
 
+    def __repr__(self) -> str:
+        shown: list[Any] = self.placements[:MOST_SHOWN]
+        more = len(self.placements) - MOST_SHOWN
+        named = [f"{name}={value!r}" for name, value in vars(self).items() if name not in ("placements", "_seen")]
+        text = f"{shown!r}" if more <= 0 else f"{str(shown)[:-1]}, … and {more} more]"
+        return f"{type(self).__name__}({', '.join([*named, f'placements={text}'])})"
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_seen"}
 
@@ -101,6 +108,7 @@ class PlacedShardingSpec(ShardingSpec):
 Seen = tuple[list[RemoteDevice], list[Any], Places]
 
 MOST_SAID = 256
+MOST_SHOWN = 16  # in a text
 MOST_LISTS = 16
 
 _lists: dict[tuple[int, ...], Seen] = {}  # the last ones, by the objects in them: several specs of a job have the same

@@ -172,7 +172,7 @@ class Plan:
         whole, ranks = self.src.size.numel() * itemsize, self.ranks
         head = f"{tuple(self.src.size)} from {len(self.src)} boxes to {len(self.dst)}"
         moved = (
-            f"{self.moved * itemsize:,} bytes move ({self.moved * itemsize / max(whole, 1):.1%} of the tensor), "
+            f"{self.moved * itemsize:,} bytes move ({_ratio(self.moved * itemsize / max(whole, 1))} the tensor), "
             f"at least {self.lower_bound * itemsize:,} must."
         )
         if len(ranks) > MOST_LISTED:
@@ -189,7 +189,7 @@ class Plan:
         pieces, others = self.sends(rank), self.destinations(rank)
         out = [f"{int(pieces.of(d).boxes.volumes.sum()) * itemsize:,} to rank {d}" for d in others[:most]]
         if len(others) > most:
-            out.append(f"as much as {self.sent(rank) * itemsize:,} to {len(others)} ranks in all")
+            out.append(f"… {self.sent(rank) * itemsize:,} in all, to {len(others)} ranks")
         stays = int(pieces.of(rank).boxes.volumes.sum()) * itemsize
         return f"rank {rank} keeps {stays:,} bytes and sends {', '.join(out) or 'nothing'}."
 
@@ -256,6 +256,11 @@ def _kept(src: Layout, dst: Layout) -> int:
         there, wanted = sides[0].take(src_rows), sides[1].take(dst_rows)
     common = np.minimum(there.ends, wanted.ends) - np.maximum(there.offsets, wanted.offsets)
     return int(np.prod(common.clip(0), axis=1).sum())
+
+
+def _ratio(value: float) -> str:
+    """A part of something, or a multiple of it."""
+    return f"{value:.1%} of" if value < 10 else f"{value:,.0f} times"
 
 
 def _common_by_rule(one: Grid, other: Grid) -> int:

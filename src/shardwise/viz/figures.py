@@ -47,14 +47,15 @@ def holdings(layout: Layout, dtype: torch.dtype) -> list[Holding]:
     """What each place holds, by rank."""
     volumes, item = layout.boxes.volumes, dtype.itemsize
     total = max(int(volumes.sum()), 1)
-    found = []
     places, place_of = layout.places.distinct
-    for number, place in enumerate(places):
-        held = volumes[place_of == number]
+    elements = np.zeros(len(places), dtype=np.int64)
+    np.add.at(elements, place_of, volumes)
+    shards, empty = (np.bincount(place_of[chosen], minlength=len(places)) for chosen in (slice(None), volumes == 0))
+    found = []
+    rows = zip(places, shards.tolist(), empty.tolist(), elements.tolist(), strict=True)
+    for place, all_, none, count in rows:
         rank = -1 if place.rank is None else place.rank
-        elements = int(held.sum())
-        empty = int((held == 0).sum())
-        found.append(Holding(str(place), rank, len(held), empty, elements * item, elements / total))
+        found.append(Holding(str(place), rank, all_, none, count * item, count / total))
     return sorted(found, key=lambda holding: (holding.rank, holding.place))
 
 

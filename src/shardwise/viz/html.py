@@ -11,6 +11,7 @@ from shardwise.geometry.drawing import shown_dims
 from shardwise.layout import Layout
 from shardwise.viz.figures import bytes_text, colour, holdings, panels
 
+MOST_PLACES = 64  # in the table
 MOST_BOXES = 4096  # in one drawing
 MOST_PANELS = 16
 LONGEST = 360  # pixels of the longer side
@@ -22,13 +23,16 @@ def layout_html(layout: Layout, *, dtype: torch.dtype, here: tuple[int, ...] = (
     """The drawing and a table of places, as an HTML fragment; the boxes of this rank are outlined."""
     size = " × ".join(map(str, layout.size)) or "scalar"
     total = bytes_text(layout.size.numel() * dtype.itemsize)
+    places = holdings(layout, dtype)
     rows = "".join(
         f'<tr><td><span style="color:{colour(max(held.rank, 0))}">■</span> {escape(held.place)}</td>'
         f'<td style="text-align:right">{held.shards}</td>'
         f'<td style="text-align:right">{bytes_text(held.bytes)}</td>'
         f'<td style="text-align:right">{held.share:.0%}</td></tr>'
-        for held in holdings(layout, dtype)
+        for held in places[:MOST_PLACES]
     )
+    if len(places) > MOST_PLACES:
+        rows += f'<tr><td colspan="4">… and {len(places) - MOST_PLACES} more places</td></tr>'
     return (
         f"<div><div><b>ShardedTensor</b> {size}, {escape(str(dtype))}, {total}</div>"
         f'<div style="display:flex;gap:1.5em;align-items:flex-start">{layout_svg(layout, here=here)}'

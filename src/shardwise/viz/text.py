@@ -22,6 +22,7 @@ class Sharded(Protocol):
 
 MOST_PLACES = 32  # listed below the drawing
 MOST_PANELS = 8
+MOST_BOXES = 4096  # beyond which no drawing is tried
 
 
 def layout_text(
@@ -51,6 +52,8 @@ def layout_text(
 
 
 def _drawing(layout: Layout, width: int, colours: bool) -> list[str]:
+    if len(layout) > MOST_BOXES:
+        return ["  (too many edges to draw)"]
     filled = layout.boxes.take(layout.boxes.filled)
     if not len(filled):
         return ["  (no elements)"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.transfer import Plan
+from shardwise.transfer.plan import MOST_LISTED
 from shardwise.viz.figures import bytes_text
 from shardwise.viz.text import layout_text
 
@@ -14,9 +15,10 @@ MOST_RANKS = 16  # in the table
 def plan_text(plan: Plan, *, dtype: torch.dtype = torch.float32, width: int = 76, colours: bool = False) -> str:
     """Before, the bytes from each rank (down) to each rank (across), and after; what stays is in brackets."""
     moved, least = (bytes_text(count * dtype.itemsize) for count in (plan.moved, plan.lower_bound))
+    is_small = len(plan.ranks) <= MOST_LISTED
     parts = [
         "before: " + layout_text(plan.src, dtype=dtype, width=width, colours=colours),
-        f"{moved} move in {len(plan)} pieces; at least {least} must",
+        f"{moved} move{f' in {len(plan)} pieces' if is_small else ''}; at least {least} must",
         *_matrix(plan, dtype.itemsize),
         "after: " + layout_text(plan.dst, dtype=dtype, width=width, colours=colours),
     ]
