@@ -6,9 +6,11 @@ back. Bands are numbers, and what is known of them are arrays, so that a lookup 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -124,10 +126,17 @@ class Route:
         return number, self.boxes[position].astype(np.int64)
 
 
-@lru_cache(maxsize=128)
+_routes: WeakKeyDictionary[ProcessGroup, Callable[[Layout], Route]] = WeakKeyDictionary()
+MOST_KEPT = 128  # routes of each group, of which those in a world of 16,384 ranks take half a MiB each
+
+
 def route_among(layout: Layout, group: ProcessGroup) -> Route:
-    """The route of a table whose boxes are on ranks of this group."""
-    return make_route(layout, rank_array(group), dist.get_rank(group))
+    """The route of a table whose boxes are on ranks of this group, which is kept."""
+    route_of = _routes.get(group)
+    if route_of is None:
+        make = partial(make_route, ranks=rank_array(group), here=dist.get_rank(group))
+        route_of = _routes[group] = lru_cache(maxsize=MOST_KEPT)(make)
+    return route_of(layout)
 
 
 def make_route(layout: Layout, ranks: IntArray, here: int) -> Route:
