@@ -84,6 +84,8 @@ def assert_alike(found: Any, expected: Any, what: str) -> tuple[Any, Any]:
 
 def _assert_close(found: Any, expected: torch.Tensor, what: str) -> None:
     """Each shard where it lies, to what floats of that length can tell."""
+    if isinstance(expected, shardwise.ShardedTensor):  # of plain operands and an index that is not
+        expected = expected.detach().full_tensor()
     pairs = [(found, expected)]
     if isinstance(found, shardwise.ShardedTensor):
         pairs = parts(found, expected, what)
