@@ -50,6 +50,7 @@ def test_a_grid_answers_as_its_boxes_do(grid: Grid, data: st.DataObject) -> None
     assert grid.filled.tolist() == plain.filled.tolist()
     assert grid.whole.tolist() == plain.whole.tolist()
     assert grid.volumes == plain.volumes
+    assert grid.all_volumes.tolist() == plain.all_volumes.tolist()
     assert grid.has_replicas == plain.has_replicas
     assert [grid.is_cut(dim) for dim in range(len(grid.size))] == [plain.is_cut(dim) for dim in range(len(grid.size))]
     filled = grid.filled  # of two empty boxes, a grid does not say that they are the same

@@ -14,7 +14,7 @@ import torch
 
 from shardwise.errors import CheckpointError
 from shardwise.geometry import IntArray
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Places
 from shardwise.meeting import listed
 from shardwise.transfer.views import cut
 
@@ -83,6 +83,7 @@ class _Sharing:
         self._sources, self._only = sources, only
         self._ranks = np.array(ranks, dtype=np.int64)
         self._order = np.argsort(self._ranks, kind="stable")
+        self._known: dict[Places, IntArray] = {}
         self.load = np.zeros(len(ranks), dtype=np.int64)
         self.parts: dict[int, list[Part]] = {rank: [] for rank in (ranks if only is None else [only])}
 
@@ -94,12 +95,11 @@ class _Sharing:
 
     def give_own(self, number: int, layout: Layout) -> None:
         """Let each rank write the boxes that it alone has."""
-        rows = layout.pattern.filled
-        members = self._members(number, layout, rows)
-        np.add.at(self.load, members, layout.at(rows).volumes * self._sources[number].dtype.itemsize)
-        if self._only is not None:
-            rows = np.intersect1d(rows, np.array(layout.rows_on(self._only), dtype=np.int64), assume_unique=True)
-            members = self._members(number, layout, rows)
+        rows = np.arange(len(layout)) if self._only is None else np.array(layout.rows_on(self._only), dtype=np.int64)
+        volumes = layout.pattern.all_volumes
+        np.add.at(self.load, self._members_of(number, layout), volumes * self._sources[number].dtype.itemsize)
+        rows = rows[volumes[rows] > 0]
+        members = self._members_of(number, layout)[rows]
         boxes = layout.at(rows)
         found = zip(members.tolist(), rows.tolist(), boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True)
         for member, row, offsets, sizes in found:
@@ -125,6 +125,16 @@ class _Sharing:
             else:
                 self.load[members[some]] += nbytes
                 self.give(int(members[some][0]), Part(number, int(rows[some][0]), tuple(offsets), tuple(sizes)))
+
+    def _members_of(self, number: int, layout: Layout) -> IntArray:
+        """The same of all rows of a layout; of those without elements, any."""
+        known = self._known.get(layout.places)
+        if known is None or (known < 0).any():
+            filled = layout.pattern.filled
+            known = np.full(len(layout), -1, dtype=np.int64)
+            known[filled] = self._members(number, layout, filled)
+            self._known[layout.places] = known
+        return known
 
     def _members(self, number: int, layout: Layout, rows: IntArray, box: IntArray | None = None) -> IntArray:
         """The number of each row's rank among the ranks; -1 if it is not there, but another holder of the box is."""

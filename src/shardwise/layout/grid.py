@@ -182,6 +182,15 @@ class Grid:
         return least, most
 
     @property
+    def all_volumes(self) -> IntArray:
+        """Elements in each box."""
+        volumes = np.full(len(self), math.prod(size for dim, size in enumerate(self.size) if dim not in self.cuts))
+        for dim in self.cuts:
+            begins, ends = self.along(dim)
+            volumes *= ends - begins
+        return volumes
+
+    @property
     def filled(self) -> IntArray:
         """The rows that hold anything."""
         return self.meeting(Boxes.whole(self.size))[1]
@@ -266,11 +275,12 @@ def recognised(size: Sequence[int], boxes: Boxes) -> Grid | None:
     if not count:
         return None
     found: list[tuple[int, Axis]] = []  # the stride of each axis
-    for dim, length in enumerate(size):
-        begins, ends = boxes.offsets[:, dim], boxes.ends[:, dim]
-        if (begins == 0).all() and (ends == length).all():
-            continue
-        made = _recognised_axis(dim, length, begins, ends)
+    whole = (boxes.offsets == 0) & (boxes.sizes == np.array(size, dtype=np.int64))
+    cut = np.flatnonzero(~whole.all(axis=0)).tolist()
+    if cut and count == 1:
+        return None
+    for dim in cut:
+        made = _recognised_axis(dim, size[dim], boxes.offsets[:, dim], boxes.ends[:, dim])
         if made is None:
             return None
         found.append(made)

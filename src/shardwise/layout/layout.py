@@ -205,7 +205,7 @@ class Layout:
         """How many elements each rank holds, for the ranks that hold a box."""
         ranks, number = np.unique(self.ranks, return_inverse=True)
         totals = np.zeros(len(ranks), dtype=np.int64)
-        np.add.at(totals, number.reshape(-1), self.boxes.volumes)
+        np.add.at(totals, number.reshape(-1), self.pattern.all_volumes)
         return dict(zip(ranks.tolist(), totals.tolist(), strict=True))
 
     @cached_property

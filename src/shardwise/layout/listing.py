@@ -98,6 +98,11 @@ class Listing:
         return (int(volumes.min()), int(volumes.max())) if len(volumes) else (0, 0)
 
     @property
+    def all_volumes(self) -> IntArray:
+        """Elements in each box."""
+        return self.boxes.volumes
+
+    @property
     def filled(self) -> IntArray:
         """The rows that hold anything."""
         return self.boxes.filled

@@ -146,7 +146,10 @@ class Places(Sequence[Placement]):
         """The boxes on this rank, in order."""
         found = self._asked.get(rank)
         if found is None:
-            _, rows = self.rows_on_each(np.array([rank], dtype=np.int64))
+            if len(self) <= FEW:
+                rows = np.flatnonzero(self.ranks == rank)
+            else:
+                rows = self.rows_on_each(np.array([rank], dtype=np.int64))[1]
             found = tuple(rows.tolist())
             if len(self._asked) < MOST_ASKED:
                 self._asked[rank] = found
@@ -220,6 +223,7 @@ class Places(Sequence[Placement]):
 
 
 MOST_RANKS = 2**31
+FEW = 256  # places that are looked through rather than sorted
 MOST_ASKED = 64  # ranks whose boxes are kept at hand; it is nearly always one's own
 
 

@@ -14,7 +14,7 @@ from shardwise.layout import Layout, Places, parse_size
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.placement import RemoteDevice, mesh_grid, parse
 from shardwise.sharding_spec.chunking import even_axis, parse_dim, require_number, sized_axis
-from shardwise.sharding_spec.spec import MOST_SHOWN, ShardingSpec, places_of_list
+from shardwise.sharding_spec.spec import MOST_SHOWN, Seen, ShardingSpec, has_changed, places_of_list
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,7 +70,10 @@ class GridShardingSpec(ShardingSpec):
 
     @property
     def _places(self) -> Places:
-        return places_of_list(self.placements)[2]
+        seen: Seen | None = vars(self).get("_seen")
+        if seen is None or has_changed(seen, self.placements):
+            seen = vars(self)["_seen"] = places_of_list(self.placements)
+        return seen[2]
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """One shard for each place of the grid, as new records."""

@@ -82,14 +82,14 @@ class PlacedShardingSpec(ShardingSpec):
         if not parsed:
             raise SpecError(f"{type(self).__name__} needs at least one placement")
         if all(type(one) is str for one in placements):
-            vars(self)["_seen"] = list(parsed), _said(parsed), _of_names(tuple(map(str, placements)))
+            vars(self)["_seen"] = list(parsed), said_by(parsed), _of_names(tuple(map(str, placements)))
         return parsed
 
     @property
     def _places(self) -> Places:
         """The placements in their frozen form, which is made anew when the list, or one of them, was changed."""
         seen: Seen | None = vars(self).get("_seen")
-        if seen is None or seen[0] != self.placements or seen[1] != _said(self.placements):
+        if seen is None or seen[0] != self.placements or has_changed(seen, self.placements):
             seen = vars(self)["_seen"] = places_of_list(self.placements)
         return seen[2]
 
@@ -118,14 +118,19 @@ def places_of_list(placements: Sequence[RemoteDevice]) -> Seen:
     """The frozen form of these placements, and by what to tell later whether it still holds."""
     key = tuple(map(id, placements))
     found = _lists.get(key)
-    if found is None or found[1] != _said(placements):
+    if found is None or has_changed(found, placements):
         if len(_lists) >= MOST_LISTS:
             _lists.clear()
-        found = _lists[key] = list(placements), _said(placements), Places.of(placements)
+        found = _lists[key] = list(placements), said_by(placements), Places.of(placements)
     return found
 
 
-def _said(placements: Sequence[RemoteDevice]) -> list[Any]:
+def has_changed(seen: Seen, placements: Sequence[RemoteDevice]) -> bool:
+    """Whether one of these placements, which were seen before, says something else now."""
+    return seen[1] != said_by(placements)
+
+
+def said_by(placements: Sequence[RemoteDevice]) -> list[Any]:
     """What each of a few placements says: other libraries change the objects. Nobody does so to thousands of them."""
     if len(placements) > MOST_SAID:
         return []
