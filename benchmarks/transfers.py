@@ -6,6 +6,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,10 +142,17 @@ def plan() -> list[Row]:
         shifted = even.copy()
         shifted[1:-1] += 3
         pair = [layout_of(edges, 10 * side) for edges in (even, shifted)]
-        make: Any = shardwise.make_plan.__wrapped__
-        seconds = best_of({"shardwise": lambda pair=pair, make=make: make(*pair)}, calls=1, repeats=3)  # type: ignore[misc] # bound now
-        rows.append(Row(f"plan {side * side:,} boxes to {side * side:,}", seconds))
+        parts: dict[str, Callable[[Any], object]] = {"all pieces of": len, "one rank's of": lambda plan: plan.sends(1)}
+        for what, part in parts.items():
+            work = partial(_planned, pair, part)
+            seconds = best_of({"shardwise": work}, calls=1, repeats=3)
+            rows.append(Row(f"plan {what} {side * side:,} boxes to {side * side:,}", seconds))
     return rows
+
+
+def _planned(pair: list[Layout], part: Callable[[Any], object]) -> object:
+    make: Any = shardwise.make_plan.__wrapped__
+    return part(make(*pair))
 
 
 def layout_of(edges: Any, size: int) -> Layout:

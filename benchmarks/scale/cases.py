@@ -100,7 +100,13 @@ def plan(world: World, factor: int, *, width: int, half: bool = False, whole: bo
     source, target = world.specs
     size = world.wide(factor, width)
     layouts = source.layout(size), (world.half if half else target).layout(size)
-    return lambda: shardwise.make_plan(*layouts).moved if whole else shardwise.make_plan(*layouts)
+
+    def own() -> object:
+        """What this rank sends, and what it receives."""
+        made = shardwise.make_plan(*layouts)
+        return made.sends(RANK), made.receives(RANK)
+
+    return (lambda: shardwise.make_plan(*layouts).moved) if whole else own
 
 
 def redistribute(world: World, factor: int) -> Work:
