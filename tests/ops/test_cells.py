@@ -15,7 +15,7 @@ from shardwise.layout import Grid, Layout, Places
 from shardwise.layout.listing import Listing
 from shardwise.ops.cells import _one_by_one, cells_of, contributing, projected
 from shardwise.ops.rule import Along, Reduction, Rule
-from shardwise.ops.schedule import Operand, make_schedule, make_stacking, size_of
+from shardwise.ops.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
 from shardwise.placement import Placement
 
 SUM = Reduction(lambda call, stacks: stacks[0].sum(0), lambda dtype: (0,))
@@ -39,6 +39,13 @@ def rules(draw: st.DrawFn) -> Rule:
         reduction=SUM if draw(st.booleans()) else None,
         hollow=draw(st.booleans()),
     )
+
+
+def partial_schedule(rule: Rule, data: st.DataObject) -> Schedule | None:
+    """A schedule for operands that lie anywhere, if it gives partial results."""
+    operands = tuple(Operand(data.draw(layouts(tuple(size_of(rule, dims)))), 4) for dims in rule.operands)
+    schedule = make_schedule(rule, operands, EVERYONE, 1 << 40)
+    return schedule if schedule is not None and schedule.partial else None
 
 
 @given(rules(), st.data())
@@ -70,9 +77,8 @@ def test_cells_by_rule_are_those_of_the_boxes(rule: Rule, data: st.DataObject) -
 @settings(max_examples=200)
 def test_stacks_hold_each_part_once(rule: Rule, data: st.DataObject) -> None:
     """Parts of one box lie one above another, parts of others beside: no two share an element, and none is missing."""
-    operands = tuple(Operand(data.draw(layouts(tuple(size_of(rule, dims)))), 4) for dims in rule.operands)
-    schedule = make_schedule(rule, operands, EVERYONE, 1 << 40)
-    if schedule is None or not schedule.partial:
+    schedule = partial_schedule(rule, data)
+    if schedule is None:
         return
     stacking = make_stacking(schedule, EVERYONE)
     source, rows = stacking.source, contributing(schedule.cells)
@@ -95,9 +101,8 @@ def test_stacks_hold_each_part_once(rule: Rule, data: st.DataObject) -> None:
 @settings(max_examples=100)
 def test_cells_of_listed_boxes_are_stacked_alike(rule: Rule, data: st.DataObject) -> None:
     """Whether a rule is known or not, partial results of one box are as many layers of the stack."""
-    operands = tuple(Operand(data.draw(layouts(tuple(size_of(rule, dims)))), 4) for dims in rule.operands)
-    schedule = make_schedule(rule, operands, EVERYONE, 1 << 40)
-    if schedule is None or not schedule.partial:
+    schedule = partial_schedule(rule, data)
+    if schedule is None:
         return
     cells = schedule.cells
     plain = Layout(cells.size, Listing(cells.size, cells.boxes), cells.places)

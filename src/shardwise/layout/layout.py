@@ -291,12 +291,6 @@ class Layout:
         more = f" and {len(self) - 4} more" if len(self) > 4 else ""
         return f"({', '.join(shown)}{more}) #{self.digest.hex()[:12]}"
 
-    def has_same_boxes(self, other: Layout) -> bool:
-        """Whether the boxes are the same, in order, wherever they lie."""
-        if isinstance(self.pattern, Grid) or isinstance(other.pattern, Grid):
-            return self.pattern == other.pattern
-        return self.pattern is other.pattern or self.boxes == other.boxes
-
     def order_of(self, other: Layout) -> list[int] | None:
         """For each box, the row of the same box on the same place in another layout; None if they differ in more
         than the order of their boxes."""

@@ -12,6 +12,7 @@ import torch
 
 from shardwise.errors import PlacementError
 from shardwise.geometry import IntArray, read_only
+from shardwise.layout.grid import runs
 from shardwise.placement import WITHOUT_INDEX, Placement, PlacementLike, RemoteDevice
 
 Kind = tuple[torch.device, str | None]  # a device, and the name of an RPC worker if there is one
@@ -163,10 +164,8 @@ class Places(Sequence[Placement]):
             return there, rows[there]
         order, ascending = self._sorted
         starts, stops = np.searchsorted(ascending, ranks, "left"), np.searchsorted(ascending, ranks, "right")
-        lengths = stops - starts
-        number = np.repeat(np.arange(len(ranks)), lengths)
-        run = np.arange(len(number)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        return number, order[starts[number] + run]
+        number, position = runs(starts, stops)
+        return number, order[position]
 
     # The same on other devices --------------------------------------------------------------------------------------
 

@@ -73,7 +73,6 @@ def _by_rule(rule: Rule, dims: Dims, grid: Grid, places: Places) -> Layout | Non
     """The cells of boxes that follow a rule."""
     allowed = set(rule.free())
     packed: set[int] = set()  # dims whose empty parts are left out
-    cuts: dict[int, tuple[int, Cut]] = {}
     for dim, along in enumerate(dims):
         cut = grid.cuts.get(dim)
         if along is not None and along.label not in allowed:
@@ -85,14 +84,10 @@ def _by_rule(rule: Rule, dims: Dims, grid: Grid, places: Places) -> Layout | Non
         if along is None:
             packed.add(dim)  # a part of one element is nothing
             continue
-        scaled = cut.scaled(1, along.unit)
-        if scaled is None:
+        if cut.scaled(1, along.unit) is None:
             return None
-        cuts[dim] = along.label, scaled
     if not rule.hollow:
         packed.update(grid.cuts)
-    if not packed:
-        return Layout.on_grid(grid.mapped(rule.sizes, lambda dim, _: cuts[dim]), places)
     kept, rows = grid.packed(packed)
 
     def along_label(dim: int, cut: Cut) -> tuple[int, Cut] | None:
@@ -100,9 +95,7 @@ def _by_rule(rule: Rule, dims: Dims, grid: Grid, places: Places) -> Layout | Non
         scaled = None if along is None else cut.scaled(1, along.unit)
         return None if along is None or scaled is None else (along.label, scaled)
 
-    return Layout.on_grid(
-        kept.mapped(rule.sizes, along_label), places if len(rows) == len(places) else places.take(rows)
-    )
+    return Layout.on_grid(kept.mapped(rule.sizes, along_label), places.take(rows))
 
 
 def _one_by_one(rule: Rule, dims: Dims, layout: Layout) -> Layout | None:

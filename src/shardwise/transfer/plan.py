@@ -95,10 +95,10 @@ class Plan:
         """Elements that travel between ranks: all that are wanted, but for those that are there."""
         return _wanted(self.src, self.dst) - _kept(self.src, self.dst) if self.forward is None else self.forward.moved
 
-    @cached_property
+    @property
     def lower_bound(self) -> int:
-        """The fewest elements that any plan could move: what each rank wants and does not have."""
-        return _wanted(self.src, self.dst) - _kept(self.src, self.dst) if self.forward is None else self.moved
+        """The fewest elements that any plan could move: what each rank wants and does not have, which is what moves."""
+        return self.moved
 
     @cached_property
     def _all(self) -> Pieces:
