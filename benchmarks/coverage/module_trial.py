@@ -18,7 +18,7 @@ from benchmarks.coverage.layouts import Layout, budget, whole
 from benchmarks.coverage.modules import Case
 from benchmarks.coverage.trial import Attempt, Judgement, judge_those_who
 from benchmarks.coverage.truth import difference, digest, waves
-from shardwise.ops.autograd import backward
+from shardwise.ops.bridge.backward import backward
 
 CALLS = 2  # the second is done as it is remembered of the first
 

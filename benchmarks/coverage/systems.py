@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import shardwise
 from benchmarks.coverage.control import Control
 from benchmarks.coverage.gathers import Gathers
-from shardwise.ops.autograd import backward
+from shardwise.ops.bridge.backward import backward
 
 Weights = list[torch.Tensor | None]
 

@@ -13,9 +13,9 @@ from tests.layout.grids import layouts
 
 from shardwise.layout import Grid, Layout, Places
 from shardwise.layout.listing import Listing
-from shardwise.ops.cells import _one_by_one, cells_of, contributing, projected
-from shardwise.ops.rule import Along, Reduction, Rule
-from shardwise.ops.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
+from shardwise.ops.engine.cells import _one_by_one, cells_of, contributing, projected
+from shardwise.ops.engine.rule import Along, Reduction, Rule
+from shardwise.ops.engine.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
 from shardwise.placement import Placement
 
 SUM = Reduction(lambda call, stacks: stacks[0].sum(0), lambda dtype: (0,))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.layout.grids import layouts
 
 from shardwise.layout import Layout
-from shardwise.ops import embedding_pieces
-from shardwise.ops.embedding_pieces import Pieces
+from shardwise.ops.embedding import pieces as embedding_pieces
+from shardwise.ops.embedding.pieces import Pieces
 
 CPU = torch.device("cpu")
 

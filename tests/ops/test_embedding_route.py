@@ -14,7 +14,7 @@ from tests.layout.grids import layouts, spelled
 
 from shardwise import ReplicatedShardingSpec
 from shardwise.layout import Layout
-from shardwise.ops.embedding_route import Route, make_route
+from shardwise.ops.embedding.route import Route, make_route
 
 Span = tuple[int, int]
 Band = tuple[int, Span, tuple[Span, ...], tuple[int, ...]]  # the member, its ids, columns and numbers of its boxes

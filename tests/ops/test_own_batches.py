@@ -15,7 +15,7 @@ from torch.nn import functional
 import shardwise
 from shardwise import ReplicatedShardingSpec, shard_tensor
 from shardwise.errors import ProcessGroupError
-from shardwise.ops import embedding as embedding_ops
+from shardwise.ops.embedding import ops as embedding_ops
 from shardwise.testing import ranks
 
 assert embedding_ops  # which registers the ops

@@ -13,7 +13,7 @@ import shardwise
 from shardwise import ShardedTensor, shard_tensor
 from shardwise.dispatch import registry
 from shardwise.errors import ViewWriteError
-from shardwise.ops import replay, tape
+from shardwise.ops.engine import replay, tape
 from shardwise.testing import ranks
 
 

@@ -1,67 +1,9 @@
-"""Families of ops on sharded tensors. Importing this package registers them."""
+"""Ops on sharded tensors. Importing this package registers them.
 
-from shardwise.ops import (
-    along,
-    amp,
-    attention,
-    attributes,
-    autograd,
-    below,
-    cat,
-    comparison,
-    convolution,
-    copies,
-    creation,
-    embedding,
-    foreach,
-    functions,
-    hooks,
-    indexing,
-    init,
-    linear,
-    loss,
-    matmul,
-    memory,
-    normalisation,
-    packing,
-    parts,
-    pointwise,
-    recurrent,
-    reduction,
-    selection,
-    shape,
-    validation,
-)
+``engine`` works out what a call comes down to and runs it, ``families`` say how ops compute, ``embedding`` looks up in
+tables, ``bridge`` ties hooks, Functions and backwards of torch to the graph that lies in the shards.
+"""
 
-__all__ = [
-    "along",
-    "amp",
-    "attention",
-    "attributes",
-    "autograd",
-    "below",
-    "cat",
-    "comparison",
-    "convolution",
-    "copies",
-    "creation",
-    "embedding",
-    "foreach",
-    "functions",
-    "hooks",
-    "indexing",
-    "init",
-    "linear",
-    "loss",
-    "matmul",
-    "memory",
-    "normalisation",
-    "packing",
-    "parts",
-    "pointwise",
-    "recurrent",
-    "reduction",
-    "selection",
-    "shape",
-    "validation",
-]
+from shardwise.ops import bridge, embedding, engine, families, validation
+
+__all__ = ["bridge", "embedding", "engine", "families", "validation"]

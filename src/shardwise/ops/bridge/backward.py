@@ -1,0 +1,180 @@
+"""Backward from a sharded tensor: from its shards, and from the anchor of a rank that has none.
+
+A sharded tensor is one value. Where it has replicas, what was computed from each of them counts once: only the first
+replica of each box begins with a gradient, the others with zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.dispatch import registry
+from shardwise.errors import PropertyError
+from shardwise.ops.bridge.leaf_hooks import capturing, changed_by_hooks
+from shardwise.process_group import in_step_sharing, is_member
+from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.recorded_backward import tie, what_is_passed
+
+
+def _locals(tensors: Any) -> list[torch.Tensor]:
+    """The local tensors of one tensor or several, plain ones as they are."""
+    each = tensors if isinstance(tensors, list | tuple) else [tensors]
+    return [local for one in each for local in (one._local_tensors() if isinstance(one, ShardedTensorBase) else [one])]
+
+
+def _roots(tensor: ShardedTensorBase, gradient: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Where this rank begins, and with what."""
+    roots = list(tensor._local_tensors())
+    if gradient is None:
+        if tensor.numel() != 1:
+            raise PropertyError("grad can be implicitly created only for scalar outputs: give backward a gradient")
+        grads = [torch.ones_like(local) for local in roots]
+    else:
+        grads = list(tensor._locals_of(gradient))
+    if tensor._layout.has_replicas:
+        pairs = zip(tensor._frame.rows, grads, strict=True)
+        grads = [grad if tensor._layout.is_first(row) else torch.zeros_like(grad) for row, grad in pairs]
+    if not roots and tensor._anchor is not None:
+        roots, grads = [tensor._anchor], [torch.zeros_like(tensor._anchor)]
+    return roots, grads
+
+
+def _all_roots(tensors: Any, gradients: Any) -> tuple[list[torch.Tensor], list[Any]]:
+    """The same for one tensor or several, sharded or plain."""
+    each = _listed(tensors)
+    roots: list[torch.Tensor] = []
+    grads: list[Any] = []
+    for tensor, gradient in zip(each, _listed(gradients) or [None] * len(each), strict=True):
+        more = _roots(tensor, gradient) if isinstance(tensor, ShardedTensorBase) else ([tensor], [gradient])
+        roots += more[0]
+        grads += more[1]
+    return roots, grads
+
+
+def backward(tensors: Any, grad_tensors: Any = None, **options: Any) -> None:
+    """`torch.autograd.backward` from several tensors at once, sharded or plain. Every rank calls it."""
+    roots, grads = _all_roots(tensors, grad_tensors)
+    if options.get("inputs") is not None:
+        options["inputs"] = _locals(options["inputs"])
+    if roots:
+        _backward_plain(roots, grads, **options)
+
+
+_backward_plain: Any = torch.autograd.backward  # torch's own
+
+
+def _backward_from(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
+    """`torch.autograd.backward`."""
+    given = _PARAMETERS.bind(*args, **kwargs).arguments
+    grads = given.pop("grad_variables", None)  # the old name
+    backward(given.pop("tensors"), given.pop("grad_tensors", grads), **given)
+
+
+@functools.wraps(_backward_plain)
+def _backward_dispatched(*args: Any, **kwargs: Any) -> None:
+    given = _PARAMETERS.bind(*args, **kwargs).arguments
+    tensors = [*_listed(given["tensors"]), *_listed(given.get("inputs"))]
+    if any(isinstance(one, ShardedTensorBase) for one in tensors):
+        _backward_from((), args, kwargs, None)
+    else:
+        _backward_plain(*args, **kwargs)
+
+
+_PARAMETERS = inspect.signature(_backward_plain)
+if "handle_torch_function" not in _backward_plain.__code__.co_names:  # before torch 2.13, which asks the tensors
+    torch.autograd.backward = _backward_dispatched
+
+
+def _backward(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
+    names = ("gradient", "retain_graph", "create_graph", "inputs")
+    given = {**dict(zip(names, args[1:], strict=False)), **kwargs}
+    gradient = given.pop("gradient", None)
+    backward([args[0]], [gradient], **given)
+
+
+def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> tuple[Any, ...]:
+    """`torch.autograd.grad`: for each input a tensor that is sharded as it is."""
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "allow_unused")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    inputs, outputs = _listed(given.pop("inputs")), _listed(given.pop("outputs"))
+    roots, grads = _all_roots(outputs, given.pop("grad_outputs", None))
+    unused, records = given.pop("allow_unused", None), bool(given.get("create_graph"))
+    # A rank without shards of an input asks for its anchor's gradient, to take part; also if nothing is recorded now.
+    with torch.enable_grad():
+        asked = [_locals(one) or [one._anchored()] for one in inputs]
+    leaves = [leaf for each in asked for leaf in each]
+    with capturing(), what_is_passed(roots if records else []) as came_through:
+        found = iter(torch.autograd.grad(roots, leaves, grads, allow_unused=True, **given))
+    pieces = [_filled([next(found) for _ in each], each) for each in asked]
+    if any(each[0] is None for each in pieces) and not (unused or given.get("materialize_grads")):
+        raise PropertyError(
+            "torch.autograd.grad was asked for the gradient of a tensor that the outputs do not depend on: "
+            "allow_unused=True gives None for it"
+        )
+    if records:
+        pieces = _alike([*inputs, *outputs], pieces, [*roots, *(g for g in grads if g is not None), *came_through])
+    made: list[Any] = []
+    for one, each in zip(inputs, pieces, strict=True):
+        is_sharded = isinstance(one, ShardedTensorBase) and each[0] is not None
+        made.append(changed_by_hooks(one, _gradient(one, each)) if is_sharded else each[0])
+    return tuple(made)
+
+
+def _filled(pieces: list[Any], leaves: list[Any]) -> list[Any]:
+    """The gradients of the local tensors of one input; of those that nothing depended on, zeros beside the others."""
+    if all(piece is None for piece in pieces):
+        return pieces
+    return [torch.zeros_like(leaf) if piece is None else piece for piece, leaf in zip(pieces, leaves, strict=True)]
+
+
+def _gradient(tensor: ShardedTensorBase, pieces: list[torch.Tensor]) -> ShardedTensorBase:
+    """The gradient of a tensor, from those of its local tensors, or of its anchor."""
+    if tensor._local_tensors():
+        return tensor._like(pieces)  # type: ignore[no-any-return] # of the same kind
+    made: ShardedTensorBase = tensor._like([])
+    made._wants_grad = pieces[0].requires_grad
+    made._anchor = pieces[0] if made._wants_grad else None
+    return made
+
+
+def _alike(tensors: list[Any], pieces: list[list[Any]], reached: list[torch.Tensor]) -> list[list[Any]]:
+    """Gradients that can be differentiated again on every rank if they can on any; a few bits travel.
+
+    What they depend on differs from rank to rank. So they are made to depend on all that the backward began with and
+    came through, on every rank: then the next backward runs the same collectives everywhere.
+    """
+    records = [any(piece is not None and piece.requires_grad for piece in each) for each in pieces]
+    groups = {id(one._frame.process_group): one._frame.process_group for one in tensors if _is_in_group(one)}
+    for group in groups.values():
+        records = [any(bits) for bits in zip(*_told(group, records), strict=True)]
+    with torch.enable_grad():
+        nothing = tie(reached)
+        for each, again in zip(pieces, records, strict=True):
+            if again and each[0] is not None:
+                each[:] = [piece + nothing.to(piece.device, piece.dtype) for piece in each]
+    return pieces
+
+
+def _told(group: Any, bits: list[bool]) -> list[list[bool]]:
+    return in_step_sharing(group, lambda: (None, {"verb": "grad"}, bits))[1]
+
+
+def _is_in_group(tensor: Any) -> bool:
+    group = tensor._frame.process_group if isinstance(tensor, ShardedTensorBase) else None
+    return group is not None and is_member(group)
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, Sequence) else [value]
+
+
+registry.built_in[torch.Tensor.backward] = _backward
+registry.built_in[torch.autograd.backward] = _backward_from
+registry.built_in[torch.autograd.grad] = _grad

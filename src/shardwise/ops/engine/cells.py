@@ -1,0 +1,128 @@
+"""Cells: boxes in the space of a rule's labels, each on a place, and so a layout of their own.
+
+The boxes of an operand are cells if they cut nothing that must be whole. What the cells are of another operand, or of a
+result, is a layout again.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from shardwise.geometry import Boxes, IntArray
+from shardwise.layout import Cut, Grid, Layout, Places
+from shardwise.ops.engine.rule import Dims, Rule
+from shardwise.sharding_spec import even_axis
+
+
+def cells_of(rule: Rule, number: int, layout: Layout) -> Layout | None:
+    """The cells that the boxes of an operand's layout are, unless they cut what must be whole."""
+    dims = rule.operands[number]
+    if isinstance(layout.pattern, Grid) and layout.size.numel() and not _repeats_a_label(rule):
+        return _by_rule(rule, dims, layout.pattern, layout.places)
+    return _one_by_one(rule, dims, layout)
+
+
+def dealt(rule: Rule, label: int, everyone: Places) -> Layout:
+    """One label in chunks, one for each place; all others whole."""
+    grid = Grid.of(rule.sizes, [even_axis(label, rule.sizes[label], len(everyone))])
+    if rule.hollow:
+        return Layout.on_grid(grid, everyone)
+    packed, rows = grid.packed([label])
+    return Layout.on_grid(packed, everyone.take(rows))
+
+
+@lru_cache(maxsize=2048)
+def projected(cells: Layout, dims: Dims, size: tuple[int, ...]) -> Layout:
+    """What the cells are of a tensor of this size with these dims, one box each; a dim without label is one element."""
+    at = {along.label: dim for dim, along in enumerate(dims) if along is not None}
+    if isinstance(cells.pattern, Grid) and len(at) == sum(along is not None for along in dims):
+
+        def along_dim(label: int, cut: Cut) -> tuple[int, Cut] | None:
+            dim = at.get(label)
+            scaled = None if dim is None else cut.scaled(dims[dim].unit, 1)  # type: ignore[union-attr] # has a label
+            return None if dim is None or scaled is None else (dim, scaled)
+
+        return Layout.on_grid(cells.pattern.mapped(size, along_dim), cells.places)
+    count = len(cells)
+    offsets, sizes = np.zeros((count, len(dims)), dtype=np.int64), np.ones((count, len(dims)), dtype=np.int64)
+    for dim, along in enumerate(dims):
+        if along is not None:
+            offsets[:, dim] = cells.boxes.offsets[:, along.label] * along.unit
+            sizes[:, dim] = cells.boxes.sizes[:, along.label] * along.unit
+    return Layout.of(size, Boxes(offsets, sizes), cells.places)
+
+
+def contributing(cells: Layout) -> IntArray:
+    """Which cells count when each must count once: the first of those that are alike, without empty ones."""
+    rows = cells.pattern.once
+    return np.intersect1d(rows, cells.pattern.filled, assume_unique=True)
+
+
+def _repeats_a_label(rule: Rule) -> bool:
+    """Whether a tensor has one label in two of its dims: its boxes are then no grid, though the cells are."""
+    for dims in (*rule.operands, *rule.results):
+        labels = [along.label for along in dims if along is not None]
+        if len(set(labels)) < len(labels):
+            return True
+    return False
+
+
+def _by_rule(rule: Rule, dims: Dims, grid: Grid, places: Places) -> Layout | None:
+    """The cells of boxes that follow a rule."""
+    allowed = set(rule.free())
+    packed: set[int] = set()  # dims whose empty parts are left out
+    for dim, along in enumerate(dims):
+        cut = grid.cuts.get(dim)
+        if along is not None and along.label not in allowed:
+            packed.update(grid.cuts)
+        if cut is None:
+            continue
+        if not cut.holds_whole and (along is None or along.label not in allowed):
+            return None
+        if along is None:
+            packed.add(dim)  # a part of one element is nothing
+            continue
+        if cut.scaled(1, along.unit) is None:
+            return None
+    if not rule.hollow:
+        packed.update(grid.cuts)
+    kept, rows = grid.packed(packed)
+
+    def along_label(dim: int, cut: Cut) -> tuple[int, Cut] | None:
+        along = dims[dim]
+        scaled = None if along is None else cut.scaled(1, along.unit)
+        return None if along is None or scaled is None else (along.label, scaled)
+
+    return Layout.on_grid(kept.mapped(rule.sizes, along_label), places.take(rows))
+
+
+def _one_by_one(rule: Rule, dims: Dims, layout: Layout) -> Layout | None:
+    """The cells of boxes as they are listed."""
+    count, boxes = len(layout), layout.boxes
+    begins = np.zeros((count, len(rule.sizes)), dtype=np.int64)
+    ends = np.tile(np.array(rule.sizes, dtype=np.int64), (count, 1)).reshape(count, len(rule.sizes))
+    allowed = set(rule.free())
+    filled = np.zeros(count, dtype=bool)
+    filled[boxes.filled] = True
+    keep = np.ones(count, dtype=bool)
+    seen: set[int] = set()
+    for dim, along in enumerate(dims):
+        offsets, stops = boxes.offsets[:, dim], boxes.ends[:, dim]
+        cut = (offsets > 0) | (stops < layout.size[dim])
+        if along is None:
+            keep &= ~cut  # a part of one element is nothing
+            continue
+        if (cut & filled).any() and (along.label not in allowed or along.label in seen):
+            return None
+        if ((offsets % along.unit) | (stops % along.unit))[filled].any():
+            return None
+        keep &= filled | (along.label in allowed)
+        seen.add(along.label)
+        begins[:, along.label] = offsets // along.unit
+        ends[:, along.label] = stops // along.unit
+    if not rule.hollow:
+        keep &= filled | (not filled.any())
+    rows = np.flatnonzero(keep)
+    return Layout.of(rule.sizes, Boxes(begins[rows], ends[rows] - begins[rows]), layout.places.take(rows))

@@ -1,0 +1,390 @@
+"""Carrying out a rule: bring the operands where the schedule wants them, call the op on each cell, wrap the results."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.utils import _pytree as pytree
+
+from shardwise import settings
+from shardwise.dispatch import unsupported
+from shardwise.errors import ProcessGroupError, UnsupportedOpError
+from shardwise.layout import Layout, Places
+from shardwise.meeting import break_off
+from shardwise.ops.engine.call import Call, function
+from shardwise.ops.engine.plain_operand import shared_plain
+from shardwise.ops.engine.rule import Reduction, Rule
+from shardwise.ops.engine.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
+from shardwise.process_group import Fields, Step, in_step, in_step_telling, is_member, kept_for, rank_array, room, talks
+from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.drawing import drawn_apart
+from shardwise.sharded_tensor.frame import Frame, Parts
+from shardwise.sharded_tensor.gradients import Way, moved_locals, new_anchor, note_write, recorded
+from shardwise.sharded_tensor.movement import require_movable
+from shardwise.sharded_tensor.recorded_backward import tie
+from shardwise.transfer import make_plan
+
+Tensors = list[torch.Tensor]
+
+
+class Prepared(NamedTuple):
+    """Everything about computing a call that does not depend on its operands' values."""
+
+    rule: Rule
+    schedule: Schedule
+    group: ProcessGroup | None
+    everyone: Places
+    expected: list[tuple[torch.Size, torch.dtype]]
+    lead: int | None
+    tells: bool  # whether partial results are so small that they are told to all while the ranks agree
+
+    def run(self, call: Call) -> Any:
+        """Compute the call."""
+        return _Computation(call, self).run()
+
+
+def compute(call: Call, rule: Rule, *, lead: int | None = None) -> Any:
+    """The op under this rule, or NotImplemented when no schedule is within the gather budget.
+
+    Where operands move, every rank of the group takes part. With a ``lead``, that operand is written into.
+    """
+    prepared = prepare(call, rule, lead=lead)
+    return NotImplemented if prepared is None else prepared.run(call)
+
+
+def prepare(call: Call, rule: Rule, *, lead: int | None = None) -> Prepared | None:
+    """The same without computing it: None when no schedule is within the gather budget."""
+    expected = expect(call)
+    _require_agreement_of(rule, expected, call)
+    group, everyone = meeting(call)
+    operands = tuple(
+        Operand(operand._layout if isinstance(operand, ShardedTensorBase) else None, operand.dtype.itemsize)
+        for operand in call.operands
+    )
+    schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
+    if schedule is None:
+        return None
+    tells = schedule.partial and not schedule.moved and _can_tell(call, schedule, everyone, group)
+    return Prepared(rule, schedule, group, everyone, expected, lead, tells)
+
+
+def draws(call: Call) -> bool:
+    """Whether a call draws random numbers from torch's own generator. The same on every rank."""
+    given = call.arguments
+    if torch.Tag.nondeterministic_seeded not in call.op.tags or given.get("generator") is not None:
+        return False
+    rate = given.get("dropout_p", given.get("dropout"))
+    return given.get("train", given.get("training")) is not False and (rate is None or rate > 0)
+
+
+class _Computation:
+    """One call under one schedule."""
+
+    def __init__(self, call: Call, prepared: Prepared) -> None:
+        self.call = call
+        self.rule, self.schedule, self.group, self.everyone, self.expected, self.lead, self.tells = prepared
+        schedule, group = self.schedule, self.group
+        self.here = schedule.cells.rows_on(dist.get_rank() if dist.is_initialized() else -1)
+        self.records = torch.is_grad_enabled() and any(operand.requires_grad for operand in call.operands)
+        self.anchors: Tensors = []
+        # Kernels look at indices: what they find wrong is found before the ranks agree, else they agree meanwhile.
+        self.checks = schedule.partial and not self.tells and not all(map(_has_fractions, call.operands))
+        talks = schedule.moved or (schedule.partial and not self.tells and not self.checks)
+        self.ready = agreement(call, group) if talks else _nothing
+
+    def run(self) -> Any:
+        """The results, as the op gives them, sharded."""
+        brought = [self._bring(number) for number in range(len(self.call.operands))]
+        per_cell = [[tensors[k] for tensors in brought] for k in range(len(self.here))]
+        if self.schedule.partial:
+            return self._reduced(per_cell)
+        with self._drawing():
+            found = [self._local(row, tensors) for row, tensors in zip(self.here, per_cell, strict=True)]
+        return self._wrapped(self.schedule.results, found)
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """Around an op that draws random numbers: each rank others, and all generators go on alike."""
+        if not draws(self.call):
+            return nullcontext()
+        return drawn_apart(self.call.sharded()[0].device, dist.get_rank() if dist.is_initialized() else 0)
+
+    def _bring(self, number: int) -> Tensors:
+        """One tensor of this operand for each cell that is here."""
+        operand, target = self.call.operands[number], self.schedule.operands[number]
+        if not isinstance(operand, ShardedTensorBase):
+            return self._cut(operand, number)
+        if self.schedule.stays[number]:
+            written = number == self.lead  # as it is, not a view of it
+            tensors, anchor = (operand._local_tensors(), operand._anchored()) if written else recorded(operand)
+        else:
+            require_movable(operand)
+            assert self.group is not None
+            record = torch.is_grad_enabled() and operand.requires_grad
+            tensors, anchor = recorded(operand)
+            plan = make_plan(operand._layout, target)
+            way = Way(self.group, ready=self.ready)
+            tensors, anchor = moved_locals(tensors, anchor, plan, way, operand.dtype, record=record)
+            self.ready = _nothing
+        if anchor is not None:
+            self.anchors.append(anchor)
+        return tensors
+
+    def _cut(self, operand: torch.Tensor, number: int) -> Tensors:
+        """What each cell needs of a plain operand, which is the same on every rank."""
+        operand = shared_plain(operand.as_subclass(torch.Tensor), self.group)
+        if operand.requires_grad and not self.here:
+            self.anchors.append(tie([operand]))
+        layout = self.schedule.operands[number]
+        return [operand[layout.index(row)] if operand.ndim else operand for row in self.here]
+
+    def _local(self, row: int, tensors: Tensors) -> Any:
+        changes = {}
+        if self.rule.adapt is not None:
+            changes = self.rule.adapt(self.call, [layout.extent(row) for layout in self.schedule.results])
+        if self.rule.contiguous:
+            tensors = [tensor.contiguous() for tensor in tensors]
+        return self.call.run(tensors, **changes)
+
+    def _reduced(self, per_cell: list[Tensors]) -> Any:
+        """The results of a reduction whose label is cut: each cell's part, stacked where it is reduced again."""
+        reduction, group = self.rule.reduction, self.group
+        assert reduction is not None
+        assert group is not None
+        stacking = make_stacking(self.schedule, self.everyone)
+        meta = expect_partial(self.call, reduction)
+        partials: list[tuple[torch.Tensor, ...]] = []
+        failed: Exception | None = None
+        for row, tensors in zip(self.here, per_cell, strict=True):
+            if not stacking.takes(row):
+                self.anchors.append(tie(tensors))
+                continue
+            try:
+                made = reduction.partial(self.call, tensors) if reduction.partial else self.call.run(tensors)
+            except Exception as error:
+                failed = error
+                break
+            partials.append(made if isinstance(made, tuple) else (made,))
+        self._agree(group, failed)
+        stacks: list[Tensors] = []
+        anchor = tie(self.anchors) if self.anchors else None
+        plan = make_plan(stacking.source, stacking.target)
+        for k, dtype in enumerate(meta):
+            parts = [partial[k].reshape(1, *partial[k].shape).contiguous() for partial in partials]
+            way = Way(group, ready=self.ready, fill=reduction.fills(dtype)[k])
+            if self.tells and k == 0:
+                way = replace(way, tell=functools.partial(tell, self.call, group))
+            record = self.records and _differentiable(dtype)
+            stack, anchor_k = moved_locals(parts, anchor, plan, way, dtype, record=record)
+            self.ready = _nothing
+            stacks.append(stack)
+            if anchor_k is not None:
+                self.anchors.append(anchor_k)
+        found = [reduction.again(self.call, list(pieces)) for pieces in zip(*stacks, strict=True)]
+        return self._wrapped((stacking.result,) * len(self.expected), found)
+
+    def _agree(self, group: ProcessGroup, failed: Exception | None) -> None:
+        """Before partial results are sent: what a kernel found wrong with them here is told to all ranks."""
+        if failed is None:
+            self.ready = agreement(self.call, group) if self.checks else self.ready
+        elif self.tells:
+            in_step_telling(group, lambda: raised(failed))
+        elif self.checks and settings.current().validate:
+            in_step(group, lambda: raised(failed))
+        else:  # the others are on their way into the transfer
+            break_off(group, failed)
+            raise failed
+
+    def _require_sizes(self, layouts: Sequence[Layout], flat: list[list[torch.Tensor]]) -> None:
+        """What was computed must fill the boxes: torch may give results that it did not announce."""
+        rank = dist.get_rank() if dist.is_initialized() else -1
+        for k, layout in enumerate(layouts):
+            for row, leaves in zip(layout.rows_on(rank), flat, strict=True):
+                if list(leaves[k].shape) != layout.extent(row):
+                    raise unsupported(self.call.op, (), self.call.arguments, "its results have other sizes than said")
+
+    def _written(self, target: ShardedTensorBase) -> ShardedTensorBase:
+        """The operand that was written into; all that it is a view of must know of the graph, on every rank."""
+        lacks = not target._local_tensors() or target._view_of is not None
+        if self.records and lacks and _differentiable(target.dtype):
+            note_write(target, tie(self.anchors) if self.anchors else new_anchor(target.device))
+        return target
+
+    def _frame(self, layout: Layout, dtype: torch.dtype) -> Frame:
+        """The frame of an operand that is sharded alike, and so its spec; else a new one."""
+        for operand in self.call.sharded():
+            if operand._layout == layout:
+                return operand._frame.with_dtype(dtype)
+        return frame_of(layout, dtype, self.group)
+
+    def _wrapped(self, layouts: Sequence[Layout], found: list[Any]) -> Any:
+        """Sharded tensors of what was found in each box."""
+        if self.lead is not None:
+            return self._written(self.call.sharded()[0])
+        flat = [pytree.tree_leaves(one) for one in found]
+        self._require_sizes(layouts, flat)
+        made = []
+        for k, (layout, (_, dtype)) in enumerate(zip(layouts, self.expected, strict=True)):
+            frame = self._frame(layout, dtype)
+            tensors = [leaves[k] for leaves in flat]
+            made.append(assemble(type(self.call.sharded()[0]), frame, tensors, self.anchors, self.records))
+            made[-1]._moved = not all(self.schedule.stays)
+        return shaped_as(made, self.call)
+
+
+def assemble(
+    kind: type[ShardedTensorBase], frame: Frame, tensors: Tensors, anchors: Tensors, records: bool
+) -> ShardedTensorBase:
+    """The result of an op; a rank without shards keeps what its backward must reach as an anchor."""
+    made = kind._wrap(Parts(frame, tensors))
+    if records and not tensors and _differentiable(frame.dtype):
+        made._wants_grad, made._anchor = True, tie(anchors) if anchors else new_anchor(frame.device)
+    return made
+
+
+def _nothing() -> None:
+    """Nothing to wait for."""
+
+
+def _differentiable(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+# What all ranks know -----------------------------------------------------------------------------------------------
+
+
+def meeting(call: Call) -> tuple[ProcessGroup | None, Places]:
+    """The group of the sharded operands, and a place on each of its ranks."""
+    sharded = call.sharded()
+    group = sharded[0]._frame.process_group
+    if any(tensor._frame.process_group is not group for tensor in sharded):
+        raise ProcessGroupError(
+            f"All distributed tensors should use the same ProcessGroup if used together in an op, here '{call.name}': "
+            "redistribute one of them with process_group="
+        )
+    return group, places_of(sharded[0]._layout, group)
+
+
+def places_of(layout: Layout, group: ProcessGroup | None) -> Places:
+    """A place on each rank of a group, of the kind that the layout uses."""
+    if group is None or not is_member(group):
+        return layout.places.take(np.sort(np.unique(layout.places.distinct[1], return_index=True)[1]))
+    return kept_for(group, layout.places, lambda: layout.places.for_ranks(rank_array(group)))
+
+
+def frame_of(layout: Layout, dtype: torch.dtype, group: ProcessGroup | None) -> Frame:
+    """The frame of a result."""
+    rows = layout.rows_on(dist.get_rank()) if group is not None and is_member(group) else ()
+    return _frame(layout, rows, dtype, group)
+
+
+@lru_cache(maxsize=1024)
+def _frame(layout: Layout, rows: tuple[int, ...], dtype: torch.dtype, group: ProcessGroup | None) -> Frame:
+    return Frame.of(layout, None, rows, dtype, group)
+
+
+def agreement(call: Call, group: ProcessGroup | None) -> Any:
+    """Begin to compare with all ranks what is about to be computed; call the result before anything is sent."""
+    return _nothing if group is None else Step(group, lambda: (None, _fields(call))).finish
+
+
+def tell(call: Call, group: ProcessGroup, brought: bytes) -> list[bytes]:
+    """Compare, and at once tell all ranks a few bytes of what was computed."""
+    return in_step_telling(group, lambda: (None, _fields(call), brought))[1]
+
+
+def _has_fractions(operand: torch.Tensor) -> bool:
+    return operand.is_floating_point() or operand.is_complex()
+
+
+def raised(error: Exception) -> NoReturn:
+    """As work that failed."""
+    raise error
+
+
+def _can_tell(call: Call, schedule: Schedule, everyone: Places, group: ProcessGroup | None) -> bool:
+    """Whether there is somebody to tell the partial results to, and they are so small that they can be told."""
+    if group is None or not talks(group):
+        return False
+    source = make_stacking(schedule, everyone).source
+    assert schedule.rule.reduction is not None
+    itemsize = max(dtype.itemsize for dtype in expect_partial(call, schedule.rule.reduction))
+    return source.most_elements * itemsize <= room(group)
+
+
+def _fields(call: Call) -> Fields:
+    """What must be the same on every rank of a call."""
+    fields: dict[str, object] = {"op": call.name, "arguments": call.settings(), "function": str(function)}
+    fields["gather_budget"] = settings.current().gather_budget
+    for k, operand in enumerate(call.operands):
+        about = operand._layout.outline if isinstance(operand, ShardedTensorBase) else tuple(operand.shape)
+        records = torch.is_grad_enabled() and operand.requires_grad
+        fields[f"operand {k}"] = f"{about} {operand.dtype} requires_grad={records}"
+    return fields
+
+
+def expect(call: Call) -> list[tuple[torch.Size, torch.dtype]]:
+    """Size and dtype of each result, known on every rank: the op on whole tensors without data."""
+    try:
+        key = torch.get_default_dtype(), call.key()
+        found = _expected.get(key)
+    except TypeError:  # an argument that cannot be hashed
+        return _on_meta(call)
+    if found is None:
+        if len(_expected) > MOST_EXPECTED:
+            _expected.clear()
+        found = _expected[key] = _on_meta(call)
+    return found
+
+
+_expected: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}  # a cache, by what the answer depends on
+MOST_EXPECTED = 4096
+
+
+class UnknownResultError(Exception):
+    """torch cannot say what an op gives without computing it: then no rule can."""
+
+
+def _on_meta(call: Call) -> list[tuple[torch.Size, torch.dtype]]:
+    with torch.no_grad():
+        stand_ins = [torch.empty(operand.shape, dtype=operand.dtype, device="meta") for operand in call.operands]
+        changes = {"device": "meta"} if call.arguments.get("device") is not None else {}
+        try:
+            result = call.run(stand_ins, **changes)
+        except NotImplementedError as error:
+            raise UnknownResultError from error
+    return [(leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+def expect_partial(call: Call, reduction: Reduction) -> list[torch.dtype]:
+    """The dtypes of what a cell contributes to a reduction."""
+    if reduction.partial is None:
+        return [dtype for _, dtype in expect(call)]
+    with torch.no_grad():
+        stand_ins = [torch.empty(operand.shape, dtype=operand.dtype, device="meta") for operand in call.operands]
+        return [partial.dtype for partial in reduction.partial(call, stand_ins)]
+
+
+def _require_agreement_of(rule: Rule, expected: list[tuple[torch.Size, torch.dtype]], call: Call) -> None:
+    """A rule must say what torch says: a wrong one raises, and never gives a wrong result."""
+    said = [tuple(size_of(rule, dims)) for dims in rule.results]
+    found = [tuple(size) for size, _ in expected]
+    if said != found:
+        raise UnsupportedOpError(f"the rule for {call.name} gives results of sizes {said}, torch gives {found}")
+
+
+def shaped_as(made: Sequence[Any], call: Call) -> Any:
+    """The results in the form in which the op gives them: one tensor, a tuple, or a list."""
+    if not call.op._schema.returns:
+        return None
+    if len(call.op._schema.returns) == 1:
+        return list(made) if str(call.op._schema.returns[0].type).startswith("List") else made[0]
+    return tuple(made)

@@ -1,0 +1,174 @@
+"""The last way to compute an op: on whole operands, gathered on every rank, when they are within the gather budget."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.utils import _pytree as pytree
+
+from shardwise import settings
+from shardwise.dispatch import op_name, unsupported
+from shardwise.errors import ProcessGroupError
+from shardwise.layout import Layout
+from shardwise.ops.engine.call import Call, plain_values
+from shardwise.ops.engine.compute import assemble, frame_of, places_of
+from shardwise.ops.engine.plain_operand import shared_plain
+from shardwise.ops.validation import digest
+from shardwise.process_group import Fields, in_step_sharing, is_member, without_data
+from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.gradients import Way, moved_tensors
+from shardwise.sharded_tensor.movement import copy_into, require_movable
+from shardwise.transfer import make_plan
+
+Function = Callable[..., Any]
+
+
+def compute_gathered(
+    op: Function, args: Sequence[Any], kwargs: dict[str, Any], why: str, written: Iterable[int] = ()
+) -> Any:
+    """The op on whole operands. Results are replicated; what the op writes into, by number among the tensors, gets it.
+
+    Every rank of the group calls it, and computes the same: an op that draws random numbers does so from one seed.
+    """
+    leaves, tree = pytree.tree_flatten((tuple(args), kwargs))
+    at = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    sharded = [leaves[k] for k in at if isinstance(leaves[k], ShardedTensorBase)]
+    group = sharded[0]._frame.process_group
+    require_budget(op, args, kwargs, why, sharded)
+    if group is None or not is_member(group) or any(one._frame.process_group is not group for one in sharded):
+        raise ProcessGroupError(
+            "All distributed tensors should use the same ProcessGroup if used together in an op, "
+            f"here '{op_name(op)}', and this rank must be in it"
+        )
+    seed = _agreed_seed(op, [leaves[k] for k in at], plain_values(leaves), group)
+    places = places_of(sharded[0]._layout, group)
+    anchors = []
+    records = torch.is_grad_enabled() and any(leaves[k].requires_grad for k in at)
+    tensors = [leaves[k] for k in at]
+    into_plain = any(not isinstance(tensors[number], ShardedTensorBase) for number in written)
+    for k in at:
+        one = leaves[k]
+        if isinstance(one, ShardedTensorBase) and into_plain:  # whose gradient every rank has whole
+            leaves[k] = one.full_tensor()  # type: ignore[attr-defined] # on a group
+        elif isinstance(one, ShardedTensorBase):
+            plan = make_plan(one._layout, Layout.whole(one.shape, places))
+            (leaves[k], *_), anchor = moved_tensors(one, plan, Way(group))
+            anchors += [] if anchor is None else [anchor]
+        elif not into_plain:
+            leaves[k] = shared_plain(one, group)
+    originals = [leaf for leaf in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(leaf, torch.Tensor)]
+    wholes = [leaves[k] for k in at]
+    for number in written:
+        if isinstance(originals[number], ShardedTensorBase) and wholes[number].requires_grad:
+            wholes[number] = leaves[at[number]] = wholes[number].clone()
+        elif not isinstance(originals[number], ShardedTensorBase):
+            wholes[number] = leaves[at[number]] = originals[number]
+    full_args, full_kwargs = pytree.tree_unflatten(leaves, tree)
+    result = _drawing_alike(seed, sharded[0].device, lambda: op(*full_args, **full_kwargs))
+    for number in written:
+        target = originals[number]
+        if isinstance(target, ShardedTensorBase):
+            _write_back(target, wholes[number], places, group)
+
+    def wrap(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if leaf.layout != torch.strided:  # every rank has it; but its gradient would count once for each
+            if leaf.requires_grad:
+                raise unsupported(op, args, kwargs, "a sparse result has no gradient here: detach the operands")
+            return leaf
+        for number in written:
+            if leaf is wholes[number]:
+                return originals[number]
+        frame = frame_of(Layout.whole(leaf.shape, places), leaf.dtype, group)
+        made = assemble(type(sharded[0]), frame, [leaf], anchors, records)
+        made._moved = True
+        return made
+
+    return pytree.tree_map(wrap, result)
+
+
+def _write_back(target: ShardedTensorBase, whole: torch.Tensor, places: Any, group: ProcessGroup) -> None:
+    if whole.shape != target.shape:
+        raise unsupported(torch.Tensor.resize_, (target,), {}, "a sharded tensor cannot be given another size in place")
+    copy_into(
+        target,
+        assemble(type(target), frame_of(Layout.whole(whole.shape, places), whole.dtype, group), [whole], [], False),
+    )
+
+
+def needs_whole(call: Call) -> str:
+    """Why an op cannot be computed on shards: which operands it needs whole."""
+    named = []
+    for name, value in call.arguments.items():
+        each = value if isinstance(value, list | tuple) else [value]
+        sizes = [str(tuple(one.shape)) for one in each if isinstance(one, ShardedTensorBase) and not is_everywhere(one)]
+        if sizes:
+            named.append(f"{name} {', '.join(sizes)}")
+    return f"{call.op} needs {' and '.join(named) or 'its operands'} whole"
+
+
+def require_budget(
+    op: Function, args: Sequence[Any], kwargs: dict[str, Any], why: str, sharded: Sequence[ShardedTensorBase]
+) -> None:
+    """Raise if gathering these operands of a call on every rank would take more than the gather budget."""
+    budget = settings.current().gather_budget
+    whole = sum(one.shape.numel() * one.dtype.itemsize for one in sharded if not is_everywhere(one))
+    if whole > budget:
+        error = unsupported(
+            op,
+            args,
+            kwargs,
+            f"{why}, which would gather {whole:,} bytes on every rank, more than the gather budget of {budget:,}",
+            f"Allow it with shardwise.gather_budget({whole}) or register a rule with @shardwise.custom_sharded_op_impl",
+        )
+        error.reason = why
+        raise error
+
+
+def is_everywhere(tensor: ShardedTensorBase) -> bool:
+    """Whether every rank holds all of the tensor already."""
+    layout, group = tensor._layout, tensor._frame.process_group
+    everyone = len(layout.places.different_ranks)
+    return layout.is_whole_everywhere and group is not None and everyone == dist.get_world_size(group)
+
+
+def _drawing_alike(seed: int, device: torch.device, work: Callable[[], Any]) -> Any:
+    """Do the same work as all ranks; what it draws, it draws from this seed, and each rank's generator goes on."""
+    if without_data():
+        return work()
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        result = work()
+        drew = bool(devices) or not torch.equal(before, torch.get_rng_state())
+    if drew:
+        torch.rand(())
+    return result
+
+
+def _agreed_seed(op: Function, operands: list[torch.Tensor], arguments: str, group: ProcessGroup) -> int:
+    """Compare with all ranks what is about to be computed, small plain operands too, and take the first rank's seed."""
+
+    def work() -> tuple[None, Fields, int]:
+        fields: dict[str, object] = {"op": op_name(op), "arguments": arguments}
+        fields["gather_budget"] = settings.current().gather_budget
+        for k, one in enumerate(operands):
+            if isinstance(one, ShardedTensorBase):
+                require_movable(one)
+                about = one._layout.outline
+            else:
+                about = f"{tuple(one.shape)} {digest(one)}"
+            records = torch.is_grad_enabled() and one.requires_grad
+            fields[f"operand {k}"] = f"{about} {one.dtype} requires_grad={records}"
+        draws = dist.get_rank(group) == 0 and not without_data()
+        state = torch.get_rng_state().numpy().tobytes() if draws else b""
+        return None, fields, int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "little")
+
+    return int(in_step_sharing(group, work)[1][0])

@@ -1,0 +1,235 @@
+"""Ops that need some dims whole and work on all others apart: softmax, sort, fft, pooling, linear algebra and more.
+
+An operand that is cut along a dim that must be whole is first cut along another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.ops.engine.call import Call
+from shardwise.ops.engine.chunking import one_behind_another, own_chunk
+from shardwise.ops.engine.compute import compute, expect
+from shardwise.ops.engine.descent import HANDLERS, RULES, RuleMaker
+from shardwise.ops.engine.rule import Along, Dims, Labels, Rule, broadcast_shapes
+
+aten = torch.ops.aten
+
+Whole = Callable[[Call], Sequence[int]]  # the dims that must be whole
+
+
+def named(name: str = "dim") -> Whole:
+    """The dim, or dims, that an argument names; all, if it names none."""
+
+    def dims(call: Call) -> Sequence[int]:
+        given = call.arguments.get(name)
+        if given is None or (isinstance(given, list | tuple) and not given):
+            return range(call.operands[0].ndim)
+        return [given] if isinstance(given, int) else list(given)
+
+    return dims
+
+
+def last(count: int) -> Whole:
+    """The last so many dims."""
+    return lambda call: range(max(call.operands[0].ndim - count, 0), call.operands[0].ndim)
+
+
+def following(count: int) -> Whole:
+    """All but the first so many dims."""
+    return lambda call: range(min(count, call.operands[0].ndim), call.operands[0].ndim)
+
+
+def same(whole: Whole) -> RuleMaker:
+    """All results have the operand's dims, of which some must be whole; these may have another size in a result."""
+
+    def rule(call: Call) -> Rule | None:
+        x = call.operands[0]
+        if not x.ndim or len(call.operands) > 1:
+            return None
+        stay = {dim % x.ndim for dim in whole(call)}
+        labels = Labels()
+        dims = labels.along(x.shape, whole=stay)
+        return labels.rule([dims], [results_like(labels, dims, stay, size) for size, _ in expect(call)])
+
+    return rule
+
+
+def results_like(labels: Labels, dims: Sequence[Along | None], stay: set[int], size: Sequence[int]) -> Dims:
+    """A result's dims: the operand's, but for whole ones of another size, and none for what it lacks."""
+    if len(size) != len(dims):
+        return tuple(labels.new(extent, whole=True) for extent in size)
+    return tuple(
+        along if along is not None and labels.sizes[along.label] == extent else labels.new(extent, whole=True)
+        for along, extent in zip(dims, size, strict=True)
+    )
+
+
+def batched(*core: int, results: Sequence[int] | None = None) -> RuleMaker:
+    """Each operand has so many last dims of its own; those before are a batch, broadcast among the operands."""
+
+    def rule(call: Call) -> Rule | None:
+        labels = Labels()
+        shapes = call.shapes
+        if len(shapes) > len(core):
+            return None
+        heads = [tuple(shape[: max(len(shape) - own, 0)]) for shape, own in zip(shapes, core, strict=False)]
+        batch = broadcast_shapes(*heads)
+        out = [labels.new(size) for size in batch]
+        operands = []
+        for shape, head in zip(shapes, heads, strict=True):
+            skip = len(batch) - len(head)
+            lead = [None if size == 1 and batch[skip + k] != 1 else out[skip + k] for k, size in enumerate(head)]
+            operands.append([*lead, *(labels.new(size, whole=True) for size in shape[len(head) :])])
+        found = []
+        for size, _ in expect(call):
+            if tuple(size[: len(batch)]) != tuple(batch):
+                return None
+            found.append([*out, *(labels.new(extent, whole=True) for extent in size[len(batch) :])])
+        return labels.rule(operands, found)
+
+    return rule
+
+
+def leading(count: int) -> RuleMaker:
+    """All operands and results share their first so many dims, and need the others whole (samples, channels)."""
+
+    def rule(call: Call) -> Rule | None:
+        labels = Labels()
+        first = call.operands[0].shape
+        shared = [labels.new(size) for size in first[:count]]
+
+        def dims(shape: Sequence[int]) -> list[Along | None] | None:
+            if tuple(shape[:count]) != tuple(first[:count]):
+                return None
+            return [*shared, *(labels.new(size, whole=True) for size in shape[count:])]
+
+        operands = [dims(shape) for shape in call.shapes]
+        results = [dims(size) for size, _ in expect(call)]
+        if any(one is None for one in [*operands, *results]):
+            return None
+        return labels.rule(operands, results)  # type: ignore[arg-type] # none is None
+
+    return rule
+
+
+def spatial(dims: int) -> RuleMaker:
+    """Pooling, padding, resampling: the last dims are space; those before (samples, channels) go apart."""
+
+    def rule(call: Call) -> Rule | None:
+        return leading(max(call.operands[0].ndim - dims, 0))(call) if call.operands[0].ndim > dims else None
+
+    return rule
+
+
+def _padding(call: Call) -> Sequence[int]:
+    return [call.operands[0].ndim - 1 - k // 2 for k, amount in enumerate(call["pad"]) if amount]
+
+
+def _cross(call: Call) -> Rule | None:
+    x, y = call.operands
+    if x.shape != y.shape:
+        return None
+    labels = Labels()
+    dims = labels.along(x.shape, whole=[call["dim"]])
+    return labels.rule([dims, dims], [dims])
+
+
+def _triangle(call: Call) -> Rule | None:
+    x = call.operands[0]
+    labels = Labels()
+    dims = labels.along(x.shape, whole=[-2, -1])
+    return labels.rule([dims], [dims])
+
+
+def _cumsum(call: Call) -> Any:
+    """On whole dims; where the only dim is cut, each chunk's own, plus the sum of all chunks before it."""
+    rule = same(named())(call)
+    found = NotImplemented if rule is None else compute(call, rule)
+    x = call.sharded()[0]
+    if found is not NotImplemented or x.ndim != 1 or x._frame.process_group is None:
+        return found
+    own = own_chunk(x, 0, x).cumsum(0, dtype=call["dtype"])
+    totals: Any = one_behind_another(own[-1:] if len(own) else own.sum(0, keepdim=True), x)
+    earlier = torch.ones(len(totals), len(totals), dtype=torch.bool, device=own.device).tril(-1)
+    before = torch.where(earlier, totals, torch.zeros((), dtype=own.dtype, device=own.device))  # infinite ones, too
+    return one_behind_another(own + own_chunk(before.sum(1, dtype=own.dtype), 0, x), x)
+
+
+def _renorm(call: Call) -> Rule | None:
+    x = call.operands[0]
+    labels = Labels()
+    dims = labels.along(x.shape, whole=[dim for dim in range(x.ndim) if dim != call["dim"] % x.ndim])
+    return labels.rule([dims], [dims])
+
+
+def _roll(call: Call) -> Sequence[int]:
+    return call["dims"] or range(call.operands[0].ndim)
+
+
+def _im2col(call: Call) -> Rule | None:
+    return leading(1)(call) if call.operands[0].ndim == 4 else None
+
+
+ALONG_DIM = [
+    *("_softmax", "_log_softmax", "_safe_softmax", "cumprod", "cummax", "cummin", "logcumsumexp"),
+    *("_fft_r2c", "_fft_c2c", "_fft_c2r", "topk", "glu", "_weight_norm_interface"),
+]
+MATRIX = [  # square or not, one operand
+    *("_linalg_svd", "_linalg_eigh", "linalg_eig", "linalg_qr", "linalg_inv_ex", "linalg_cholesky_ex", "cholesky"),
+    *("linalg_lu_factor_ex", "linalg_lu", "_linalg_slogdet", "_linalg_det", "linalg_matrix_exp", "cholesky_inverse"),
+    *("linalg_ldl_factor_ex", "geqrf", "inverse", "pinverse", "linalg_pinv"),
+]
+SPACE = {
+    **dict.fromkeys(["reflection_pad1d", "replication_pad1d", "upsample_nearest1d", "upsample_linear1d"], 1),
+    **dict.fromkeys(["_upsample_nearest_exact1d", "adaptive_max_pool1d", "max_pool1d_with_indices"], 1),
+    **dict.fromkeys(["reflection_pad2d", "replication_pad2d", "_adaptive_avg_pool2d", "avg_pool2d"], 2),
+    **dict.fromkeys(["max_pool2d_with_indices", "adaptive_max_pool2d", "upsample_nearest2d"], 2),
+    **dict.fromkeys(["upsample_bilinear2d", "upsample_bicubic2d", "_upsample_nearest_exact2d"], 2),
+    **dict.fromkeys(["_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "max_unpool2d"], 2),
+    **dict.fromkeys(["reflection_pad3d", "replication_pad3d", "_adaptive_avg_pool3d", "avg_pool3d"], 3),
+    **dict.fromkeys(["max_pool3d_with_indices", "adaptive_max_pool3d", "upsample_nearest3d"], 3),
+    **dict.fromkeys(["upsample_trilinear3d", "_upsample_nearest_exact3d", "max_unpool3d"], 3),
+    **dict.fromkeys(["pixel_shuffle", "pixel_unshuffle"], 3),
+}
+
+for _name in ALONG_DIM:
+    RULES[getattr(aten, _name)] = same(named())
+for _name in MATRIX:
+    RULES[getattr(aten, _name)] = batched(2)
+for _name, _dims in SPACE.items():
+    if hasattr(aten, _name):
+        RULES[getattr(aten, _name)] = spatial(_dims)
+RULES.update(
+    {
+        aten.sort: same(named()),
+        aten.roll: same(_roll),
+        aten.rot90: same(named("dims")),
+        aten.tril: _triangle,
+        aten.triu: _triangle,
+        aten.renorm: _renorm,
+        aten.constant_pad_nd: same(_padding),
+        aten.channel_shuffle: leading(1),
+        aten.grid_sampler_2d: leading(1),
+        aten.grid_sampler_3d: leading(1),
+        aten.im2col: _im2col,
+        aten.col2im: leading(1),
+        aten.linalg_cross: _cross,
+        aten.linalg_solve_triangular: batched(2, 2),
+        aten.triangular_solve: batched(2, 2),
+        aten.cholesky_solve: batched(2, 2),
+        aten.linalg_lu_solve: batched(2, 1, 2),
+        aten.lu_unpack: batched(2, 1),
+        aten.linalg_householder_product: batched(2, 1),
+        aten.ormqr: batched(2, 1, 2),
+        aten.linalg_lstsq: batched(2, 2),
+        aten.linalg_ldl_solve: batched(2, 1, 2),
+        aten._cdist_forward: batched(2, 2),
+    }
+)
+
+
+HANDLERS[aten.cumsum] = _cumsum

@@ -1,0 +1,79 @@
+"""Scaled dot product attention: samples and heads go apart, and queries where none depends on its place.
+
+The rule is for the op that users call, which picks a kernel by device, dtype and settings (flash, efficient, cuDNN, or
+the formula). It does so for the shards, and records that kernel's own backward. Where the rule cannot hold, attention
+is the formula, whose products and softmax have rules of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.errors import UnsupportedOpError
+from shardwise.ops.engine.call import Call
+from shardwise.ops.engine.compute import compute, expect
+from shardwise.ops.engine.descent import HANDLERS
+from shardwise.ops.engine.gathered import compute_gathered, needs_whole
+from shardwise.ops.engine.rule import Along, Labels, Rule
+
+aten = torch.ops.aten
+FORMULA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # by position
+
+
+def _rule(call: Call) -> Rule | None:
+    query, key, value, mask = (call[name] for name in FORMULA[:4])
+    (size, _), *_ = expect(call)  # raises as torch does
+    if min(query.ndim, key.ndim, value.ndim) < 3:
+        return None
+    if call["dropout_p"] and any(one._layout.has_replicas for one in call.sharded()):
+        return None  # the replicas would come to differ
+    labels = Labels()
+    samples = [labels.new(extent) for extent in size[:-3]]
+    # Several heads of the query may share one of the keys: a cut falls between such groups.
+    groups = math.gcd(size[-3], key.shape[-3], value.shape[-3]) if call["enable_gqa"] else size[-3]
+    heads = labels.new(groups)
+    queries = labels.new(query.shape[-2], whole=call["is_causal"])
+    keys = labels.new(key.shape[-2], whole=True)
+    inner, outer = labels.new(query.shape[-1], whole=True), labels.new(value.shape[-1], whole=True)
+
+    def leading(shape: Sequence[int]) -> list[Along | None]:
+        """Of the dims before the last two: samples, of which there may be one for all, and heads."""
+        before = [None if n == 1 else along for n, along in zip(shape[:-3][::-1], samples[::-1], strict=False)][::-1]
+        if len(shape) < 3:
+            return []
+        unit, rest = divmod(shape[-3], groups)
+        return [*before, None if rest or (unit == 1 == shape[-3]) else Along(heads.label, unit)]
+
+    operands = [
+        [*leading(query.shape), queries, inner],
+        [*leading(key.shape), keys, inner],
+        [*leading(value.shape), keys, outer],
+    ]
+    if mask is not None:
+        ends = [None if n == 1 else along for n, along in zip(mask.shape[-2:][::-1], (keys, queries), strict=False)]
+        operands.append([*leading(mask.shape), *ends[::-1]])
+    return labels.rule(operands, [[*samples, Along(heads.label, size[-3] // groups), queries, outer]])
+
+
+def _attention(call: Call) -> Any:
+    rule = _rule(call)
+    found = NotImplemented if rule is None else compute(call, rule)
+    if found is not NotImplemented:
+        return found
+    try:
+        return compute_gathered(call.op, (), call.arguments, needs_whole(call))
+    except UnsupportedOpError:
+        by_name = {name: call[name] for name in ("scale", "enable_gqa")}
+        given = {name: call[name] for name in FORMULA}
+        mask = given["attn_mask"]
+        if mask is not None and mask.dtype == torch.bool:  # of which the formula would take True for 1
+            nothing = torch.zeros_like(mask, dtype=call["query"].dtype)
+            given["attn_mask"] = nothing.masked_fill(mask.logical_not(), -math.inf)
+        return aten._scaled_dot_product_attention_math(*given.values(), **by_name)[0]
+
+
+HANDLERS[aten.scaled_dot_product_attention] = _attention

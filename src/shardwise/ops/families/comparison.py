@@ -1,0 +1,63 @@
+"""Whether two tensors hold the same, as one answer that every rank gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from shardwise.dispatch import registry
+from shardwise.errors import PropertyError
+from shardwise.ops.engine.call import Call
+from shardwise.ops.engine.compute import meeting
+from shardwise.ops.engine.descent import HANDLERS
+from shardwise.sharded_tensor import ShardedTensorBase
+
+aten = torch.ops.aten
+
+
+def _equal(call: Call) -> bool:
+    one, other = call.operands
+    meeting(call)
+    if one.shape != other.shape:
+        return False
+    return bool((one == other).all().item())
+
+
+def _allclose(call: Call) -> bool:
+    one, other = call.operands
+    meeting(call)
+    close = torch.isclose(one, other, rtol=call["rtol"], atol=call["atol"], equal_nan=call["equal_nan"])
+    return bool(close.all().item())
+
+
+def _item(call: Call) -> Any:
+    """The one element, which every rank gets."""
+    x = call.operands[0]
+    assert isinstance(x, ShardedTensorBase)
+    if x.numel() != 1:
+        raise PropertyError(f"a Tensor with {x.numel()} elements cannot be converted to Scalar")
+    layout, group = x._layout, x._frame.process_group
+    with torch.no_grad():
+        if group is None or len(np.unique(layout.ranks[layout.pattern.filled])) == dist.get_world_size(group):
+            return next(local.item() for local in x._local_tensors() if local.numel())
+        return x.full_tensor().item()  # type: ignore[attr-defined] # it has a group
+
+
+def _tolist(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    """All numbers, which every rank asks for and gets."""
+    return args[0].detach().full_tensor().tolist()
+
+
+def _check_errors(call: Call) -> None:
+    """What linear algebra found wrong, on any rank, is raised on every rank."""
+    info = call["info"]
+    if (info != 0).any().item():
+        call.run([info.full_tensor()])
+
+
+HANDLERS[aten._linalg_check_errors] = _check_errors
+HANDLERS.update({aten.equal: _equal, aten.allclose: _allclose, aten._local_scalar_dense: _item, aten.item: _item})
+registry.built_in[torch.Tensor.tolist] = _tolist

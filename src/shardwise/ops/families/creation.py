@@ -1,0 +1,126 @@
+"""New tensors like a given one: every rank fills shards of the same sizes, from its own generator if random."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise import settings
+from shardwise.dispatch import Op, registry, unsupported
+from shardwise.geometry import Boxes
+from shardwise.layout import Layout, Places
+from shardwise.ops.engine.call import Call
+from shardwise.ops.engine.compute import assemble, frame_of, places_of
+from shardwise.ops.engine.descent import HANDLERS
+from shardwise.ops.engine.schedule import chunked
+from shardwise.placement import rank_device
+from shardwise.random import Draw, current_generator
+from shardwise.sharded_tensor.drawing import drawn_here
+from shardwise.sharded_tensor.replicas import make_alike
+
+LIKE = (
+    torch.empty_like,
+    torch.zeros_like,
+    torch.ones_like,
+    torch.full_like,
+    torch.rand_like,
+    torch.randn_like,
+    torch.randint_like,
+)
+
+# How the random ones draw where a tile generator is in use.
+DRAWS: dict[Op, Draw] = {
+    torch.rand_like: lambda tile, generator: tile.uniform_(generator=generator),
+    torch.randn_like: lambda tile, generator: tile.normal_(generator=generator),
+}
+FORMATS = (None, torch.preserve_format, torch.contiguous_format)
+
+
+def _placed(layout: Layout, device: Any) -> Layout:
+    """The layout on each rank's device of this kind; a number is the rank's own affair, which others do not know."""
+    kind = None if device is None else torch.device(device).type
+    if kind is None or layout.places.device_types == {kind}:
+        return layout
+    if layout.places.are_known:
+        return layout.on(Places.on_ranks(layout.ranks, kind))
+    return layout.moved(lambda place: place.on(rank_device(place.rank or 0, kind)))
+
+
+def _register(op: Op) -> None:
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        tensor, *rest = args
+        if kwargs.get("layout") not in (None, torch.strided) or kwargs.get("memory_format") not in FORMATS:
+            raise unsupported(op, args, kwargs, "sharded tensors are strided and contiguous")
+        frame, dtype = tensor._frame, kwargs.get("dtype") or tensor.dtype
+        options = {name: value for name, value in kwargs.items() if name != "device"}
+        layout = _placed(frame.layout, kwargs.get("device"))
+        if layout is not frame.layout:
+            frame = frame_of(layout, dtype, frame.process_group)
+            options["device"] = frame.device
+        generator, draw = current_generator(), DRAWS.get(op)
+        if generator is not None and draw is not None:
+            tensors = [torch.empty_like(local, **options) for local in tensor._local_tensors()]
+            generator.fill(layout, frame.rows, tensors, draw)
+        else:
+            draws = draw is not None or op is torch.randint_like
+            with drawn_here(frame.device) if draws and kwargs.get("generator") is None else nullcontext():
+                tensors = [op(local, *rest, **options) for local in tensor._local_tensors()]
+            if draws:
+                make_alike(layout, tensors, dtype, frame.process_group)
+        new = tensor._derived(frame.with_dtype(dtype), tensors, None)
+        new._wants_grad, new._anchor = bool(kwargs.get("requires_grad", False)), None
+        return new
+
+    registry.built_in[op] = handler
+
+
+for _op in LIKE:
+    _register(_op)
+
+
+def _cut_alike(size: torch.Size, layout: Layout) -> Layout | None:
+    """The layout of a tensor that differs only in dims that are not cut."""
+    if len(size) != len(layout.size) or not layout.size.numel():
+        return None
+    other = [dim for dim, (one, two) in enumerate(zip(size, layout.size, strict=True)) if one != two]
+    if any(layout.cuts(dim) for dim in other) or layout.has_replicas or not size.numel():
+        return None
+    offsets, sizes = layout.boxes.offsets.copy(), layout.boxes.sizes.copy()
+    for dim in other:
+        sizes[:, dim] = np.where(sizes[:, dim] == layout.size[dim], size[dim], 0)
+        offsets[:, dim] = np.minimum(offsets[:, dim], size[dim])
+    return Layout.of(size, Boxes(offsets, sizes), layout.places)
+
+
+def _new(call: Call) -> Any:
+    """new_zeros and the like, cut as the tensor is where what is cut has the same size.
+
+    Else whole on every rank if that is within the gather budget, or in chunks.
+    """
+    x = call.sharded()[0]
+    dtype, size, group = call["dtype"] or x.dtype, torch.Size(call["size"]), x._frame.process_group
+    layout = x._layout if size == x.shape else _cut_alike(size, x._layout)
+    if layout is None:
+        everyone = places_of(x._layout, group)
+        is_small = size.numel() * dtype.itemsize <= settings.current().gather_budget
+        layout = Layout.whole(size, everyone) if is_small or size.numel() < 2 else chunked(size, everyone)
+    layout = _placed(layout, call["device"])
+    frame = frame_of(layout, dtype, group) if layout is not x._layout else x._frame.with_dtype(dtype)
+    sizes = layout.at(frame.rows).sizes.tolist()
+    stand_in = torch.empty(0, dtype=dtype, device=frame.device)
+    if "stride" in call.arguments:  # sharded tensors are contiguous
+        made = [torch.empty(one, dtype=dtype, device=frame.device) for one in sizes]
+    else:
+        made = [call.run([stand_in], size=one, device=None, pin_memory=None) for one in sizes]
+    return assemble(type(x), frame, made, [], records=False)
+
+
+HANDLERS.update(
+    dict.fromkeys(
+        [torch.ops.aten.new_empty, torch.ops.aten.new_zeros, torch.ops.aten.new_ones, torch.ops.aten.new_full], _new
+    )
+)
+HANDLERS[torch.ops.aten.new_empty_strided] = _new

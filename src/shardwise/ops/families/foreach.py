@@ -1,0 +1,222 @@
+"""`torch._foreach_*` and `torch._fused_*`: lists of tensors at once, in which sharded ones stand for their shards.
+
+A row is what belongs to one entry of the first list. Rows whose tensors are sharded alike are computed together, on the
+shards. All others (other layouts, plain tensors beside sharded ones, anything that autograd records) are computed one
+by one, by the function for one tensor. Which rows these are, every rank knows from the layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.dispatch import Op, registry
+from shardwise.errors import PropertyError
+from shardwise.ops.engine.rule import broadcast_shapes
+from shardwise.ops.families.pointwise import is_pointwise
+from shardwise.sharded_tensor import ShardedTensor, ShardedTensorBase
+
+aten = torch.ops.aten
+ALSO = ("clone", "copy", "zero")  # element by element, though no tag says so
+
+
+def _shards(one: Any, model: Any) -> list[Any]:
+    """What stands for one entry of a list: a value for each shard of the tensor in the first list.
+
+    On a rank without shards that is an empty tensor, to learn the dtype from.
+    """
+    if not isinstance(model, ShardedTensorBase):
+        if isinstance(one, ShardedTensorBase):
+            raise PropertyError("a fused function was given a sharded tensor where the first list has a plain one")
+        return [one]
+    if isinstance(one, ShardedTensorBase):
+        return model._locals_of(one) or [torch.empty(0, dtype=one.dtype, device=one.device)]
+    rows = model._frame.rows
+    if not isinstance(one, torch.Tensor) or not one.ndim:
+        return [one] * max(len(rows), 1)
+    wide = one.expand(model.shape)
+    return [wide[model._layout.index(row)] for row in rows] or [one.reshape(-1)[:0]]
+
+
+def _value(arg: Any) -> Any:
+    """A number in a sharded tensor, as a plain one."""
+    return arg.full_tensor() if isinstance(arg, ShardedTensor) else arg
+
+
+def _is_alike(one: Any, model: Any) -> bool:
+    """Whether an entry can be cut as the tensor in the first list is, without moving anything."""
+    if not isinstance(one, torch.Tensor):
+        return True
+    if not isinstance(one, ShardedTensorBase):
+        return not one.ndim or one.shape == model.shape or _fits(one.shape, model.shape)
+    if not isinstance(model, ShardedTensorBase) or one._frame.process_group is not model._frame.process_group:
+        return False
+    return one._layout == model._layout or model._layout.order_of(one._layout) is not None
+
+
+def _fits(shape: torch.Size, into: torch.Size) -> bool:
+    try:
+        return broadcast_shapes(shape, into) == into
+    except RuntimeError:
+        return False
+
+
+def _is_recorded(row: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in row)
+
+
+def _together(op: Op, lists: list[Any], rest: dict[str, Any], *, in_place: bool) -> list[Any]:
+    """The function on the shards of all tensors at once; a result for each entry of the first list."""
+    first = lists[0]
+    for one in first if in_place else ():
+        if isinstance(one, ShardedTensorBase) and (one._view_of is not None or one._copy_of_view):
+            one._require_writable()
+
+    def flat(arg: Any) -> Any:
+        """A list for each tensor as a list for each shard."""
+        if not isinstance(arg, list | tuple):
+            return _value(arg)
+        if arg and len(arg) != len(first):  # an optimizer's state that it does not keep is an empty list
+            raise PropertyError(f"{op.__name__} was given lists of {len(first)} and {len(arg)} tensors")
+        pairs = zip(arg, first, strict=bool(arg))
+        return [leaf for one, model in pairs for leaf in _shards(one, model)]
+
+    made = op(*map(flat, lists), **{name: flat(value) for name, value in rest.items()})
+    if in_place:
+        return list(first)
+    found, results = iter(made), []
+    for one in first:
+        pieces = [next(found) for _ in _shards(one, one)]
+        if isinstance(one, ShardedTensorBase):
+            results.append(one._like(pieces if one._local_tensors() else [], pieces[0].dtype))
+        else:
+            results.append(pieces[0])
+    return results
+
+
+def _by_position(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a foreach function, those by position that have a position."""
+    packet = getattr(aten, name)
+    for overload in packet.overloads() if kwargs else ():
+        schema = getattr(packet, overload)._schema.arguments
+        names = [argument.name for argument in schema if not argument.kwarg_only]
+        if overload.endswith("out") or not kwargs.keys() <= {argument.name for argument in schema}:
+            continue
+        rest = dict(kwargs)
+        given = list(args)
+        while len(given) < len(names) and names[len(given)] in rest:
+            given.append(rest.pop(names[len(given)]))
+        if not rest.keys() & set(names):
+            return given, rest
+    return list(args), kwargs
+
+
+def _register(name: str, alone: Callable[..., Any], *, on_shards: bool) -> None:
+    """Handle a foreach function, for whose rows there is a function ``alone``."""
+    op, in_place = getattr(torch, name), name.endswith("_")
+
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        given, rest = _by_position(name, args, kwargs)
+        count = next(len(arg) for arg in given if isinstance(arg, list | tuple))
+        if len(given) == 4 and isinstance(given[3], torch.Tensor):  # a number for each row
+            given[3] = _value(given[3]).tolist()
+        for arg in given:
+            if isinstance(arg, list | tuple) and len(arg) != count:
+                raise PropertyError(f"{name} was given lists of {count} and {len(arg)} entries")
+        columns = [list(arg) if isinstance(arg, list | tuple) else [arg] * count for arg in given]
+        rows = list(zip(*columns, strict=True))
+        apart = [
+            not on_shards
+            or not isinstance(row[0], torch.Tensor)
+            or _is_recorded(row)
+            or not all(_is_alike(one, row[0]) for one in row)
+            for row in rows
+        ]
+        results: list[Any] = [None] * count
+        alike = [k for k in range(count) if not apart[k]]
+        if alike:
+            picked = [
+                [column[k] for k in alike] if isinstance(arg, list | tuple) else arg
+                for arg, column in zip(given, columns, strict=True)
+            ]
+            for k, found in zip(alike, _together(op, picked, rest, in_place=in_place), strict=True):
+                results[k] = found
+        for k, row in enumerate(rows):
+            if apart[k]:
+                results[k] = alone(*row, **rest)
+        return given[0] if in_place else tuple(results)
+
+    registry.built_in[op] = handler
+
+
+def _register_fused(op: Op) -> None:
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
+        _together(op, list(args), kwargs, in_place=True)
+
+    registry.built_in[op] = handler
+
+
+# The functions for one row, where they are not those of the same name ------------------------------------------------
+
+
+def _extreme(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.maximum` or `minimum`, also with a number."""
+
+    def alone(x: torch.Tensor, other: Any) -> torch.Tensor:
+        if not isinstance(other, torch.Tensor):
+            other = torch.tensor(other, dtype=torch.result_type(x, other), device=x.device)
+        return function(x, other)
+
+    return alone
+
+
+def _written(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The same in place."""
+    return lambda x, *rest: x.copy_(function(x, *rest))
+
+
+def _with_value(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`addcmul` and `addcdiv`, which take their number by name."""
+    return lambda x, one, other, value=1: function(x, one, other, value=value)
+
+
+def _norm(x: torch.Tensor, ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
+    return torch.linalg.vector_norm(x, ord, dtype=dtype)
+
+
+def _power_sum(x: torch.Tensor, ord: Any = 2, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return x.abs().pow(ord).sum(dtype=dtype)
+
+
+ALONE: dict[str, Callable[..., Any]] = {
+    "maximum": _extreme(torch.maximum),
+    "minimum": _extreme(torch.minimum),
+    "maximum_": _written(_extreme(torch.maximum)),
+    "minimum_": _written(_extreme(torch.minimum)),
+    **{name: _with_value(getattr(torch.Tensor, name)) for name in ("addcmul", "addcdiv", "addcmul_", "addcdiv_")},
+    "norm": _norm,
+    "powsum": _power_sum,
+}
+
+
+def _is_elementwise(name: str) -> bool:
+    """Whether the function for one tensor is known to compute element by element: no other may go shard by shard."""
+    packet = getattr(aten, name, None)
+    pointwise = packet is not None and any(is_pointwise(getattr(packet, overload)) for overload in packet.overloads())
+    return name in ALSO or (pointwise and name not in ("max", "norm"))
+
+
+for _name in sorted(dir(torch)):
+    if _name.startswith("_foreach_"):
+        _bare = _name.removeprefix("_foreach_")
+        _owner = torch.Tensor if _bare.endswith("_") else torch
+        _register(
+            _name,
+            ALONE.get(_bare) or getattr(_owner, _bare),
+            on_shards=_is_elementwise(_bare.removesuffix("_")),
+        )
+for _name in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"):
+    if hasattr(torch, _name):
+        _register_fused(getattr(torch, _name))

@@ -1,0 +1,92 @@
+"""Losses: computed element by element, then averaged or summed as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.ops.engine.call import Call
+from shardwise.ops.engine.compute import compute
+from shardwise.ops.engine.descent import HANDLERS
+from shardwise.ops.engine.rule import Labels, Rule, broadcast
+from shardwise.ops.families.reduction import mean_of
+
+aten = torch.ops.aten
+
+POINTWISE = [
+    *("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    "soft_margin_loss",
+]
+
+
+def unreduced(call: Call) -> Call:
+    """The same call without its reduction."""
+    return Call(call.op, (), {**call.arguments, "reduction": 0})
+
+
+def _elementwise(call: Call) -> Any:
+    each = unreduced(call)
+    labels, operands, out = broadcast(each.shapes)
+    made = compute(each, labels.rule(operands, [out], hollow=True))
+    return made if made is NotImplemented else mean_of(made, call["reduction"])
+
+
+def _by_sample(rule: Callable[[Call], Rule | None]) -> Callable[[Call], Any]:
+    def handler(call: Call) -> Any:
+        each = unreduced(call)
+        found = rule(each)
+        made = NotImplemented if found is None else compute(each, found)
+        return made if made is NotImplemented else mean_of(made, call["reduction"])
+
+    return handler
+
+
+def _classes(call: Call) -> Rule | None:
+    """Samples go apart, classes are whole: x[N, C], target[N] or target[N, C], weight[C]."""
+    x, target = call["self"], call["target"]
+    if x.ndim != 2:
+        return None
+    labels = Labels()
+    sample, kind = labels.new(x.shape[0]), labels.new(x.shape[1], whole=True)
+    operands = [[sample, kind], [sample] if target.ndim == 1 else [sample, kind]]
+    operands += [[kind] for _ in call.operands[2:]]
+    return labels.rule(operands, [[sample]])
+
+
+def _nll(call: Call) -> Any:
+    """Negative log likelihood: x[N, C, ...], target[N, ...], weight[C]; and the total weight, which is its divisor."""
+    x, target, weight = call["self"], call["target"], call["weight"]
+    each = unreduced(call)
+    labels = Labels()
+    if x.ndim == 1:
+        return NotImplemented
+    dims = labels.along(x.shape, whole=[1])
+    elements = [dims[0], *dims[2:]]
+    rule = labels.rule([dims, elements] + [[dims[1]] for _ in call.operands[2:]], [elements, []])
+    losses = compute(each, rule)
+    if losses is NotImplemented:
+        return NotImplemented
+    loss = losses[0]
+    counted = target != call["ignore_index"]
+    if weight is None:
+        total = counted.sum().to(x.dtype)
+    else:
+        if isinstance(weight, torch.Tensor) and weight.ndim != 1:
+            return NotImplemented
+        chosen = torch.where(counted, target, torch.zeros((), dtype=target.dtype))
+        total = torch.where(counted, weight[chosen], torch.zeros((), dtype=x.dtype)).sum()
+    if call["reduction"] == 0:
+        return loss, total.new_zeros(())
+    return (loss.sum() / total if call["reduction"] == 1 else loss.sum()), total
+
+
+HANDLERS.update({getattr(aten, name): _elementwise for name in POINTWISE})
+HANDLERS.update(
+    {
+        aten.multi_margin_loss: _by_sample(_classes),
+        aten.nll_loss_forward: _nll,
+        aten.nll_loss2d_forward: _nll,
+    }
+)

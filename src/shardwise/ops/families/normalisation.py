@@ -1,0 +1,202 @@
+"""Layer, group and batch norm. Where what they average over is cut, only the averages travel.
+
+A weight and a bias come to the cells of the input, if these are as large; else they are applied after the fact, and
+the input comes to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.ops.engine.call import Call
+from shardwise.ops.engine.compute import compute, expect
+from shardwise.ops.engine.descent import HANDLERS
+from shardwise.ops.engine.rule import Along, Labels, Rule
+from shardwise.ops.families.reduction import accumulated
+from shardwise.sharded_tensor import ShardedTensorBase
+
+aten = torch.ops.aten
+
+
+def _is_cut(x: torch.Tensor, dims: Sequence[int]) -> bool:
+    return isinstance(x, ShardedTensorBase) and any(x._layout.cuts(dim) for dim in dims)
+
+
+def _by_moments(x: Any, dims: list[int], eps: float) -> tuple[Any, Any, Any]:
+    """The input with mean 0 and variance 1 over these dims, the mean, and one over the standard deviation."""
+    wide = x.to(accumulated(x.dtype))
+    mean = wide.mean(dims, keepdim=True)
+    centred = wide - mean
+    scale = (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
+    return centred * scale, mean, scale
+
+
+def _affine(made: Any, weight: Any, bias: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """Times the weight, plus the bias, of which each is seen in this shape."""
+    if weight is not None:
+        made = made * weight.reshape(shape)
+    if bias is not None:
+        made = made + bias.reshape(shape)
+    return made.to(dtype)
+
+
+def _bare(call: Call) -> Call:
+    return type(call)(call.op, (), {**call.arguments, "weight": None, "bias": None})
+
+
+# Layer norm ----------------------------------------------------------------------------------------------------------
+
+
+def _layer_rule(call: Call) -> Rule:
+    """The normalised dims are whole; weight and bias have these only."""
+    x = call["input"]
+    head = x.ndim - len(call["normalized_shape"])
+    labels = Labels()
+    dims = labels.along(x.shape, whole=range(head, x.ndim))
+    operands = [dims] + [dims[head:] for _ in call.operands[1:]]
+    return labels.rule(operands, [dims] + [[*dims[:head], *[None] * (x.ndim - head)]] * 2)
+
+
+def _layer_norm(call: Call) -> Any:
+    x, shape = call["input"], call["normalized_shape"]
+    expect(call)  # raises as torch does
+    dims = list(range(x.ndim - len(shape), x.ndim))
+    if _is_cut(x, dims):
+        made = _by_moments(x, dims, call["eps"])
+    else:
+        found = compute(call, _layer_rule(call))
+        if found is not NotImplemented:
+            return found
+        bare = _bare(call)
+        made = bare.run(bare.operands) if not bare.sharded() else compute(bare, _layer_rule(bare))
+        if made is NotImplemented:
+            return NotImplemented
+    return _affine(made[0], call["weight"], call["bias"], shape, x.dtype), made[1].to(x.dtype), made[2].to(x.dtype)
+
+
+# Group norm ----------------------------------------------------------------------------------------------------------
+
+
+def _group_rule(call: Call) -> Rule:
+    """Samples go apart, and groups of channels."""
+    x, groups = call["input"], call["group"]
+    per_group = x.shape[1] // groups
+    labels = Labels()
+    sample, group = labels.new(x.shape[0]), labels.new(groups)
+    channels = Along(group.label, per_group)
+    dims = [sample, channels, *labels.along(x.shape[2:], whole=range(x.ndim - 2))]
+    operands = [dims] + [[channels] for _ in call.operands[1:]]
+
+    def adapt(call: Call, sizes: list[list[int]]) -> dict[str, Any]:
+        count, own = sizes[0][:2]
+        return {"N": count, "C": own, "group": own // per_group}
+
+    return labels.rule(operands, [dims, [sample, group], [sample, group]], adapt=adapt)
+
+
+class _Contiguous(Call):
+    """A call of an op that wants its operands so in memory."""
+
+    def run(self, operands: Sequence[torch.Tensor], **changes: Any) -> Any:
+        """The op on contiguous tensors in place of its operands."""
+        return super().run([operand.contiguous() for operand in operands], **changes)
+
+
+def _group_norm(given: Call) -> Any:
+    call = _Contiguous(given.op, (), given.arguments)
+    x, groups = call["input"], call["group"]
+    expect(call)
+    rest = list(range(1, x.ndim))
+    shape = (-1, *[1] * (x.ndim - 2))
+    if groups == 1 and _is_cut(x, rest):
+        made, *moments = _by_moments(x, rest, call["eps"])
+        return _affine(made, call["weight"], call["bias"], shape, x.dtype), *(
+            one.reshape(x.shape[0], 1).to(x.dtype) for one in moments
+        )
+    found = compute(call, _group_rule(call))
+    if found is not NotImplemented:
+        return found
+    bare = _bare(call)
+    made = bare.run(bare.operands) if not bare.sharded() else compute(bare, _group_rule(bare))
+    if made is NotImplemented:
+        return NotImplemented
+    return _affine(made[0], call["weight"], call["bias"], shape, x.dtype), *made[1:]
+
+
+# Batch norm ----------------------------------------------------------------------------------------------------------
+
+
+def _channels(call: Call) -> Rule:
+    """Channels go apart; statistics that a call does not give are empty."""
+    x = call["input"]
+    labels = Labels()
+    dims = labels.along(x.shape, whole=[dim for dim in range(x.ndim) if dim != 1])
+    results = []
+    for size, _ in expect(call):
+        one = [dims[1]] if tuple(size) == (x.shape[1],) else [labels.new(extent, whole=True) for extent in size]
+        results.append(dims if len(size) == x.ndim else one)
+    return labels.rule([dims] + [[dims[1]] for _ in call.operands[1:]], results)
+
+
+def _batch_norm(call: Call) -> Any:
+    """With statistics of this batch, over all ranks; running ones are brought up to date from these, not by cells."""
+    x = call["input"]
+    if not call.arguments.get("training", True):
+        return _with_running_statistics(call)
+    running = [call.arguments.get(name) for name in ("running_mean", "running_var")]
+    rest = [dim for dim in range(x.ndim) if dim != 1]
+    expect(call)
+    if _is_cut(x, rest):
+        shape = (-1, *[1] * (x.ndim - 2))
+        made, *moments = _by_moments(x, rest, call["eps"])
+        result = _affine(made, call["weight"], call["bias"], shape, x.dtype)
+        made = (result, *(one.reshape(-1) for one in moments))
+    else:
+        order = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+        given = {**call.arguments, "running_mean": None, "running_var": None, "training": True}
+        bare = Call(aten.native_batch_norm.default, [given[name] for name in order], {})
+        made = compute(bare, _channels(bare))
+    if made is not NotImplemented and any(one is not None for one in running):
+        _keep_statistics(call, running, made[1].detach(), made[2].detach())
+    return made
+
+
+def _keep_statistics(call: Call, running: Sequence[Any], mean: Any, scale: Any) -> None:
+    x, momentum = call["input"], call["momentum"]
+    count = x.numel() // x.shape[1]
+    with torch.no_grad():
+        variance = (scale**-2 - call["eps"]) * (count / max(count - 1, 1))
+        for one, value in zip(running, (mean, variance), strict=True):
+            if one is not None:
+                now = value if isinstance(one, ShardedTensorBase) else value.full_tensor()
+                one.mul_(1 - momentum).add_(now.to(one.dtype) * momentum)
+
+
+def _with_running_statistics(call: Call) -> Any:
+    """Element by element, for the statistics are given: the input stays where it is. Nothing is saved."""
+    x = call["input"]
+    expect(call)
+    shape = (-1, *[1] * (x.ndim - 2))
+    mean, scale = call["running_mean"].reshape(shape), (call["running_var"] + call["eps"]).rsqrt().reshape(shape)
+    made = _affine((x - mean) * scale, call["weight"], call["bias"], shape, x.dtype)
+    return made, *(torch.empty(0, dtype=mean.dtype, device=x.device) for _ in range(2))
+
+
+def _any_batch_norm(call: Call) -> Any:
+    """The op that users call, which picks a kernel by device; here it is always the one of this page."""
+    names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+    return aten.native_batch_norm(*(call[name] for name in names))[0]
+
+
+HANDLERS.update(
+    {
+        aten.batch_norm: _any_batch_norm,
+        aten.native_layer_norm: _layer_norm,
+        aten.native_group_norm: _group_norm,
+        **dict.fromkeys((aten.native_batch_norm, aten._native_batch_norm_legit), _batch_norm),
+        aten._native_batch_norm_legit_no_training: _with_running_statistics,
+    }
+)

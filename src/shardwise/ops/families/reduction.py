@@ -1,0 +1,370 @@
+"""Ops that make one value of many: over some dims or all. Where a reduced dim is cut, parts are reduced again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.ops.engine.call import Call
+from shardwise.ops.engine.cells import cells_of
+from shardwise.ops.engine.compute import assemble, compute
+from shardwise.ops.engine.descent import HANDLERS, RULES
+from shardwise.ops.engine.rule import Along, Labels, Reduction, Rule
+from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.gradients import recorded
+
+aten = torch.ops.aten
+Parts = list[torch.Tensor]
+
+
+def reduced_dims(call: Call) -> list[int]:
+    """The dims that the call reduces: those it names, or all."""
+    ndim = call.operands[0].ndim
+    dim = call.arguments.get("dim")
+    if dim is None or (isinstance(dim, list | tuple) and not dim and _empty_means_all(call)):
+        return list(range(ndim))
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    return sorted({d % ndim for d in dims}) if ndim else []
+
+
+def _empty_means_all(call: Call) -> bool:
+    return call.op.overloadpacket.__name__ not in ("any", "all")
+
+
+def reduction_rule(call: Call, reduction: Reduction | None, results: int = 1) -> Rule:
+    """The labels that stay are those of the dims that are not reduced."""
+    labels = Labels()
+    dims = labels.along(call.operands[0].shape)
+    gone = set(reduced_dims(call))
+    keep = call.arguments.get("keepdim", False)
+    out: list[Along | None] = []
+    for dim, along in enumerate(dims):
+        if dim not in gone:
+            out.append(along)
+        elif keep:
+            out.append(None)
+    return labels.rule([dims], [out] * results, reduction=reduction)
+
+
+def lowest(dtype: torch.dtype) -> Any:
+    """What is never larger than anything."""
+    if dtype == torch.bool:
+        return False
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def highest(dtype: torch.dtype) -> Any:
+    """What is never smaller than anything."""
+    if dtype == torch.bool:
+        return True
+    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
+
+
+def fill(value: Any) -> Callable[[torch.dtype], tuple[Any, ...]]:
+    """The same for every part."""
+    return lambda dtype: (value,) * 3
+
+
+SUM = Reduction(lambda call, parts: parts[0].sum(0, dtype=parts[0].dtype), fill(0))
+PROD = Reduction(lambda call, parts: parts[0].prod(0, dtype=parts[0].dtype), fill(1))
+ANY = Reduction(lambda call, parts: parts[0].any(0).to(parts[0].dtype), fill(0))
+ALL = Reduction(lambda call, parts: parts[0].all(0).to(parts[0].dtype), fill(1))
+
+
+def _order_of_norm(call: Call) -> Any:
+    order = call.arguments.get("ord", call.arguments.get("p"))
+    return 2 if order is None else order
+
+
+def _norm_again(call: Call, parts: Parts) -> Any:
+    order = _order_of_norm(call)
+    if order == 0:
+        return parts[0].sum(0)
+    return torch.linalg.vector_norm(parts[0], order, 0)
+
+
+def _norm_rule(call: Call) -> Rule:
+    order = _order_of_norm(call)
+    empty = math.inf if isinstance(order, float | int) and order < 0 else 0.0
+    return reduction_rule(call, _NORMS[empty])
+
+
+_NORMS = {empty: Reduction(_norm_again, fill(empty)) for empty in (0.0, math.inf)}
+
+
+def _mean_partial(call: Call, tensors: Parts) -> tuple[torch.Tensor, ...]:
+    x = tensors[0]
+    dtype = accumulated(call.arguments.get("dtype") or x.dtype)
+    keep = call.arguments.get("keepdim", False)
+    dims = reduced_dims(call)
+    return (x.sum(dims, keepdim=keep, dtype=dtype) if dims else x.to(dtype),)
+
+
+def _mean_again(call: Call, parts: Parts) -> torch.Tensor:
+    count = math.prod(call.operands[0].shape[dim] for dim in reduced_dims(call))
+    return (parts[0].sum(0) / count).to(call.arguments.get("dtype") or call.operands[0].dtype)
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """What parts are added up in: short floats overflow and round where their mean does not."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+MEAN = Reduction(_mean_again, fill(0), _mean_partial)
+
+
+def _moments(call: Call, tensors: Parts) -> tuple[torch.Tensor, ...]:
+    """Count, mean and sum of squared deviations: what parts of a variance are put together from."""
+    x, dims, keep = tensors[0], reduced_dims(call), call.arguments.get("keepdim", False)
+    x = x.to(accumulated(x.dtype))
+    mean = x.mean(dims, keepdim=True)
+    squares = (x - mean).abs().square().sum(dims, keepdim=keep)
+    count = torch.full_like(squares, math.prod(x.shape[dim] for dim in dims))
+    return count, mean if keep else mean.reshape(squares.shape), squares
+
+
+def _variance(call: Call, parts: Parts) -> Any:
+    counts, means, squares = parts
+    total = counts.sum(0)
+    mean = (means * counts).sum(0) / total
+    squared = squares.sum(0) + ((means - mean).abs().square() * counts).sum(0)
+    correction = call.arguments.get("correction")
+    name = call.op.overloadpacket.__name__
+    variance = squared / (total - (1 if correction is None else correction)).clamp(min=0)
+    found = variance
+    if name.startswith("std"):  # whose gradient is 0, not infinite, where the variance is 0
+        none = variance == 0
+        found = torch.where(none, variance, torch.where(none, torch.ones_like(variance), variance).sqrt())
+    dtype = call.operands[0].dtype
+    if dtype.is_complex and not name.endswith("mean"):
+        return found
+    if accumulated(dtype) != dtype:
+        found, mean = found.to(dtype), mean.to(dtype)
+    return (found, mean) if name.endswith("mean") else found
+
+
+VARIANCE = Reduction(_variance, fill(0), _moments)
+
+
+# The largest and where it is ----------------------------------------------------------------------------------------
+
+
+def _extreme(name: str, empty: Callable[[torch.dtype], Any]) -> Reduction:
+    def partial(call: Call, tensors: Parts) -> tuple[torch.Tensor, ...]:
+        keep = bool(call.arguments.get("keepdim", False))
+        return (getattr(tensors[0], name)(reduced_dims(call), keep),)
+
+    return Reduction(lambda call, parts: getattr(parts[0], name)(0), lambda dtype: (empty(dtype),), partial)
+
+
+EXTREMES = {"amax": _extreme("amax", lowest), "amin": _extreme("amin", highest)}
+
+
+class Nothing(torch.autograd.Function):
+    """Zeros through which the gradient passes as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """Zeros of the same size."""
+        return torch.zeros_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient itself."""
+        return grad
+
+
+def nothing_of(x: Any) -> Any:
+    """Zeros that are sharded as the tensor is, and give it their gradient."""
+    apply: Callable[[torch.Tensor], torch.Tensor] = Nothing.apply
+    tensors, anchor = recorded(x)
+    return assemble(type(x), x._frame, [apply(local) for local in tensors], [] if anchor is None else [anchor], True)
+
+
+def _spread(name: str) -> Callable[[Call], Any]:
+    """amax, amin: where several elements are the largest, the gradient is spread evenly, over all ranks."""
+
+    def handler(call: Call) -> Any:
+        x, keep = call.operands[0], bool(call.arguments.get("keepdim", False))
+        if not x.numel() or not x.ndim:
+            return NotImplemented
+        with torch.no_grad():
+            found = compute(call, reduction_rule(call, EXTREMES[name]))
+        if found is NotImplemented or not (torch.is_grad_enabled() and x.requires_grad):
+            return found
+        dims = reduced_dims(call)
+        with torch.no_grad():
+            wide = found
+            for dim in () if keep else dims:
+                wide = wide.unsqueeze(dim)
+            chosen = (x == wide) | (wide.isnan() & x.isnan())
+            share = chosen / chosen.sum(dims, keepdim=True)
+        # Nothing is added to the value; the gradient is that of the mean of the chosen elements.
+        return found + (nothing_of(x) * share).sum(dims, keepdim=keep)
+
+    return handler
+
+
+def _whole_dim_rule(call: Call) -> Rule | None:
+    """A reduction over one dim that must be whole."""
+    if not call.operands[0].ndim or call.arguments.get("dim") is None:
+        return None
+    return reduction_rule(call, None, results=len(call.op._schema.returns))
+
+
+def _with(reduction: Reduction) -> Callable[[Call], Rule]:
+    return lambda call: reduction_rule(call, reduction, results=len(call.op._schema.returns))
+
+
+# Argmax over everything: the flat index of the first of the largest.
+
+
+def _arg_extreme(largest: bool) -> Callable[[Call], Any]:
+    def handler(call: Call) -> Any:
+        x = call.operands[0]
+        if call["dim"] is not None:
+            found = _extreme_along(call, largest)
+            return found if found is NotImplemented else found[1] if isinstance(found, tuple) else found
+        if not isinstance(x, ShardedTensorBase) or x.dtype.is_complex:
+            return NotImplemented
+        with torch.no_grad():
+            best = x.amax() if largest else x.amin()
+            flat = flat_indices(x)
+            where = (x == best) | (x != x) if x.dtype.is_floating_point else x == best
+            where = torch.where(best != best, x != x, where) if x.dtype.is_floating_point else where
+            found = torch.where(where, flat, torch.full((), x.numel(), dtype=torch.int64)).amin()
+            return found.reshape((1,) * x.ndim) if call["keepdim"] else found
+
+    return handler
+
+
+def _extreme_along(call: Call, largest: bool) -> Any:
+    """The largest along a dim and where it is: on whole dims, or from positions where the only dim is cut."""
+    rule = _whole_dim_rule(call)
+    found = NotImplemented if rule is None else compute(call, rule)
+    x = call.operands[0]
+    if found is not NotImplemented or not isinstance(x, ShardedTensorBase) or x.dtype.is_complex or not x.ndim:
+        return found
+    dim, keep = call["dim"] % x.ndim, call["keepdim"]
+    with torch.no_grad():
+        best = (x.amax if largest else x.amin)(dim, keepdim=True)
+        chosen = (x == best) | (best != best) & (x != x)
+        places = (flat_indices(x) // math.prod(x.shape[dim + 1 :])) % x.shape[dim]
+        at = torch.where(chosen, places, torch.full((), x.shape[dim], dtype=torch.int64)).amin(dim, keepdim=True)
+        picked = places == at
+    values = torch.where(picked, x, torch.zeros((), dtype=x.dtype)).sum(dim, keepdim=keep, dtype=x.dtype)
+    return values, at if keep else at.squeeze(dim)
+
+
+def _max_along(largest: bool) -> Callable[[Call], Any]:
+    return lambda call: _extreme_along(call, largest)
+
+
+def flat_indices(x: ShardedTensorBase) -> ShardedTensorBase:
+    """For each element, its place in the flattened tensor: sharded as the tensor is."""
+    layout, made = x._layout, []
+    for row in x._frame.rows:
+        box = layout.at([row])
+        total = torch.zeros(layout.extent(row), dtype=torch.int64, device=x.device)
+        step = 1
+        for dim in reversed(range(x.ndim)):
+            begin, size = int(box.offsets[0, dim]), int(box.sizes[0, dim])
+            index = torch.arange(begin, begin + size, device=x.device) * step
+            total += index.reshape(-1, *[1] * (x.ndim - dim - 1))
+            step *= x.shape[dim]
+        made.append(total)
+    with torch.no_grad():
+        like: ShardedTensorBase = x._like(made, torch.int64)
+    return like
+
+
+def _extreme_of_all(extreme: str) -> Callable[[Call], Any]:
+    return lambda call: getattr(call.operands[0], extreme)()
+
+
+def _aminmax(call: Call) -> Any:
+    x, dim, keep = call.operands[0], call["dim"], call["keepdim"]
+    if dim is None and keep:
+        return NotImplemented
+    if dim is None:
+        return x.amin(), x.amax()
+    return x.amin(dim, keep), x.amax(dim, keep)
+
+
+def _logsumexp(call: Call) -> Any:
+    """On whole dims as torch does it; where they are cut, from the largest and a sum, in which a part may be empty."""
+    x, dims, keep = call.operands[0], reduced_dims(call), call["keepdim"]
+    if not isinstance(x, ShardedTensorBase) or not x.numel() or not x.ndim:
+        return NotImplemented
+    rule = reduction_rule(call, None)
+    if cells_of(rule, 0, x._layout) is not None:
+        return compute(call, rule)
+    x = x if x.dtype.is_floating_point or x.dtype.is_complex else x.to(torch.get_default_dtype())
+    with torch.no_grad():
+        most = x.real.amax(dims, keepdim=True) if x.dtype.is_complex else x.amax(dims, keepdim=True)
+        most = torch.where(most.isfinite(), most, torch.zeros((), dtype=most.dtype))
+    total = (x - most).exp().sum(dims, keepdim=keep).log()
+    for dim in () if keep else reversed(dims):
+        most = most.squeeze(dim)
+    return total + most
+
+
+def _count_nonzero(call: Call) -> Any:
+    dims = reduced_dims(call)
+    return (call.operands[0] != 0).sum(dims) if dims else (call.operands[0] != 0).to(torch.int64)
+
+
+def _trace(call: Call) -> Any:
+    return call.operands[0].diagonal().sum()
+
+
+def _dist(call: Call) -> Any:
+    return torch.linalg.vector_norm(call.operands[0] - call.operands[1], call["p"])
+
+
+def mean_of(loss: Any, reduction: int) -> Any:
+    """A loss by the number that aten gives its reductions: none, mean or sum."""
+    return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
+
+
+def _sum_rule(call: Call) -> Rule:
+    return reduction_rule(call, SUM)
+
+
+RULES.update(
+    {
+        aten.sum: _sum_rule,
+        aten.nansum: _sum_rule,
+        aten.prod: _with(PROD),
+        aten.any: _with(ANY),
+        aten.all: _with(ALL),
+        aten.linalg_vector_norm: _norm_rule,
+        aten.norm: _norm_rule,
+        aten.mean: _with(MEAN),
+        aten.var.correction: _with(VARIANCE),
+        aten.std.correction: _with(VARIANCE),
+        aten.var_mean.correction: _with(VARIANCE),
+        aten.std_mean.correction: _with(VARIANCE),
+        **dict.fromkeys((aten.median.dim, aten.nanmedian.dim, aten.mode, aten.kthvalue), _whole_dim_rule),
+    }
+)
+HANDLERS.update(
+    {
+        aten.amax: _spread("amax"),
+        aten.amin: _spread("amin"),
+        aten.max.default: _extreme_of_all("amax"),
+        aten.min.default: _extreme_of_all("amin"),
+        aten.aminmax: _aminmax,
+        aten.max.dim: _max_along(largest=True),
+        aten.min.dim: _max_along(largest=False),
+        aten.argmax: _arg_extreme(True),
+        aten.argmin: _arg_extreme(False),
+        aten.count_nonzero: _count_nonzero,
+        aten.logsumexp: _logsumexp,
+        aten.trace: _trace,
+        aten.dist: _dist,
+    }
+)

@@ -1,0 +1,272 @@
+"""Ops that show the same elements in another shape: views, transposes, expansions.
+
+Where they can, shards stay where they are and their results are views of them. What moves is a copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.geometry import Boxes
+from shardwise.layout import Layout, Places
+from shardwise.ops.engine.call import Call
+from shardwise.ops.engine.compute import assemble, compute, expect, frame_of, places_of
+from shardwise.ops.engine.descent import HANDLERS, RULES
+from shardwise.ops.engine.rule import Along, Labels, Rule
+from shardwise.sharded_tensor.gradients import recorded
+from shardwise.sharding_spec import even_axis, spec_of
+
+aten = torch.ops.aten
+
+# Under a rule --------------------------------------------------------------------------------------------------------
+
+
+def _permuted(order: Callable[[Call], Sequence[int]]) -> Callable[[Call], Rule]:
+    def rule(call: Call) -> Rule:
+        labels = Labels()
+        dims = labels.along(call.operands[0].shape)
+        return labels.rule([dims], [[dims[dim] for dim in order(call)]], hollow=True)
+
+    return rule
+
+
+def _transposition(call: Call) -> Sequence[int]:
+    ndim = call.operands[0].ndim
+    order = list(range(ndim))
+    first, second = (call.arguments.get(name, default) for name, default in (("dim0", 0), ("dim1", 1)))
+    if ndim:
+        order[first % ndim], order[second % ndim] = order[second % ndim], order[first % ndim]
+    return order
+
+
+def _turned(call: Call) -> Sequence[int]:
+    return range(call.operands[0].ndim - 1, -1, -1)
+
+
+def _unsqueeze(call: Call) -> Rule:
+    labels = Labels()
+    dims = labels.along(call.operands[0].shape)
+    out = list(dims)
+    out.insert(call["dim"] % (len(dims) + 1), None)
+    return labels.rule([dims], [out], hollow=True)
+
+
+def _squeezed_dims(call: Call) -> list[int]:
+    shape = call.operands[0].shape
+    given = call.arguments.get("dim")
+    named = range(len(shape)) if given is None else [given] if isinstance(given, int) else given
+    return [dim for dim in {d % max(len(shape), 1) for d in named} if dim < len(shape) and shape[dim] == 1]
+
+
+def _squeeze(call: Call) -> Any:
+    """On every shard the dims that have one element in the whole tensor, and no others."""
+    x, gone = call.operands[0], _squeezed_dims(call)
+    labels = Labels()
+    dims = [None if dim in gone else labels.new(size) for dim, size in enumerate(x.shape)]
+    named = Call(aten.squeeze.dims, (x, gone), {})
+    return compute(
+        named, labels.rule([dims], [[along for dim, along in enumerate(dims) if dim not in gone]], hollow=True)
+    )
+
+
+def _expand(call: Call) -> Rule | None:
+    """New dims, and those that were one element, are cut with nothing to move."""
+    shape, (size, _) = call.operands[0].shape, expect(call)[0]
+    labels = Labels()
+    out = [labels.new(extent) for extent in size]
+    skip = len(size) - len(shape)
+    dims = [None if extent == 1 and size[skip + k] != 1 else out[skip + k] for k, extent in enumerate(shape)]
+    return labels.rule([dims], [out], hollow=True, adapt=_sized("size"))
+
+
+def _sized(name: str) -> Callable[[Call, list[list[int]]], dict[str, Any]]:
+    """The argument that says the size of the result is that of the cell's."""
+    return lambda call, sizes: {name: sizes[0]}
+
+
+def view_rule(call: Call) -> Rule | None:
+    """Runs of dims that hold the same elements before and after go together, along the first dim of each."""
+    before, (after, _) = call.operands[0].shape, expect(call)[0]
+    if 0 in before:
+        return None
+    labels = Labels()
+    dims: list[Along | None] = [None] * len(before)
+    out: list[Along | None] = [None] * len(after)
+    for old, new in _runs(before, after):
+        total = math.prod(before[dim] for dim in old)
+        heads = [next((dim for dim in run if shape[dim] > 1), None) for run, shape in ((old, before), (new, after))]
+        if heads[0] is None or heads[1] is None:
+            continue
+        inner = [total // before[heads[0]], total // after[heads[1]]]
+        step = math.lcm(*inner)
+        label = labels.new(total // step)
+        dims[heads[0]], out[heads[1]] = (Along(label.label, step // each) for each in inner)
+        for run, shape, found, head in ((old, before, dims, heads[0]), (new, after, out, heads[1])):
+            for dim in run:
+                if dim != head and shape[dim] > 1:
+                    found[dim] = labels.new(shape[dim], whole=True)
+    return labels.rule([dims], [out], hollow=True, adapt=_view_size)
+
+
+def _view_size(call: Call, sizes: list[list[int]]) -> dict[str, Any]:
+    name = "size" if "size" in call.arguments else "shape"
+    return {name: sizes[0]}
+
+
+def _runs(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The shortest runs of dims, before and after, that have the same number of elements."""
+    runs = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        old, new = ([i] if i < len(before) else []), ([j] if j < len(after) else [])
+        i, j = i + len(old), j + len(new)
+        a, b = math.prod(before[d] for d in old), math.prod(after[d] for d in new)
+        while a != b:
+            if a < b:
+                old.append(i)
+                a *= before[i]
+                i += 1
+            else:
+                new.append(j)
+                b *= after[j]
+                j += 1
+        runs.append((old, new))
+    return runs
+
+
+def _view(call: Call) -> Any:
+    """A view, where shards allow it; their memory need not lie as the view would want it, so they are reshaped."""
+    if call.arguments.get("dtype") is not None:
+        return NotImplemented
+    name = "size" if "size" in call.arguments else "shape"
+    reshape = Call(aten.reshape.default, (call.operands[0], call[name]), {})
+    rule = view_rule(reshape)
+    made = NotImplemented if rule is None else compute(reshape, rule)
+    return _through_flat(call.operands[0], expect(reshape)[0][0]) if made is NotImplemented else made
+
+
+def _through_flat(x: Any, after: Sequence[int]) -> Any:
+    """Any reshape: in rows, as runs of the flattened tensor, in the rows of the new shape."""
+    group = x._frame.process_group
+    if group is None or not x.numel() or max(x.shape) == 1 or max(after) == 1:
+        return NotImplemented
+    places = places_of(x._layout, group)
+    flat = torch.Size([x.numel()])
+    layouts = [_in_rows(torch.Size(size), places) for size in (x.shape, after)]
+    if any(_holds_all(layout) for layout in layouts):
+        return NotImplemented
+    runs = []
+    for layout in layouts:
+        inner = layout.boxes.volumes
+        boxes = Boxes((np.cumsum(inner) - inner).reshape(-1, 1), inner.reshape(-1, 1))
+        runs.append(Layout.of(flat, boxes, layout.places))
+    rows = x.redistribute(spec_of(layouts[0]))
+    runs_of = _reshaped(rows, runs[0]).redistribute(spec_of(runs[1]))
+    made = _reshaped(runs_of, layouts[1])
+    made._moved = True
+    return made
+
+
+def _in_rows(size: torch.Size, places: Places) -> Layout:
+    """The first dim that can be cut, in chunks."""
+    dim = next(dim for dim, extent in enumerate(size) if extent > 1)
+    return Layout.by_rule(size, [even_axis(dim, size[dim], len(places))], places)
+
+
+def _holds_all(layout: Layout) -> bool:
+    return bool(len(layout.pattern.whole))
+
+
+def _reshaped(x: Any, layout: Layout) -> Any:
+    """The same local tensors as boxes of another layout."""
+    tensors, anchor = recorded(x)
+    frame = frame_of(layout, x.dtype, x._frame.process_group)
+    found = [local.reshape(layout.extent(row)) for local, row in zip(tensors, frame.rows, strict=True)]
+    return assemble(
+        type(x), frame, found, [] if anchor is None else [anchor], torch.is_grad_enabled() and x.requires_grad
+    )
+
+
+def _real(call: Call) -> Rule:
+    labels = Labels()
+    dims = labels.along(call.operands[0].shape)
+    return labels.rule([dims], [[*dims, labels.new(2, whole=True)]], hollow=True)
+
+
+def _complex(call: Call) -> Rule:
+    labels = Labels()
+    dims = labels.along(call.operands[0].shape, whole=[-1])
+    return labels.rule([dims], [dims[:-1]])
+
+
+def _repeat(call: Call) -> Any:
+    """Dims that are repeated must be whole; others go apart."""
+    x, times = call.operands[0], call["repeats"]
+    skip = len(times) - x.ndim
+    (size, _), *_ = expect(call)
+    labels = Labels()
+    dims = [labels.new(extent, whole=times[skip + k] != 1) for k, extent in enumerate(x.shape)]
+    out: list[Along | None] = [labels.new(extent, whole=True) for extent in size[:skip]]
+    out += [along if times[skip + k] == 1 else labels.new(size[skip + k], whole=True) for k, along in enumerate(dims)]
+    return compute(call, labels.rule([dims], [out]))
+
+
+def _diag_embed(call: Call) -> Rule | None:
+    x, ndim = call.operands[0], call.operands[0].ndim + 1
+    pair = {call["dim1"] % ndim, call["dim2"] % ndim}
+    labels = Labels()
+    dims = labels.along(x.shape, whole=[-1])
+    (size, _), *_ = expect(call)
+    rest = iter(dims[:-1])
+    return labels.rule([dims], [[labels.new(e, whole=True) if k in pair else next(rest) for k, e in enumerate(size)]])
+
+
+def _unfold(call: Call) -> Rule | None:
+    x = call.operands[0]
+    if not x.ndim:
+        return None
+    dim = call["dimension"] % x.ndim
+    labels = Labels()
+    dims = labels.along(x.shape, whole=[dim])
+    (size, _), *_ = expect(call)
+    out = [labels.new(size[k], whole=True) if k == dim else along for k, along in enumerate(dims)]
+    return labels.rule([dims], [[*out, labels.new(size[-1], whole=True)]])
+
+
+RULES.update(
+    {
+        aten.transpose: _permuted(_transposition),
+        aten.t: _permuted(_turned),
+        aten.numpy_T: _permuted(_turned),
+        aten.permute: _permuted(lambda call: [dim % call.operands[0].ndim for dim in call["dims"]]),
+        aten.unsqueeze: _unsqueeze,
+        aten.expand: _expand,
+        aten.view_as_real: _real,
+        aten.view_as_complex: _complex,
+        aten.diag_embed: _diag_embed,
+        aten.unfold: _unfold,
+        aten.transpose_copy: _permuted(_transposition),
+        aten.t_copy: _permuted(_turned),
+        aten.permute_copy: _permuted(lambda call: [dim % call.operands[0].ndim for dim in call["dims"]]),
+        aten.unsqueeze_copy: _unsqueeze,
+        aten.expand_copy: _expand,
+        aten.unfold_copy: _unfold,
+    }
+)
+HANDLERS.update(
+    {
+        aten.view.default: _view,
+        aten._unsafe_view: _view,
+        aten.view_copy.default: lambda call: _view(call).clone(),
+        aten.reshape: _view,
+        aten._reshape_copy: lambda call: _view(call).clone(),
+        aten.squeeze: _squeeze,
+        aten.squeeze_copy: lambda call: _squeeze(call).clone(),
+        aten.repeat: _repeat,
+    }
+)
