@@ -17,9 +17,12 @@ from torch.distributed import P2POp, ProcessGroup
 
 from shardwise.errors import TransferError
 from shardwise.layout import Layout
-from shardwise.meeting import break_off, lost, wait_for_data
+from shardwise.meeting import break_off, lost
 from shardwise.process_group import is_fake, rank_array, sends, without_data
+from shardwise.transfer.exchange import UnderWay, exchanged, takes_lists
+from shardwise.transfer.pieces import Ordered
 from shardwise.transfer.plan import Plan
+from shardwise.transfer.sums import write_sum
 from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
 from shardwise.transfer.views import Piece, as_bytes, copy, is_as_it_lies, source_views, target_views
 
@@ -88,7 +91,7 @@ class _Carrier:
 
 
 class AllToAll(_Carrier):
-    """A transfer in which every rank of the group takes part, in one collective."""
+    """A transfer in which every rank of the group takes part, in one exchange of messages."""
 
     def __init__(
         self,
@@ -102,35 +105,74 @@ class AllToAll(_Carrier):
         super().__init__(plan, outs, group, dtype)
         members = rank_array(group)
         out_going, in_coming = (side(self._rank).ordered(members) for side in (plan.sends, plan.receives))
-        sends, receives = source_views(out_going.pieces, plan, tensors), target_views(in_coming.pieces, plan, outs)
-        source = self._as_it_lies(sends, tensors)
-        target = None if plan.sums else self._as_it_lies(receives, outs)
-        copies: list[tuple[Piece, Piece]] = []
-        into, out = ([n * dtype.itemsize for n in side.counts] for side in (out_going, in_coming))
-        if source is None and target is None:
-            # Our own pieces need not go through the collective, which would only copy them.
-            mine = [side.pieces.run_of(self._rank) for side in (out_going, in_coming)]
-            copies = list(zip(sends[mine[0]], receives[mine[1]], strict=True))
-            del sends[mine[0]], receives[mine[1]]
-            for split in (into, out):
-                split[out_going.number_of(self._rank)] = 0
-        given = as_bytes(self._packed(sends) if source is None else source)
-        self._pieces = receives
-        self._arrived = self._empty(sum(piece.count for piece in self._pieces)) if target is None else None
-        taken = as_bytes(target if self._arrived is None else self._arrived)  # type: ignore[arg-type] # one is there
+        self._sends = source_views(out_going.pieces, plan, tensors)
+        self._receives = target_views(in_coming.pieces, plan, outs)
+        lists, mine = takes_lists(self._wire), out_going.number_of(self._rank)
+        source = None if lists else self._as_it_lies(self._sends, tensors)
+        target = None if lists or plan.sums else self._as_it_lies(self._receives, outs)
+        # Our own pieces need not be sent, which would only copy them, unless they lie between others.
+        self._own = None if source is not None or target is not None else mine
+        given = self._given(out_going, source, lists)
+        taken = self._taken(in_coming, target, lists)
         ready()
-        self._given = given  # must live until it is sent
-        self._work = self._begin(taken, given, out, into)
-        for one, other in copies:
-            self._write(other.view, one.view)
+        self._way: UnderWay | None = exchanged(group, self._wire, given, taken)
+        if self._own is not None and not plan.sums:
+            for one, other in zip(*self._own_pieces(out_going, in_coming), strict=True):
+                copy(other.view, one.view)
+        self._own_sources = self._own_pieces(out_going, in_coming)[0] if self._own is not None else []
+        self._alike = in_coming.pieces.meetings if plan.sums else None
+        self._sends = []
 
-    def _begin(self, taken: torch.Tensor, given: torch.Tensor, out: list[int], into: list[int]) -> dist.Work:
-        try:
-            work: dist.Work | None = dist.all_to_all_single(taken, given, out, into, group=self._group, async_op=True)
-        except RuntimeError as error:
-            raise self._lost("exchange", given.numel() // self._dtype.itemsize, error) from error
-        assert work is not None, "only an outsider of the group gets no work"
-        return work
+    def _own_pieces(self, *sides: Ordered) -> list[list[Piece]]:
+        runs = [dict(side.runs).get(self._own, slice(0)) for side in sides]  # type: ignore[arg-type] # of a member
+        return [pieces[run] for pieces, run in zip((self._sends, self._receives), runs, strict=True)]
+
+    def _given(self, side: Ordered, source: torch.Tensor | None, lists: bool) -> list[torch.Tensor]:
+        """The message to each rank: as it lies if it may, else packed; what several ranks get is packed once."""
+        given = [self._empty(0)] * len(side.members)
+        if source is not None:
+            return list(source.view(-1).split_with_sizes(side.counts))
+        runs = [(number, run) for number, run in side.runs if number != self._own]
+        if lists:
+            packed: dict[int, torch.Tensor] = {}
+            first = dict(zip((number for number, _ in side.runs), side.alike, strict=True))
+            for number, run in runs:
+                if first[number] not in packed:
+                    packed[first[number]] = self._message(self._sends[run])
+                given[number] = packed[first[number]]
+            return given
+        buffer = self._packed([piece for _, run in runs for piece in self._sends[run]])
+        for (number, _), part in zip(runs, buffer.split_with_sizes([side.counts[n] for n, _ in runs]), strict=True):
+            given[number] = part
+        return given
+
+    def _taken(self, side: Ordered, target: torch.Tensor | None, lists: bool) -> list[torch.Tensor]:
+        """Where the message of each rank goes: into its place if it lies there whole, else into a buffer."""
+        taken = [self._empty(0)] * len(side.members)
+        self._arrived: list[tuple[slice, torch.Tensor]] = []
+        if target is not None:
+            return list(target.view(-1).split_with_sizes(side.counts))
+        runs = [(number, run) for number, run in side.runs if number != self._own]
+        far = []
+        for number, run in runs:
+            straight = self._straight(self._receives[run]) if lists and not self._plan.sums else None
+            if straight is None:
+                far.append((number, run))
+            else:
+                taken[number] = straight
+        counts = [side.counts[number] for number, _ in far]
+        for (number, run), part in zip(far, self._empty(sum(counts)).split_with_sizes(counts), strict=True):
+            taken[number] = part
+            self._arrived.append((run, part))
+        return taken
+
+    def _message(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        straight = self._straight(pieces)
+        return self._packed(pieces) if straight is None else straight
+
+    def _straight(self, pieces: Sequence[Piece]) -> torch.Tensor | None:
+        """The memory of the one piece, if it can go as it lies."""
+        return pieces[0].view.view(-1) if len(pieces) == 1 and self._fits(pieces[0].view) else None
 
     def _as_it_lies(self, pieces: list[Piece], tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The one local tensor whose memory, as it lies, is all the pieces one after the other; if there is one."""
@@ -144,21 +186,39 @@ class AllToAll(_Carrier):
         return tensors[0].detach() if position == tensors[0].storage_offset() + tensors[0].numel() else None
 
     def wait(self) -> list[torch.Tensor]:
-        """Finish: unpack what has arrived, unless it arrived in its place."""
-        try:
-            if self._wire.type == "cpu":
-                wait_for_data(self._work, self._group)
-            else:  # enqueued on the stream: the host does not wait
-                self._work.wait()
-        except TransferError:
-            raise
-        except RuntimeError as error:
-            raise self._lost("exchange", self._given.numel() // self._dtype.itemsize, error) from error
-        if self._arrived is not None:
-            with torch.no_grad():
-                self._unpack(self._arrived, self._pieces)
-            self._arrived = None
+        """Finish: unpack what has arrived, unless it arrived in its place, or add it up."""
+        if self._way is None:
+            return self.outs
+        self._way.wait()
+        self._way = None
+        with torch.no_grad():
+            if self._plan.sums:
+                self._add_up()
+            else:
+                for run, buffer in self._arrived:
+                    self._unpack(buffer, self._receives[run])
+        self._arrived, self._own_sources, self._receives = [], [], []
         return self.outs
+
+    def _add_up(self) -> None:
+        """Write the sums of what has come for each part of the destination, in order of the ranks."""
+        came: list[Any] = [None] * len(self._receives)
+        for run, buffer in self._arrived:
+            pieces = self._receives[run]
+            parts = buffer.split_with_sizes([piece.count for piece in pieces])
+            came[run] = [part.view(piece.view.shape) for part, piece in zip(parts, pieces, strict=True)]
+        own = iter(self._own_sources)
+        parts_in_order = [next(own).view if part is None else part for part in came]
+        alike = self._alike
+        reached = sum(self._receives[numbers[0]].count for numbers in alike or ())
+        if reached != sum(out.numel() for out in self.outs):
+            for out in self.outs:
+                out.zero_()
+        if alike is None:
+            for piece, part in zip(self._receives, parts_in_order, strict=True):
+                piece.view.add_(part.to(piece.view.device))
+        for numbers in alike or ():
+            write_sum(self._receives[numbers[0]].view, [parts_in_order[number] for number in numbers])
 
 
 # In the order in which they were begun, which is the same on every rank; ranks may be threads of one process.
@@ -305,7 +365,8 @@ def move(
     """Begin to move this rank's tensors of the source layout into tensors of the destination layout.
 
     Every rank of the group calls it. ``outs`` are the destination's tensors, made here when not given. Elements that
-    nothing is moved to hold ``fill``, if there are any. With ``tell``, the data goes that way.
+    nothing is moved to hold ``fill``, if there are any; where a plan sums, they hold 0, and nothing of what ``outs``
+    held before is added. With ``tell``, the data goes that way.
     """
     if plan.moved and tell is None and not is_fake(process_group) and not without_data():
         return _begun(plan, tensors, process_group, dtype, outs, max_bytes, ready, fill)
@@ -342,9 +403,12 @@ def _begun(
     try:
         with torch.no_grad():
             if outs is None:
-                outs = empty_tensors(plan.dst, dtype, fill=0 if plan.sums else fill)
+                outs = empty_tensors(plan.dst, dtype, fill=None if plan.sums else fill)
             if max_bytes is None or not sends(group):
                 return AllToAll(plan, tensors, outs, group, dtype, all_are_ready)
+            if plan.sums:
+                for out in outs:
+                    out.zero_()
             return PointToPoint(plan, tensors, outs, group, dtype, all_are_ready, max_bytes)
     except Exception as error:
         if not is_ready:  # such as for lack of memory
