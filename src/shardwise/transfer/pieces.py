@@ -141,7 +141,9 @@ class Ordered:
     @cached_property
     def runs(self) -> list[tuple[int, slice]]:
         """The members that pieces go to, or come from, each with the run of its pieces."""
-        begins = np.flatnonzero(np.diff(self.pieces.peers, prepend=-2)).tolist() if len(self.pieces) else []
+        if not len(self.pieces):
+            return []
+        begins = np.flatnonzero(np.diff(self.pieces.peers, prepend=-2)).tolist()
         number = {rank: k for k, rank in enumerate(self.members.tolist())}
         spans = zip(begins, [*begins[1:], len(self.pieces)], strict=True)
         return [(number[int(self.pieces.peers[begin])], slice(begin, end)) for begin, end in spans]
