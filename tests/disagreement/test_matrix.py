@@ -103,7 +103,7 @@ def dies(where: str) -> None:
         if where == "before":
             die()
         elif where == "exchange":
-            execute.AllToAll._begin = die  # here alone, and for the last time
+            execute.exchanged = die  # here alone, and for the last time
         elif where == "rounds":
             execute.PointToPoint._start = die
         else:
