@@ -5,7 +5,8 @@ Every work of an accelerator's backend is begun by `begun`, here or in `collecti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,10 +14,42 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import TransferError
-from shardwise.meeting import lost, wait_for_data
+from shardwise.meeting import break_off, lost, wait_for_data
 from shardwise.transfer.views import as_bytes
 
 Messages = Sequence[torch.Tensor]  # contiguous, one for each rank of the group in order; empty where there is nothing
+
+
+Ready = Callable[[], object]  # called once, after packing and before anything is sent
+
+
+@contextmanager
+def counted_on(group: ProcessGroup, ready: Ready) -> Iterator[Ready]:
+    """Within it, a transfer is prepared and begun; the other ranks count on this one until it calls what it gets."""
+    is_ready = False
+
+    def all_are_ready() -> None:
+        nonlocal is_ready
+        is_ready = True
+        ready()
+
+    try:
+        with torch.no_grad():
+            yield all_are_ready
+    except Exception as error:
+        if not is_ready:  # such as for lack of memory
+            break_off(group, error)
+        raise
+
+
+def wire_device(kinds: frozenset[str], process_group: ProcessGroup) -> torch.device:
+    """Where buffers must lie to be sent: decided by the types of devices and the group, so the same at both ends."""
+    backends = {device.type for device in process_group._device_types}
+    accelerators = backends - {"cpu"}
+    if dist.get_backend(process_group) == "gloo" or (kinds == {"cpu"} and "cpu" in backends) or not accelerators:
+        return torch.device("cpu")  # gloo would abort if handed memory of another device
+    kind = accelerators.pop()
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def takes_lists(wire: torch.device) -> bool:

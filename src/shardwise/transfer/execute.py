@@ -15,19 +15,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import P2POp, ProcessGroup
 
-from shardwise.errors import TransferError
 from shardwise.layout import Layout
-from shardwise.meeting import break_off, lost
 from shardwise.process_group import is_fake, rank_array, sends, without_data
-from shardwise.transfer.exchange import UnderWay, exchanged, takes_lists
+from shardwise.transfer.carrier import Carrier
+from shardwise.transfer.collectives import own_collective
+from shardwise.transfer.exchange import Ready, UnderWay, counted_on, exchanged, takes_lists
 from shardwise.transfer.pieces import Ordered
 from shardwise.transfer.plan import Plan
 from shardwise.transfer.sums import write_sum
 from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
-from shardwise.transfer.views import Piece, as_bytes, copy, is_as_it_lies, source_views, target_views
-
-Write = Callable[[torch.Tensor, torch.Tensor], object]  # into a view of the destination, what arrived for it
-Ready = Callable[[], object]  # called once, after packing and before anything is sent
+from shardwise.transfer.views import Piece, as_bytes, copy, source_views, target_views
 
 
 class Moving(Protocol):
@@ -51,46 +48,7 @@ class Segment:
         return sum(piece.count for piece in self.pieces)
 
 
-class _Carrier:
-    """What both ways of sending need: the wire, buffers on it, and how what arrives is written."""
-
-    def __init__(self, plan: Plan, outs: list[torch.Tensor], group: ProcessGroup, dtype: torch.dtype) -> None:
-        self.outs = outs
-        self._plan, self._group, self._dtype = plan, group, dtype
-        self._rank = dist.get_rank()
-        self._wire = wire_device(plan, group)
-        self._staged = self._wire.type == "cpu" and "cuda" in _device_types(plan)  # through pinned memory of the host
-        self._write: Write = torch.Tensor.add_ if plan.sums else copy
-
-    def _empty(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=self._dtype, device=self._wire, pin_memory=self._staged)
-
-    def _fits(self, tensor: torch.Tensor) -> bool:
-        """Whether this memory can be sent, or received into, as it lies."""
-        same = tensor.dtype == self._dtype and tensor.device.type == self._wire.type
-        return same and tensor.is_contiguous() and is_as_it_lies(tensor)
-
-    def _packed(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        buffer = self._empty(sum(piece.count for piece in pieces))
-        position = 0
-        for piece in pieces:
-            copy(buffer[position : position + piece.count].view(piece.view.shape), piece.view)
-            position += piece.count
-        return buffer
-
-    def _unpack(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        position = 0
-        for piece in pieces:
-            arrived = buffer[position : position + piece.count].view(piece.view.shape)
-            self._write(piece.view, arrived.to(piece.view.device) if self._plan.sums else arrived)
-            position += piece.count
-
-    def _lost(self, what: str, count: int, error: Exception) -> TransferError:
-        size = count * self._dtype.itemsize
-        return lost(f"{what} {size:,} bytes of a tensor on its way to another layout", error, self._group)
-
-
-class AllToAll(_Carrier):
+class AllToAll(Carrier):
     """A transfer in which every rank of the group takes part, in one exchange of messages."""
 
     def __init__(
@@ -225,7 +183,7 @@ class AllToAll(_Carrier):
 _unfinished: list[PointToPoint] = []
 
 
-class PointToPoint(_Carrier):
+class PointToPoint(Carrier):
     """A transfer in rounds, under a limit of extra memory."""
 
     def __init__(
@@ -393,27 +351,16 @@ def _begun(
     fill: Any,
 ) -> Moving:
     """A transfer in which something is sent. The other ranks count on this one from now on."""
-    is_ready = False
-
-    def all_are_ready() -> None:
-        nonlocal is_ready
-        is_ready = True
-        ready()
-
-    try:
-        with torch.no_grad():
-            if outs is None:
-                outs = empty_tensors(plan.dst, dtype, fill=None if plan.sums else fill)
-            if max_bytes is None or not sends(group):
-                return AllToAll(plan, tensors, outs, group, dtype, all_are_ready)
-            if plan.sums:
-                for out in outs:
-                    out.zero_()
-            return PointToPoint(plan, tensors, outs, group, dtype, all_are_ready, max_bytes)
-    except Exception as error:
-        if not is_ready:  # such as for lack of memory
-            break_off(group, error)
-        raise
+    with counted_on(group, ready) as all_are_ready:
+        if outs is None:
+            outs = empty_tensors(plan.dst, dtype, fill=None if plan.sums else fill)
+        if max_bytes is None or not sends(group):
+            carrier = own_collective(plan, group, dtype) or AllToAll
+            return carrier(plan, tensors, outs, group, dtype, all_are_ready)
+        if plan.sums:
+            for out in outs:
+                out.zero_()
+        return PointToPoint(plan, tensors, outs, group, dtype, all_are_ready, max_bytes)
 
 
 def empty_tensors(layout: Layout, dtype: torch.dtype, *, fill: Any = None) -> list[torch.Tensor]:
@@ -423,17 +370,6 @@ def empty_tensors(layout: Layout, dtype: torch.dtype, *, fill: Any = None) -> li
         for row in layout.rows_on(dist.get_rank())
     ]
     return made if fill is None else [tensor.fill_(fill) for tensor in made]
-
-
-def wire_device(plan: Plan, process_group: ProcessGroup) -> torch.device:
-    """Where buffers must lie to be sent: decided by the layouts and the group, so the same at both ends."""
-    backends = {device.type for device in process_group._device_types}
-    kinds = _device_types(plan)
-    accelerators = backends - {"cpu"}
-    if dist.get_backend(process_group) == "gloo" or (kinds == {"cpu"} and "cpu" in backends) or not accelerators:
-        return torch.device("cpu")  # gloo would abort if handed memory of another device
-    kind = accelerators.pop()
-    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def _segments(peer: int, pieces: list[Piece], most: int) -> list[Segment]:
@@ -447,7 +383,3 @@ def _segments(peer: int, pieces: list[Piece], most: int) -> list[Segment]:
         segments[-1].pieces.append(piece)
         room -= piece.count
     return segments
-
-
-def _device_types(plan: Plan) -> frozenset[str]:
-    return plan.src.places.device_types | plan.dst.places.device_types

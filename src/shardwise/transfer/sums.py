@@ -44,3 +44,17 @@ def _write_narrow(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     for part in parts[1:]:
         total += part
     target.copy_(total)
+
+
+def add_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of these parts: each element added in this order, so that all who add them get the same bits."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].dtype in NARROW:
+        made = torch.empty_like(parts[0])
+        write_sum(made, parts)
+        return made
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total

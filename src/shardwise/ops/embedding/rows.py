@@ -24,8 +24,7 @@ from shardwise.ops.embedding.route import Columns, route_among
 from shardwise.process_group import is_fake
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.gradients import compared, new_anchor, wants_graph
-from shardwise.transfer import make_plan
-from shardwise.transfer.execute import wire_device
+from shardwise.transfer.exchange import wire_device
 from shardwise.transfer.views import as_bytes
 
 
@@ -36,7 +35,7 @@ class Table:
         layout = weight._layout
         self.group, self.width, self.dtype, self.outline = group, weight.shape[1], weight.dtype, layout.outline
         self.route = route_among(layout, group)
-        self.wire = wire_device(make_plan(layout, layout), group)
+        self.wire = wire_device(layout.places.device_types, group)
 
     def swap(self, given: torch.Tensor, out: IntArray, into: IntArray) -> torch.Tensor:
         """What each member has for this rank, in exchange for what this rank has for each: so many elements."""

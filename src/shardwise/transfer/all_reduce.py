@@ -1,0 +1,192 @@
+"""Sums over all that hold the same: each holder of a box brings a tensor, and gets the sum of all of them.
+
+What is small goes to all holders at once, in one exchange, and each adds it up. Else each holder is sent one part of
+the box, adds it up, and sends the sum to the others: 2 (n - 1) / n of the box for each of n holders. On an accelerator
+one all-reduce does it, where all ranks of the group hold the boxes. All holders get the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardwise.layout import Layout
+from shardwise.process_group import group_ranks, talks
+from shardwise.transfer.collectives import REDUCED, begin_all_reduce
+from shardwise.transfer.exchange import Ready, UnderWay, counted_on, exchanged, takes_lists, wire_device
+from shardwise.transfer.sums import add_in_order
+
+Team = tuple[int, ...]  # the ranks that hold one box, ascending
+Each = Sequence[Sequence[torch.Tensor]]  # a tensor for each box and each of its holders
+
+AT_ONCE = 1 << 18  # bytes that a rank may be sent in one exchange, though two would be fewer bytes: it is sooner there
+
+
+class AllReduce:
+    """Sums over the holders of boxes, under way. Every rank of the group begins it, also one that holds none."""
+
+    def __init__(
+        self,
+        teams: Sequence[Team],
+        tensors: Sequence[torch.Tensor],
+        group: ProcessGroup,
+        *,
+        dtype: torch.dtype,
+        device_types: frozenset[str],
+        most: int,
+        everywhere: bool,
+        ready: Ready = lambda: None,
+    ) -> None:
+        """Of these tensors, each with all that hold its box; no box of any rank has more than ``most`` elements.
+
+        The boxes that two ranks share come in the same order on both. ``everywhere`` says that all ranks of the group
+        hold all boxes.
+        """
+        self._teams, self._tensors, self._group, self._dtype = teams, tensors, group, dtype
+        self._way: UnderWay | None = None  # what is waited for next
+        self._then: Callable[[], None] = self._finish
+        self._sums: Sequence[torch.Tensor] = [tensor.detach().clone() for tensor in tensors]
+        if not talks(group):
+            ready()
+            return
+        self._members = group_ranks(group)
+        self._wire = wire_device(device_types, group)
+        with counted_on(group, ready) as all_are_ready:
+            flat = [tensor.detach().resolve_conj().resolve_neg().reshape(-1) for tensor in tensors]
+            flat = [one.to(self._wire, dtype) for one in flat]
+            if self._wire.type != "cpu" and dtype in REDUCED and everywhere:
+                total = torch.cat(flat)
+                self._sums = total.split_with_sizes([one.numel() for one in flat])
+                all_are_ready()
+                self._way = begin_all_reduce(total, group)
+            elif most * dtype.itemsize * len(self._members) <= AT_ONCE:
+                each = [[one] * len(team) for one, team in zip(flat, teams, strict=True)]
+                self._exchange(each, each, all_are_ready)
+                self._then = self._add_whole
+            else:
+                self._parts = [torch.tensor_split(one, len(team)) for one, team in zip(flat, teams, strict=True)]
+                mine = [parts[team.index(dist.get_rank())] for parts, team in zip(self._parts, teams, strict=True)]
+                like = [[one] * len(team) for one, team in zip(mine, teams, strict=True)]
+                self._exchange(self._parts, like, all_are_ready)
+                self._then = self._add_parts
+
+    def advance(self) -> None:
+        """Wait for the exchange that is under way, and begin the next one if there is one."""
+        if self._way is not None:
+            way, self._way = self._way, None
+            way.wait()
+            with torch.no_grad():
+                self._then()
+
+    def wait(self) -> list[torch.Tensor]:
+        """Finish, and give the sum for each tensor."""
+        while self._way is not None:
+            self.advance()
+        return [one.view(old.shape).to(old.device) for one, old in zip(self._sums, self._tensors, strict=True)]
+
+    def _finish(self) -> None:
+        """The sums are there."""
+
+    def _add_whole(self) -> None:
+        self._sums = [add_in_order(each) for each in self._came]
+
+    def _add_parts(self) -> None:
+        """Give the sum of the part that is added up here to all holders."""
+        self._then = self._join
+        each = [[add_in_order(came)] * len(came) for came in self._came]
+        self._exchange(each, self._parts)
+
+    def _join(self) -> None:
+        self._sums = [torch.cat(list(each)) for each in self._came]
+
+    def _exchange(self, out: Each, like: Each, ready: Ready = lambda: None) -> None:
+        """Send each holder of each box its tensor; from each comes one of the size of those that are given."""
+        rank = dist.get_rank()
+        sent: dict[int, list[torch.Tensor]] = {member: [] for member in self._members}
+        due: dict[int, list[tuple[int, int]]] = {member: [] for member in self._members}
+        for box, team in enumerate(self._teams):
+            for place, holder in enumerate(team):
+                if holder != rank:
+                    sent[holder].append(out[box][place])
+                    due[holder].append((box, place))
+        counts = [[like[box][place].numel() for box, place in each] for each in due.values()]
+        buffer = torch.empty(sum(map(sum, counts)), dtype=self._dtype, device=self._wire)
+        taken = buffer.split_with_sizes([sum(each) for each in counts])
+        self._came: list[list[torch.Tensor]] = [list(each) for each in out]  # among them this rank's own
+        for arrived, sizes, places in zip(taken, counts, due.values(), strict=True):
+            for (box, place), part in zip(places, arrived.split_with_sizes(sizes) if sizes else (), strict=True):
+                self._came[box][place] = part
+        given = _packed(list(sent.values()), buffer, lists=takes_lists(self._wire))
+        ready()
+        self._way = exchanged(self._group, self._wire, given, taken)
+
+
+def _packed(messages: list[list[torch.Tensor]], like: torch.Tensor, *, lists: bool) -> list[torch.Tensor]:
+    """Each message as one run of memory, packed once if it goes to several; if need be, all of them one run."""
+    if not lists:
+        each = [one for message in messages for one in message]
+        whole = torch.cat(each) if each else like.new_empty(0)
+        return list(whole.split_with_sizes([sum(one.numel() for one in message) for message in messages]))
+    made: dict[tuple[int, ...], torch.Tensor] = {(): like.new_empty(0)}
+    found = []
+    for message in messages:
+        key = tuple(map(id, message))
+        if key not in made:
+            made[key] = message[0] if len(message) == 1 else torch.cat(message)
+        found.append(made[key])
+    return found
+
+
+class ReplicaSums:
+    """For each local tensor of a layout the sum over all replicas of its box, under way. Every rank begins it."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        group: ProcessGroup,
+        *,
+        dtype: torch.dtype,
+        ready: Ready = lambda: None,
+    ) -> None:
+        """Of these tensors."""
+        boxes = _held(layout, dist.get_rank())
+        brought = [add_in_order([tensors[k] for k in numbers]) for _, numbers in boxes]
+        self._number = {k: box for box, (_, numbers) in enumerate(boxes) for k in numbers}
+        self._devices = [tensor.device for tensor in tensors]
+        self._way = AllReduce(
+            [team for team, _ in boxes],
+            brought,
+            group,
+            dtype=dtype,
+            device_types=layout.places.device_types,
+            most=layout.volumes[1],
+            everywhere=layout.is_whole_everywhere and layout.places.each_once and len(layout) == group.size(),
+            ready=ready,
+        )
+
+    def wait(self) -> list[torch.Tensor]:
+        """Finish, and give the sums."""
+        sums = self._way.wait()
+        found = [sums[self._number[k]].to(device) for k, device in enumerate(self._devices)]
+        alone = len(found) == len(sums)
+        return found if alone else [one.clone() for one in found]
+
+
+@lru_cache(maxsize=256)
+def _held(layout: Layout, rank: int) -> tuple[tuple[Team, tuple[int, ...]], ...]:
+    """The boxes of a rank, in an order that all ranks know: who holds each, and which local tensors are of it."""
+    rows = np.array(layout.rows_on(rank), dtype=np.int64)
+    first = layout.pattern.first(rows)
+    boxes = np.unique(first)
+    number, holders = layout.pattern.holders(boxes)
+    ranks = layout.ranks[holders]
+    return tuple(
+        (tuple(np.unique(ranks[number == k]).tolist()), tuple(np.flatnonzero(first == box).tolist()))
+        for k, box in enumerate(boxes.tolist())
+    )
