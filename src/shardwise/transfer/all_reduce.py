@@ -8,6 +8,7 @@ one all-reduce does it, where all ranks of the group hold the boxes. All holders
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -27,26 +28,63 @@ Each = Sequence[Sequence[torch.Tensor]]  # a tensor for each box and each of its
 AT_ONCE = 1 << 18  # bytes that a rank may be sent in one exchange, though two would be fewer bytes: it is sooner there
 
 
+@dataclass(frozen=True)
+class Holding:
+    """Which boxes a rank holds, and who else; and what all ranks know of the boxes."""
+
+    teams: tuple[Team, ...]  # of each box that is here; what two ranks share comes in the same order on both
+    numbers: tuple[tuple[int, ...], ...]  # for each box that is here, the local tensors of it
+    most: int  # elements: no rank has more
+    everywhere: bool  # whether all ranks of the group hold all boxes
+    twice: bool  # whether any rank holds a box twice
+    device_types: frozenset[str]
+
+    def by_box(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of local tensors, one for each box that is here: the sum of those of one box."""
+        return [add_in_order([tensors[k] for k in numbers]) for numbers in self.numbers]
+
+    def by_tensor(self, sums: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums of boxes, one for each local tensor."""
+        box_of = {k: box for box, numbers in enumerate(self.numbers) for k in numbers}
+        found = [sums[box_of[k]] for k in range(len(box_of))]
+        return [one.clone() for one in found] if self.twice else found
+
+
+@lru_cache(maxsize=1024)
+def holding_of(layout: Layout, rank: int, group_size: int) -> Holding:
+    """What a rank of a group of this size holds of a layout."""
+    rows = np.array(layout.rows_on(rank), dtype=np.int64)
+    first = layout.pattern.first(rows)
+    boxes = np.unique(first)
+    number, holders = layout.pattern.holders(boxes)
+    teams = [np.unique(layout.ranks[holders[number == k]]) for k in range(len(boxes))]
+    alone = layout.places.each_once
+    everyone = layout.pattern.first(np.arange(0 if alone else len(layout)))
+    twice = np.unique(np.stack([layout.ranks[: len(everyone)], everyone]), axis=1).shape[1] < len(everyone)
+    return Holding(
+        tuple(tuple(team.tolist()) for team in teams),
+        tuple(tuple(np.flatnonzero(first == box).tolist()) for box in boxes.tolist()),
+        layout.most_elements,
+        layout.is_whole_everywhere and alone and len(layout) == group_size,
+        twice,
+        layout.places.device_types,
+    )
+
+
 class AllReduce:
     """Sums over the holders of boxes, under way. Every rank of the group begins it, also one that holds none."""
 
     def __init__(
         self,
-        teams: Sequence[Team],
+        holding: Holding,
         tensors: Sequence[torch.Tensor],
         group: ProcessGroup,
         *,
         dtype: torch.dtype,
-        device_types: frozenset[str],
-        most: int,
-        everywhere: bool,
         ready: Ready = lambda: None,
     ) -> None:
-        """Of these tensors, each with all that hold its box; no box of any rank has more than ``most`` elements.
-
-        The boxes that two ranks share come in the same order on both. ``everywhere`` says that all ranks of the group
-        hold all boxes.
-        """
+        """Of these tensors, one for each box that is here."""
+        teams = holding.teams
         self._teams, self._tensors, self._group, self._dtype = teams, tensors, group, dtype
         self._way: UnderWay | None = None  # what is waited for next
         self._then: Callable[[], None] = self._finish
@@ -55,16 +93,16 @@ class AllReduce:
             ready()
             return
         self._members = group_ranks(group)
-        self._wire = wire_device(device_types, group)
+        self._wire = wire_device(holding.device_types, group)
         with counted_on(group, ready) as all_are_ready:
             flat = [tensor.detach().resolve_conj().resolve_neg().reshape(-1) for tensor in tensors]
             flat = [one.to(self._wire, dtype) for one in flat]
-            if self._wire.type != "cpu" and dtype in REDUCED and everywhere:
+            if self._wire.type != "cpu" and dtype in REDUCED and holding.everywhere:
                 total = torch.cat(flat)
                 self._sums = total.split_with_sizes([one.numel() for one in flat])
                 all_are_ready()
                 self._way = begin_all_reduce(total, group)
-            elif most * dtype.itemsize * len(self._members) <= AT_ONCE:
+            elif holding.most * dtype.itemsize * len(self._members) <= AT_ONCE:
                 each = [[one] * len(team) for one, team in zip(flat, teams, strict=True)]
                 self._exchange(each, each, all_are_ready)
                 self._then = self._add_whole
@@ -155,38 +193,9 @@ class ReplicaSums:
         ready: Ready = lambda: None,
     ) -> None:
         """Of these tensors."""
-        boxes = _held(layout, dist.get_rank())
-        brought = [add_in_order([tensors[k] for k in numbers]) for _, numbers in boxes]
-        self._number = {k: box for box, (_, numbers) in enumerate(boxes) for k in numbers}
-        self._devices = [tensor.device for tensor in tensors]
-        self._way = AllReduce(
-            [team for team, _ in boxes],
-            brought,
-            group,
-            dtype=dtype,
-            device_types=layout.places.device_types,
-            most=layout.volumes[1],
-            everywhere=layout.is_whole_everywhere and layout.places.each_once and len(layout) == group.size(),
-            ready=ready,
-        )
+        self._holding = holding_of(layout, dist.get_rank(), group.size())
+        self._way = AllReduce(self._holding, self._holding.by_box(tensors), group, dtype=dtype, ready=ready)
 
     def wait(self) -> list[torch.Tensor]:
         """Finish, and give the sums."""
-        sums = self._way.wait()
-        found = [sums[self._number[k]].to(device) for k, device in enumerate(self._devices)]
-        alone = len(found) == len(sums)
-        return found if alone else [one.clone() for one in found]
-
-
-@lru_cache(maxsize=256)
-def _held(layout: Layout, rank: int) -> tuple[tuple[Team, tuple[int, ...]], ...]:
-    """The boxes of a rank, in an order that all ranks know: who holds each, and which local tensors are of it."""
-    rows = np.array(layout.rows_on(rank), dtype=np.int64)
-    first = layout.pattern.first(rows)
-    boxes = np.unique(first)
-    number, holders = layout.pattern.holders(boxes)
-    ranks = layout.ranks[holders]
-    return tuple(
-        (tuple(np.unique(ranks[number == k]).tolist()), tuple(np.flatnonzero(first == box).tolist()))
-        for k, box in enumerate(boxes.tolist())
-    )
+        return self._holding.by_tensor(self._way.wait())

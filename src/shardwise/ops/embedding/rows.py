@@ -23,7 +23,8 @@ from shardwise.ops.embedding.pieces import Pieces, packed
 from shardwise.ops.embedding.route import Columns, route_among
 from shardwise.process_group import is_fake
 from shardwise.sharded_tensor import ShardedTensor
-from shardwise.sharded_tensor.gradients import compared, new_anchor, wants_graph
+from shardwise.sharded_tensor.gradient_buckets import compared
+from shardwise.sharded_tensor.gradients import new_anchor, wants_graph
 from shardwise.transfer.exchange import wire_device
 from shardwise.transfer.views import as_bytes
 
