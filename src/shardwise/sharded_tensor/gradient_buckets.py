@@ -163,7 +163,7 @@ def put_off(node: Any, layout: Layout, group: ProcessGroup, dtype: torch.dtype, 
     if torch.is_grad_enabled() or not talks(group) or any(grad.layout != torch.strided for grad in grads):
         return False
     holding = holding_of(layout, dist.get_rank(), group.size())
-    accumulators = [function for function, _ in node.next_functions[: max(len(grads), 1)]]
+    accumulators = [_behind_aliases(function) for function, _ in node.next_functions[: max(len(grads), 1)]]
     if holding.twice or not all(_is_put_off(one) for one in accumulators):
         return False
     task = torch._C._current_graph_task_id()
@@ -176,6 +176,13 @@ def put_off(node: Any, layout: Layout, group: ProcessGroup, dtype: torch.dtype, 
     entry = _Entry(holding, layout.outline, leaves, [grads[k].detach() for (k,) in holding.numbers])
     backward.put(id(tensors[0]), entry, group, dtype)
     return True
+
+
+def _behind_aliases(function: Any) -> Any:
+    """Where a gradient comes to that passes through nothing but a tensor seen as one of another class."""
+    while function is not None and function.name() == "AliasBackward0":
+        function = function.next_functions[0][0]
+    return function
 
 
 def _is_put_off(accumulator: Any) -> bool:
