@@ -23,12 +23,13 @@ from shardwise.meeting import break_off
 from shardwise.ops.engine.call import Call, function
 from shardwise.ops.engine.plain_operand import shared_plain
 from shardwise.ops.engine.rule import Reduction, Rule
-from shardwise.ops.engine.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
+from shardwise.ops.engine.schedule import Operand, Schedule, make_joining, make_schedule, size_of
 from shardwise.process_group import Fields, Step, in_step, in_step_telling, is_member, kept_for, rank_array, room, talks
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.drawing import drawn_apart
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import Way, moved_locals, new_anchor, note_write, recorded
+from shardwise.sharded_tensor.moved_once import kept_layout, moved_once, passes
 from shardwise.sharded_tensor.movement import require_movable
 from shardwise.sharded_tensor.recorded_backward import tie
 from shardwise.transfer import make_plan
@@ -66,15 +67,20 @@ def prepare(call: Call, rule: Rule, *, lead: int | None = None) -> Prepared | No
     expected = expect(call)
     _require_agreement_of(rule, expected, call)
     group, everyone = meeting(call)
-    operands = tuple(
-        Operand(operand._layout if isinstance(operand, ShardedTensorBase) else None, operand.dtype.itemsize)
-        for operand in call.operands
-    )
+    operands = tuple(map(_known, call.operands))
     schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
     if schedule is None:
         return None
     tells = schedule.partial and not schedule.moved and _can_tell(call, schedule, everyone, group)
     return Prepared(rule, schedule, group, everyone, expected, lead, tells)
+
+
+def _known(operand: torch.Tensor) -> Operand:
+    """What every rank knows of an operand."""
+    if not isinstance(operand, ShardedTensorBase):
+        return Operand(None, operand.dtype.itemsize)
+    returns = torch.is_grad_enabled() and operand.requires_grad
+    return Operand(operand._layout, operand.dtype.itemsize, returns, passes(operand), kept_layout(operand))
 
 
 def draws(call: Call) -> bool:
@@ -111,6 +117,11 @@ class _Computation:
             found = [self._local(row, tensors) for row, tensors in zip(self.here, per_cell, strict=True)]
         return self._wrapped(self.schedule.results, found)
 
+    def _agreed(self) -> None:
+        """Before something is sent for the first time: the ranks have agreed on what they compute."""
+        ready, self.ready = self.ready, _nothing
+        ready()
+
     def _drawing(self) -> AbstractContextManager[None]:
         """Around an op that draws random numbers: each rank others, and all generators go on alike."""
         if not draws(self.call):
@@ -129,11 +140,8 @@ class _Computation:
             require_movable(operand)
             assert self.group is not None
             record = torch.is_grad_enabled() and operand.requires_grad
-            tensors, anchor = recorded(operand)
-            plan = make_plan(operand._layout, target)
-            way = Way(self.group, ready=self.ready)
-            tensors, anchor = moved_locals(tensors, anchor, plan, way, operand.dtype, record=record)
-            self.ready = _nothing
+            plan, way = make_plan(operand._layout, target), Way(self.group, ready=self._agreed)
+            tensors, anchor = moved_once(operand, plan, way, record=record)
         if anchor is not None:
             self.anchors.append(anchor)
         return tensors
@@ -159,12 +167,12 @@ class _Computation:
         reduction, group = self.rule.reduction, self.group
         assert reduction is not None
         assert group is not None
-        stacking = make_stacking(self.schedule, self.everyone)
+        joining = make_joining(self.schedule, self.everyone)
         meta = expect_partial(self.call, reduction)
         partials: list[tuple[torch.Tensor, ...]] = []
         failed: Exception | None = None
         for row, tensors in zip(self.here, per_cell, strict=True):
-            if not stacking.takes(row):
+            if not joining.takes(row):
                 self.anchors.append(tie(tensors))
                 continue
             try:
@@ -174,22 +182,23 @@ class _Computation:
                 break
             partials.append(made if isinstance(made, tuple) else (made,))
         self._agree(group, failed)
-        stacks: list[Tensors] = []
+        joined: list[Tensors] = []
         anchor = tie(self.anchors) if self.anchors else None
-        plan = make_plan(stacking.source, stacking.target)
         for k, dtype in enumerate(meta):
-            parts = [partial[k].reshape(1, *partial[k].shape).contiguous() for partial in partials]
-            way = Way(group, ready=self.ready, fill=reduction.fills(dtype)[k])
+            parts = [partial[k].unsqueeze(0) if joining.stacked else partial[k] for partial in partials]
+            parts = [part.contiguous() for part in parts]
+            way = Way(group, ready=self._agreed, fill=reduction.fills(dtype)[k])
             if self.tells and k == 0:
                 way = replace(way, tell=functools.partial(tell, self.call, group))
             record = self.records and _differentiable(dtype)
-            stack, anchor_k = moved_locals(parts, anchor, plan, way, dtype, record=record)
-            self.ready = _nothing
-            stacks.append(stack)
+            arrived, anchor_k = moved_locals(parts, anchor, joining.plan, way, dtype, record=record)
+            joined.append(arrived)
             if anchor_k is not None:
                 self.anchors.append(anchor_k)
-        found = [reduction.again(self.call, list(pieces)) for pieces in zip(*stacks, strict=True)]
-        return self._wrapped((stacking.result,) * len(self.expected), found)
+        found: list[Any] = joined[0]
+        if joining.stacked:
+            found = [reduction.again(self.call, list(pieces)) for pieces in zip(*joined, strict=True)]
+        return self._wrapped((joining.result,) * len(self.expected), found)
 
     def _agree(self, group: ProcessGroup, failed: Exception | None) -> None:
         """Before partial results are sent: what a kernel found wrong with them here is told to all ranks."""
@@ -245,6 +254,7 @@ def assemble(
 ) -> ShardedTensorBase:
     """The result of an op; a rank without shards keeps what its backward must reach as an anchor."""
     made = kind._wrap(Parts(frame, tensors))
+    made._passes = True
     if records and not tensors and _differentiable(frame.dtype):
         made._wants_grad, made._anchor = True, tie(anchors) if anchors else new_anchor(frame.device)
     return made
@@ -314,7 +324,7 @@ def _can_tell(call: Call, schedule: Schedule, everyone: Places, group: ProcessGr
     """Whether there is somebody to tell the partial results to, and they are so small that they can be told."""
     if group is None or not talks(group):
         return False
-    source = make_stacking(schedule, everyone).source
+    source = make_joining(schedule, everyone).plan.src
     assert schedule.rule.reduction is not None
     itemsize = max(dtype.itemsize for dtype in expect_partial(call, schedule.rule.reduction))
     return source.most_elements * itemsize <= room(group)
