@@ -23,6 +23,7 @@ from shardwise.process_group import (
     Fields,
     Step,
     group_ranks,
+    in_op,
     in_step,
     in_step_sharing,
     is_member,
@@ -339,7 +340,7 @@ def copy_into(into: Any, source: Any, non_blocking: bool = False) -> None:
         said = {"verb": "copy_", **about(into, "into"), **about(source, "source")}
         return records, {**said, "requires_grad": wants_graph(source)}
 
-    records = in_step(joint, work)
+    records = in_op(joint, work)
     if not is_member(joint):
         return
     plan, way = make_plan(source._layout, into._layout), Way(joint)
