@@ -300,7 +300,7 @@ def sent(verb: Callable[[], object]) -> list[int]:
 
 @ranks(3)
 def test_what_agreeing_costs() -> None:
-    """A header for each of the others; in large groups a few words in each round, and what ranks bring if it differs."""
+    """A header for each of the others; in large groups a few words a round, and what ranks bring where it differs."""
     here, group = dist.get_rank(), world()
     assert room(group) == 128 - 25
     assert sent(lambda: in_step(group, lambda: (1, {"x": 2}))) == [128] * 2

@@ -5,12 +5,13 @@ from shardwise.meeting.aside import (
     difference,
     failure_of,
     find_verdict,
+    given_up,
     leave_word,
     look,
     require_sound,
     told_to,
 )
-from shardwise.meeting.chain import DIGEST, Fields, Ledger, Said, begin_anew, ledger_of, traffic
+from shardwise.meeting.chain import DIGEST, Entry, Fields, Ledger, Said, begin_anew, ledger_of, traffic
 from shardwise.meeting.exchange import HEADER, Gathering, Reduction, wait_for_data
 from shardwise.meeting.group import collective_device, is_large, is_tagged, listed, lost, ranks_of
 from shardwise.meeting.post import Look, Post
@@ -19,6 +20,7 @@ from shardwise.meeting.watchdog import end, watch
 __all__ = [
     "DIGEST",
     "HEADER",
+    "Entry",
     "Fields",
     "Gathering",
     "Ledger",
@@ -33,6 +35,7 @@ __all__ = [
     "end",
     "failure_of",
     "find_verdict",
+    "given_up",
     "is_large",
     "is_tagged",
     "leave_word",

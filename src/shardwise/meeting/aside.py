@@ -25,12 +25,22 @@ NEWLINE = "\n"
 _choice = random.Random()  # of its own: looking must not change what users draw
 
 
-def look(process_group: ProcessGroup, peers: Sequence[int]) -> None:
-    """Raise if it is known that these ranks, by their numbers in the group, will not come as they should."""
+def look(process_group: ProcessGroup, peers: Sequence[int], epoch: int | None = None) -> None:
+    """Raise if it is known that these ranks, by their numbers in the group, will not come as they should.
+
+    They are waited for since an epoch, which may be over.
+    """
+    if epoch not in (None, ledger_of(process_group).epoch):
+        raise given_up()
     error = find_verdict(process_group, peers)
     if error is not None:
         ledger_of(process_group).begin_epoch()
         raise error
+
+
+def given_up() -> TransferError:
+    """The error of data that will not come."""
+    return TransferError("a transfer was under way when the ranks raised an error, and was given up: begin it again")
 
 
 def find_verdict(process_group: ProcessGroup, peers: Sequence[int]) -> Exception | None:

@@ -16,18 +16,20 @@ from weakref import WeakKeyDictionary
 from torch.distributed import ProcessGroup
 
 from shardwise.meeting import post
-from shardwise.meeting.aside import break_off, find_verdict
+from shardwise.meeting.aside import break_off, find_verdict, given_up
 from shardwise.meeting.chain import ledger_of
 
+LONG = 5.0  # seconds after which a collective that was begun before an error of all ranks will not end
 PAUSE = 0.1  # seconds between two glances at collectives that are under way
 
 
 class _Watched(NamedTuple):
-    """A collective, and when it was seen first and looked for last."""
+    """A collective, when it was begun and looked for last, and in which epoch."""
 
     work: Any
     begun: float
     looked: float
+    epoch: int
 
 
 _watched: WeakKeyDictionary[ProcessGroup, _Watched] = WeakKeyDictionary()
@@ -39,7 +41,7 @@ def watch(work: Any, process_group: ProcessGroup) -> None:
     """Look after a collective that was begun in the last call of this group's chain, until it has ended."""
     global _thread
     now = time.monotonic()
-    _watched[process_group] = _Watched(work, now, now)
+    _watched[process_group] = _Watched(work, now, now, ledger_of(process_group).epoch)
     if not _changed.is_set():
         _changed.set()
     if _thread is None:
@@ -74,6 +76,8 @@ def _glance(group: ProcessGroup, watched: _Watched) -> None:
             _watched.pop(group, None)
     elif now - watched.begun >= post.PATIENCE and now - watched.looked >= post.PATIENCE:
         error = find_verdict(group, range(group.size()))
+        if error is None and ledger_of(group).epoch != watched.epoch and now - watched.begun >= LONG:
+            error = given_up()
         if error is not None:
             end(group, error)
         elif _watched.get(group) is watched:

@@ -36,9 +36,9 @@ def validation(enabled: bool = True, *, values: bool = False, strict: bool = Fal
     """Within this context, which checks between ranks are made. Must be the same on every rank.
 
     By default ranks compare, by digest, what they are about to do wherever a tensor is made, saved or moved by a verb.
-    Ops, backwards and steps of optimizers send nothing for it: each rank keeps a chain of digests of what it does. Ranks
-    compare their chains where they meet, and a rank that waits for a second looks in what the others wait.
-    Off, nothing is sent that is not data, and ranks that disagree may not be found out.
+    Ops, backwards and steps of optimizers send nothing for it: each rank keeps a chain of digests of what it does.
+    Ranks compare their chains where they meet, and a rank that waits for a second looks what the others wait in. Off,
+    nothing is sent that is not data, and ranks that disagree may not be found out.
 
     With ``strict``, for debugging, they also compare before every op that sends something, and every transfer of a
     backward: ranks that differ raise there, at once, at the cost of a small message each time.

@@ -24,6 +24,7 @@ from shardwise.errors import RankMismatchError, ShardwiseError, same_kind
 from shardwise.meeting import (
     DIGEST,
     HEADER,
+    Entry,
     Fields,
     Gathering,
     Ledger,
@@ -243,8 +244,9 @@ class _Meeting:
         self._told = told  # whether this rank has raised already what will come of it
         self._number = ledger.number
         self._before = tuple(ledger.entries)[-MOST_TOLD:]
+        self._entry: Entry | None = None
         if error is None:
-            ledger.add(Said(fields))
+            self._entry = ledger.add(Said(fields))
         elif ledger.failure is None:
             ledger.failure = [type(error).__name__, str(error)]  # for those who wait elsewhere, and look
         self._patience = SOON if told else None
@@ -295,8 +297,9 @@ class _Meeting:
     def _reports(self) -> list[Any]:
         failure = None if self._error is None else [type(self._error).__name__, str(self._error)]
         said = {name: str(value) for name, value in self._fields.items()}
+        call = "" if self._entry is None else self._entry.described()["call"]
         before = {entry.number: {**entry.described(), "fields": {}} for entry in self._before}
-        report = json.dumps([said, failure, self._subject, before]).encode()
+        report = json.dumps([said, failure, self._subject, before, call]).encode()
         if self._sizes is None:
             self._sizes = Gathering(self._group, len(report).to_bytes(8, "little"), 8, self._tag(SIZES))
         lengths = [int.from_bytes(size, "little") for size in self._sizes.wait(self._look, self._patience)]
@@ -397,17 +400,18 @@ def _verdict(reports: list[Any], ranks: tuple[int, ...]) -> Exception:
         rank, (kind, message) = failed[0]
         others = "" if len(failed) == 1 else f" and {len(failed) - 1} more"
         return failure_of(rank, kind, message, others)
-    first, _, subject, before = reports[0]
-    for rank, (*_, theirs) in zip(ranks, reports, strict=True):
+    first, _, subject, before, call = reports[0]
+    for rank, (*_, theirs, _) in zip(ranks, reports, strict=True):
         for number, entry in before.items():
             if number in theirs and theirs[number]["digest"] != entry["digest"]:
                 return RankMismatchError(difference(int(number), (ranks[0], before), (rank, theirs)))
-    for rank, (fields, *_) in zip(ranks, reports, strict=True):
+    for rank, (fields, *_, other) in zip(ranks, reports, strict=True):
         for name in [*first, *fields]:
             mine, theirs = first.get(name, "nothing"), fields.get(name, "nothing")
             if mine != theirs:
                 return RankMismatchError(
                     f"{subject} {name} property does not match from different ranks! "
-                    f"{name}={mine} on rank:{ranks[0]} does not match with {name}={theirs} on rank:{rank}."
+                    f"{name}={mine} on rank:{ranks[0]} does not match with {name}={theirs} on rank:{rank}. "
+                    f"Rank {ranks[0]} is in {call}, rank {rank} in {other}."
                 )
     return RankMismatchError(f"ranks {listed(ranks)} differ in values that read the same: {first}")

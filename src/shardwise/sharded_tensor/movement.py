@@ -31,6 +31,7 @@ from shardwise.process_group import (
     locate_all,
     or_default,
     rank_array,
+    step_of_op,
 )
 from shardwise.sharded_tensor.assembly import fields_of, require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
@@ -60,6 +61,7 @@ class Request:
     max_bytes: int | None
     relabel: bool
     async_op: bool
+    in_op: bool = False  # whether an op asks for it: then nothing is sent to agree on it
 
 
 def require_movable(tensor: ShardedTensorBase) -> None:
@@ -238,7 +240,7 @@ def _agreed_target(tensor: ShardedTensor, request: Request) -> tuple[Frame, Way]
         options = {"max_bytes": request.max_bytes, "async_op": request.async_op}
         return frame, {"verb": "redistribute", **outlines, **options, "requires_grad": wants_graph(tensor)}
 
-    step = Step(joint, work)
+    step = (step_of_op if request.in_op else Step)(joint, work)
     return step.value, Way(joint, request.max_bytes, step.finish)
 
 

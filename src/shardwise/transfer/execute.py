@@ -17,7 +17,7 @@ from torch.distributed import P2POp, ProcessGroup
 
 from shardwise.errors import TransferError
 from shardwise.layout import Layout
-from shardwise.meeting import Post, is_tagged, leave_word, look, lost
+from shardwise.meeting import Post, given_up, is_tagged, leave_word, ledger_of, look, lost, watch
 from shardwise.process_group import begin_sending, is_fake, rank_array, sends, without_data
 from shardwise.transfer.plan import Plan
 from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
@@ -124,12 +124,15 @@ class AllToAll(_Carrier):
         taken = as_bytes(target if self._arrived is None else self._arrived)  # type: ignore[arg-type] # one is there
         tag = ready()
         self._count = given.numel() // dtype.itemsize
-        try:
-            self._exchange: Exchanging = exchange(group, taken, given, out, into, tag)
-        except RuntimeError as error:
-            raise self._lost("exchange", self._count, error) from error
+        self._exchange = self._begin(taken, given, out, into, tag)
         for one, other in copies:
             self._write(other.view, one.view)
+
+    def _begin(self, taken: torch.Tensor, given: torch.Tensor, out: list[int], into: list[int], tag: int) -> Exchanging:
+        try:
+            return exchange(self._group, taken, given, out, into, tag)
+        except RuntimeError as error:
+            raise self._lost("exchange", self._count, error) from error
 
     def _as_it_lies(self, pieces: list[Piece], tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The one local tensor whose memory, as it lies, is all the pieces one after the other; if there is one."""
@@ -193,6 +196,7 @@ class PointToPoint(_Carrier):
         self._under_way: list[tuple[dist.Work | Post, Segment, bool]] = []
         self._round = 0
         self._tag = ready()
+        self._epoch, self._is_given_up = ledger_of(group).epoch, False
         _unfinished.append(self)  # kept until done, even if nobody waits: its buffers are on the wire
         self._start()
         while self._wire.type != "cpu" and self._round < self._rounds:
@@ -206,7 +210,14 @@ class PointToPoint(_Carrier):
         """
         with torch.no_grad():
             while self in _unfinished:
-                next(other for other in _unfinished if other._rank == self._rank)._finish_all()
+                first = next(other for other in _unfinished if other._rank == self._rank)
+                if ledger_of(first._group).epoch == first._epoch:
+                    first._finish_all()
+                else:  # the other ranks may have given it up
+                    _unfinished.remove(first)
+                    first._is_given_up = True
+        if self._is_given_up:
+            raise given_up()
         return self.outs
 
     def _finish_all(self) -> None:
@@ -240,7 +251,9 @@ class PointToPoint(_Carrier):
     def _start_batch(self, receives: list[Segment], sends: list[Segment]) -> None:
         operations = [P2POp(dist.irecv, self._receive_buffer(s), s.peer, self._group) for s in receives]
         operations += [P2POp(dist.isend, self._send_buffer(s), s.peer, self._group) for s in sends]
-        for work in dist.batch_isend_irecv(operations) if operations else []:
+        works = dist.batch_isend_irecv(operations) if operations else []
+        for work in works:
+            watch(work, self._group)
             work.wait()  # enqueued on the stream: the host does not wait
         for segment in receives:
             self._land(segment)
@@ -262,7 +275,7 @@ class PointToPoint(_Carrier):
         for work, segment, receiving in self._under_way:
             try:
                 if isinstance(work, Post):
-                    work.wait(lambda peers: look(self._group, peers))
+                    work.wait(lambda peers: look(self._group, peers, self._epoch))
                 else:
                     work.wait()
             except (RuntimeError, TimeoutError) as error:

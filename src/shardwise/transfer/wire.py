@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.layout import Layout
-from shardwise.meeting import Post, Said, break_off, find_verdict, is_tagged, look, wait_for_data, watch
+from shardwise.meeting import Post, Said, break_off, find_verdict, is_tagged, ledger_of, look, wait_for_data, watch
 from shardwise.meeting.chain import DIGEST
 from shardwise.process_group import begin_sending
 from shardwise.transfer.plan import Plan
@@ -51,6 +51,7 @@ class _Tagged:
         self, group: ProcessGroup, taken: torch.Tensor, given: torch.Tensor, out: list[int], into: list[int], tag: int
     ) -> None:
         here, self._group, self._post = group.rank(), group, Post(group)
+        self._epoch = ledger_of(group).epoch
         takes, gives = taken.split_with_sizes(out), given.split_with_sizes(into)
         after = [*range(here + 1, len(out)), *range(here)]  # the next one first, so that not all send to the same one
         for peer in reversed(after):
@@ -64,7 +65,7 @@ class _Tagged:
 
     def wait(self) -> None:
         """Until all has come and gone."""
-        self._post.wait(lambda peers: look(self._group, peers))
+        self._post.wait(lambda peers: look(self._group, peers, self._epoch))
 
 
 class _Collective:

@@ -183,5 +183,6 @@ def _agreed_seed(op: Function, operands: list[torch.Tensor], arguments: str, gro
 
 def _may_draw(op: Function) -> bool:
     """Whether an op may draw random numbers: of torch's own, tags say it. The same on every rank."""
-    known = isinstance(op, torch._ops.OpOverload) and op.namespace == "aten"
-    return not known or torch.Tag.nondeterministic_seeded in op.tags
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+        return True
+    return torch.Tag.nondeterministic_seeded in op.tags

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.meeting import is_tagged, lost
+from shardwise.meeting import is_tagged, lost, watch
 from shardwise.process_group import Said, begin_sending
 from shardwise.sharded_tensor.gradients import compared
 from shardwise.sharded_tensor.recorded_backward import depending, passed
@@ -71,7 +71,10 @@ def _add_up(total: torch.Tensor, group: ProcessGroup, said: Said) -> None:
         add_up(group, total, said)
     else:
         begin_sending(group, said)
-        dist.all_reduce(total, group=group)
+        work = dist.all_reduce(total, group=group, async_op=True)
+        if total.device.type != "cpu":
+            watch(work, group)
+        work.wait()
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
