@@ -183,6 +183,6 @@ def mesh() -> Any:
 def impatient() -> Iterator[None]:
     """Ranks that wait look soon what the others are doing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting.post, "PATIENCE", 0.1)
-        patch.setattr(meeting.post, "AT_MOST", 0.15)
+        patch.setattr(meeting.post, "PATIENCE", 0.05)
+        patch.setattr(meeting.post, "AT_MOST", 0.08)
         yield

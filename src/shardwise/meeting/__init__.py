@@ -11,7 +11,7 @@ from shardwise.meeting.aside import (
     require_sound,
     told_to,
 )
-from shardwise.meeting.chain import DIGEST, Entry, Fields, Ledger, Said, begin_anew, ledger_of, traffic
+from shardwise.meeting.chain import DIGEST, Entry, Fields, Ledger, Said, begin_anew, ledger_of, put_away, traffic
 from shardwise.meeting.exchange import HEADER, Gathering, Reduction, wait_for_data
 from shardwise.meeting.group import collective_device, is_large, is_tagged, listed, lost, ranks_of
 from shardwise.meeting.post import Look, Post
@@ -43,6 +43,7 @@ __all__ = [
     "listed",
     "look",
     "lost",
+    "put_away",
     "ranks_of",
     "require_sound",
     "told_to",

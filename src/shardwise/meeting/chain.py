@@ -18,14 +18,15 @@ from weakref import WeakKeyDictionary
 
 from torch.distributed import ProcessGroup
 
+from shardwise.meeting.group import store_of
+
 Fields = Mapping[str, object]  # what must be the same on every rank, by name
 
 DIGEST = 16
 KEPT = 64  # entries that can be named
 LIBRARIES = ("shardwise.", "torch.")
 NAMES = ("verb", "op")  # the fields that name a call
-EPOCHS = 1023  # after so many, tags are used again
-DATA_EPOCHS = 63
+EPOCHS = 2**18 - 1  # after so many, tags of meetings are used again
 
 
 class Traffic(threading.local):
@@ -80,20 +81,19 @@ class Entry(NamedTuple):
 class Ledger:
     """What this rank keeps of a group."""
 
-    def __init__(self, name: str, first_epoch: int = 0) -> None:
-        self.name = name
-        self._first_epoch = first_epoch
+    def __init__(self, name: str, epoch: int = 0) -> None:
+        self.name, self.first_epoch = name, epoch
         self.entries: deque[Entry] = deque(maxlen=KEPT)
         self.failure: list[str] | None = None  # kind and message of what it raised alone, and the others do not know
         self.left: Any = None  # a meeting that it did not wait for, knowing that another rank had failed
         self.broken = ""  # why the group cannot be used any more
         self.verdict: Exception | None = None  # that a watchdog has found, and this rank has not raised yet
         self.published: Any = None  # what the others can read of this rank
-        self._begin(0)
+        self._begin(epoch)
 
     def _begin(self, epoch: int) -> None:
         self.epoch, self.number = epoch, 0
-        self.digest = hashlib.blake2b(f"{self.name}, {epoch}".encode(), digest_size=DIGEST).digest()
+        self.digest = hashlib.blake2b(epoch.to_bytes(8, "little"), digest_size=DIGEST).digest()
         self.entries.clear()
         self.failure = None
 
@@ -112,13 +112,11 @@ class Ledger:
 
     def data_tag(self) -> int:
         """Of data that is sent in the last call: ranks with other chains do not read it."""
-        epoch = (self._first_epoch + self.epoch) % DATA_EPOCHS + 1
-        return 1 << 30 | epoch << 24 | int.from_bytes(self.digest[:3], "little")
+        return 1 << 30 | self.epoch % 64 << 24 | int.from_bytes(self.digest[:3], "little")
 
     def meeting_tag(self, number: int, kind: int) -> int:
         """Of a message in a meeting: ranks that meet in different calls do read it."""
-        epoch = (self._first_epoch + self.epoch) % EPOCHS + 1
-        return epoch << 20 | (number & 0x1FFFF) << 3 | kind
+        return (self.epoch % EPOCHS + 1) << 12 | number % 1024 << 2 | kind
 
 
 def _caller() -> tuple[CodeType | None, int]:
@@ -146,6 +144,25 @@ def ledger_of(process_group: ProcessGroup) -> Ledger:
     return ledger
 
 
+# Groups that outlive what is done in them: those of a pool of ranks, which does one task after another --------------
+
+
 def begin_anew(process_group: ProcessGroup, number: int) -> None:
-    """Forget what was done in a group, and what its ranks owe each other. All call it, with the same number."""
-    _ledgers[process_group] = Ledger(f"{process_group.group_name}, anew {number}", first_epoch=number)
+    """Forget what was done in a group, and what its ranks owe each other. All ranks call it, with the same number.
+
+    They begin with an epoch that none of them has had, so all must have called `put_away` before.
+    """
+    store, name = store_of(process_group), f"{process_group.group_name}, anew {number}"
+    first = store.add(_epochs(process_group), 0) + number
+    _ledgers[process_group] = Ledger(name, int(store.compare_set(f"shardwise/{name}", "", str(first))))
+
+
+def put_away(process_group: ProcessGroup) -> None:
+    """Write down how many epochs this rank has had in a group since it began anew."""
+    ledger = ledger_of(process_group)
+    if ledger.epoch != ledger.first_epoch:
+        store_of(process_group).add(_epochs(process_group), ledger.epoch - ledger.first_epoch)
+
+
+def _epochs(process_group: ProcessGroup) -> str:
+    return f"shardwise/{process_group.group_name}: epochs"

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from shardwise.meeting import begin_anew
+from shardwise.meeting import begin_anew, put_away
 from shardwise.testing.task import Task
 
 _start_folder = os.getcwd()
@@ -110,6 +110,8 @@ def _attempt(task: Task, task_number: int) -> Outcome:
             return Outcome(None, None, skipped=str(error))
         return Outcome(None, _traceback(error))
     finally:
+        if default is not None and dist.group.WORLD is default:
+            put_away(default)
         sys.stdout.flush()
         gc.collect()
     if dist.group.WORLD is not default:

@@ -154,8 +154,12 @@ class AllToAll(_Carrier):
                 raise
             raise self._lost("exchange", self._count, error) from error
         if self._arrived is not None:
-            with torch.no_grad():
-                self._unpack(self._arrived, self._pieces)
+            try:
+                with torch.no_grad():
+                    self._unpack(self._arrived, self._pieces)
+            except Exception as error:
+                _failed_alone(self._group, error)
+                raise
             self._arrived = None
         return self.outs
 
@@ -222,9 +226,13 @@ class PointToPoint(_Carrier):
 
     def _finish_all(self) -> None:
         _unfinished.remove(self)
-        while self._round < self._rounds or self._under_way:
-            self._finish()
-            self._start()
+        try:
+            while self._round < self._rounds or self._under_way:
+                self._finish()
+                self._start()
+        except Exception as error:
+            _failed_alone(self._group, error)
+            raise
 
     def _start(self) -> None:
         """Begin the next round, and do the local copies while the first one travels."""
@@ -351,11 +359,9 @@ def _begun(
     verb: str,
 ) -> Moving:
     """A transfer in which something is sent. The other ranks count on this one from now on."""
-    is_ready, owned = False, outs is None
+    owned = outs is None
 
     def all_are_ready() -> int:
-        nonlocal is_ready
-        is_ready = True
         ready()
         return begin_sending(group, said_of(plan, dtype, max_bytes, verb))
 
@@ -367,9 +373,14 @@ def _begun(
                 return AllToAll(plan, tensors, outs, group, dtype, all_are_ready, owned=owned or not is_tagged(group))
             return PointToPoint(plan, tensors, outs, group, dtype, all_are_ready, max_bytes)
     except Exception as error:
-        if not is_ready:  # such as for lack of memory
-            leave_word(group, error)
+        _failed_alone(group, error)
         raise
+
+
+def _failed_alone(group: ProcessGroup, error: Exception) -> None:
+    """Let the others know that data will not come, such as for lack of memory; unless they know, or a rank is gone."""
+    if not hasattr(error, "told_to") and not isinstance(error, TransferError):
+        leave_word(group, error)
 
 
 def empty_tensors(layout: Layout, dtype: torch.dtype, *, fill: Any = None) -> list[torch.Tensor]:
