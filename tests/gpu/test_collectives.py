@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.cases import places
 from tests.transfer import carriers
+from tests.transfer.carriers import SAID
 
 from shardwise import Layout
 from shardwise.layout import Axis, Cut, Places
@@ -45,7 +46,7 @@ def test_replicas_on_some_ranks_get_the_same_sum() -> None:
     for at_once in (0, 1 << 18):
         with mock.patch.object(all_reduce, "AT_ONCE", at_once):
             (total,) = ReplicaSums(
-                layout, [brought[here][layout.index(here)]], dist.group.WORLD, dtype=brought.dtype
+                layout, [brought[here][layout.index(here)]], dist.group.WORLD, dtype=brought.dtype, said=SAID
             ).wait()
         expected = brought[here] + brought[(here + 2) % 4]
         assert torch.equal(total, expected[layout.index(here)])

@@ -51,14 +51,13 @@ def test_random_layouts() -> None:
     """Two hundred pairs, the same on every rank; the bytes on the wire are the least possible."""
     rng = random.Random(1)
     wire = [0, 0]  # bytes received and sent
-    original = execute.exchanged
+    original = execute.AllToAll._begin
 
-    def counted(group: Any, wire_device: Any, given: Any, taken: Any) -> Any:
-        here = dist.get_rank()
-        wire[:] = [sum(each.nbytes for k, each in enumerate(side) if k != here) for side in (taken, given)]
-        return original(group, wire_device, given, taken)
+    def counted(self: Any, given: Any, taken: Any, tag: int) -> Any:
+        wire[:] = [sum(each.nbytes for each in side) for side in (taken, given)]
+        return original(self, given, taken, tag)
 
-    execute.exchanged = counted
+    execute.AllToAll._begin = counted
     try:
         for _ in range(200):
             size = tuple(rng.randint(0, 7) for _ in range(rng.randint(1, 3)))
@@ -72,7 +71,7 @@ def test_random_layouts() -> None:
             assert plan.moved == plan.lower_bound
             assert holds(moved, plain)
     finally:
-        execute.exchanged = original
+        execute.AllToAll._begin = original
 
 
 def random_spec(rng: random.Random, size: tuple[int, ...]) -> ShardingSpec:
@@ -278,7 +277,7 @@ def dies_on_the_way() -> str:
     """Rank 2 agrees, then ends before it sends anything."""
     tensor = shard_tensor(torch.zeros(4000, 1000), chunks(0, 0, 1, 2, 3))
     if dist.get_rank() == 2:
-        execute.exchanged = lambda *args: os._exit(1)
+        execute.AllToAll._begin = lambda self, *args: os._exit(1)
     with pytest.raises(TransferError, match=r"rank \d could not exchange .*bytes") as caught:
         tensor.redistribute(chunks(1, 0, 1, 2, 3))
     return str(caught.value)

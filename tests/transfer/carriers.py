@@ -9,11 +9,12 @@ import torch.distributed as dist
 from tests.cases import SIZE, SPECS, places
 
 from shardwise import ChunkShardingSpec, GridShardingSpec, Layout, ShardingSpec
-from shardwise.process_group import rank_array
+from shardwise.process_group import Said, rank_array
 from shardwise.transfer import make_plan, move
 from shardwise.transfer.all_reduce import ReplicaSums
 from shardwise.transfer.recognise import recognised
 
+SAID = Said({"verb": "add up replicas"})
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int32, torch.int16, torch.bool)
 
 
@@ -74,6 +75,6 @@ def check(device: str, group: dist.ProcessGroup, *, dtypes: tuple[torch.dtype, .
                 assert torch.equal(back, before), (name, dtype)
                 for row, one in zip(parts.rows_on(here), sums, strict=True):
                     assert torch.equal(one, total[parts.index(row)]), (name, dtype)
-            (everywhere,) = ReplicaSums(whole, [brought], group, dtype=dtype).wait()
+            (everywhere,) = ReplicaSums(whole, [brought], group, dtype=dtype, said=SAID).wait()
             assert torch.equal(everywhere, total), (name, dtype)
     return taken

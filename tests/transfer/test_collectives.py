@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.cases import ALL, SIZE, places
 from tests.transfer import carriers
+from tests.transfer.carriers import SAID
 
 from shardwise import Layout, ReplicatedShardingSpec
 from shardwise.layout import Axis, Cut, Places
@@ -58,7 +59,7 @@ def test_replicas_all_get_the_same_sum_in_few_bytes() -> None:
                     )
                     brought = brought.to(dtype)
                     mine = [brought[row][layout.index(row)] for row in layout.rows_on(here)]
-                    sums = ReplicaSums(layout, mine, dist.group.WORLD, dtype=dtype).wait()
+                    sums = ReplicaSums(layout, mine, dist.group.WORLD, dtype=dtype, said=SAID).wait()
                     for row, one in zip(layout.rows_on(here), sums, strict=True):
                         _, holders = layout.pattern.holders(layout.pattern.first(torch.tensor([row]).numpy()))
                         expected = brought[holders].double().sum(0)[layout.index(row)]
@@ -67,14 +68,14 @@ def test_replicas_all_get_the_same_sum_in_few_bytes() -> None:
     bytes_sent: list[int] = []
     original = all_reduce.exchanged
 
-    def counted(group: Any, wire: Any, given: Any, taken: Any) -> Any:
+    def counted(group: Any, given: Any, taken: Any, tag: int) -> Any:
         bytes_sent.append(sum(one.nbytes for one in given))
-        return original(group, wire, given, taken)
+        return original(group, given, taken, tag)
 
     big = torch.rand(300_000, generator=torch.Generator().manual_seed(here))
     with mock.patch.object(all_reduce, "exchanged", counted):
         (total,) = ReplicaSums(
-            Layout.whole(big.shape, places(0, 1, 2, 3)), [big], dist.group.WORLD, dtype=big.dtype
+            Layout.whole(big.shape, places(0, 1, 2, 3)), [big], dist.group.WORLD, dtype=big.dtype, said=SAID
         ).wait()
     assert sum(bytes_sent) == 2 * big.nbytes * 3 // 4
     everyone = [torch.empty_like(total) for _ in range(4)]

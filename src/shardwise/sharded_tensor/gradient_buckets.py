@@ -22,20 +22,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise import settings
 from shardwise.layout import Layout
-from shardwise.process_group import Fields, Step, talks
+from shardwise.process_group import Fields, Said, step_of_op, talks
 from shardwise.transfer.all_reduce import AllReduce, Holding, Team, holding_of
 
 FULL = 25 << 20  # bytes of a bucket that begins to travel
 
 
 def compared(group: ProcessGroup, fields: Fields) -> Callable[[], object]:
-    """Begin to compare these fields with all ranks; call the result before anything else is sent."""
-    return Step(group, lambda: (None, fields)).finish
+    """Compare these fields with all ranks, as ops do; call the result before anything else is sent."""
+    return step_of_op(group, lambda: (None, fields)).finish
 
 
-def compared_sum(group: ProcessGroup, said: str, dtype: torch.dtype) -> Callable[[], object]:
-    """The same of a sum over replicas."""
-    return compared(group, {"verb": "add up the gradients of replicas", "of": said, "dtype": dtype})
+def agreed_sum(group: ProcessGroup, of: str, dtype: torch.dtype) -> dict[str, Any]:
+    """What ranks say of a sum over replicas; if checks are strict, they begin to compare it."""
+    fields = {"verb": "add up the gradients of replicas", "of": of, "dtype": dtype}
+    if settings.current().strict and talks(group):
+        return {"said": Said(fields), "ready": compared(group, fields)}
+    return {"said": Said(fields)}
 
 
 # Buckets ------------------------------------------------------------------------------------------------------------
@@ -96,10 +99,10 @@ class _Bucket:
             False,
             holdings[0].device_types,
         )
-        ready = compared_sum(self.group, ", ".join(entry.said for entry in entries), self.dtype)
+        options = agreed_sum(self.group, ", ".join(entry.said for entry in entries), self.dtype)
         self.entries = {}
         flat = [torch.cat(each) for each in parts.values()]
-        self.way = AllReduce(merged, flat, self.group, dtype=self.dtype, ready=ready)
+        self.way = AllReduce(merged, flat, self.group, dtype=self.dtype, **options)
 
     def finish(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The leaves, each with its sum."""

@@ -17,15 +17,19 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.layout import Layout
-from shardwise.process_group import group_ranks, talks
+from shardwise.process_group import Said, group_ranks, talks
 from shardwise.transfer.collectives import REDUCED, begin_all_reduce
-from shardwise.transfer.exchange import Ready, UnderWay, counted_on, exchanged, takes_lists, wire_device
+from shardwise.transfer.exchange import Ready, UnderWay, counted_on, exchanged, failing_together, wire_device
 from shardwise.transfer.sums import add_in_order
 
 Team = tuple[int, ...]  # the ranks that hold one box, ascending
 Each = Sequence[Sequence[torch.Tensor]]  # a tensor for each box and each of its holders
 
 AT_ONCE = 1 << 18  # bytes that a rank may be sent in one exchange, though two would be fewer bytes: it is sooner there
+
+
+def _at_once() -> None:
+    """Nothing to wait for."""
 
 
 @dataclass(frozen=True)
@@ -81,20 +85,20 @@ class AllReduce:
         group: ProcessGroup,
         *,
         dtype: torch.dtype,
-        ready: Ready = lambda: None,
+        said: Said,
+        ready: Callable[[], object] = _at_once,
     ) -> None:
-        """Of these tensors, one for each box that is here."""
+        """Of these tensors, one for each box that is here; all ranks say the same of it."""
         teams = holding.teams
         self._teams, self._tensors, self._group, self._dtype = teams, tensors, group, dtype
         self._way: UnderWay | None = None  # what is waited for next
         self._then: Callable[[], None] = self._finish
         self._sums: Sequence[torch.Tensor] = [tensor.detach().clone() for tensor in tensors]
         if not talks(group):
-            ready()
             return
         self._members = group_ranks(group)
         self._wire = wire_device(holding.device_types, group)
-        with counted_on(group, ready) as all_are_ready:
+        with counted_on(group, ready, said) as all_are_ready:
             flat = [tensor.detach().resolve_conj().resolve_neg().reshape(-1) for tensor in tensors]
             flat = [one.to(self._wire, dtype) for one in flat]
             if self._wire.type != "cpu" and dtype in REDUCED and holding.everywhere:
@@ -118,7 +122,7 @@ class AllReduce:
         if self._way is not None:
             way, self._way = self._way, None
             way.wait()
-            with torch.no_grad():
+            with torch.no_grad(), failing_together(self._group):
                 self._then()
 
     def wait(self) -> list[torch.Tensor]:
@@ -137,12 +141,12 @@ class AllReduce:
         """Give the sum of the part that is added up here to all holders."""
         self._then = self._join
         each = [[add_in_order(came)] * len(came) for came in self._came]
-        self._exchange(each, self._parts)
+        self._exchange(each, self._parts, lambda: self._tag)
 
     def _join(self) -> None:
         self._sums = [torch.cat(list(each)) for each in self._came]
 
-    def _exchange(self, out: Each, like: Each, ready: Ready = lambda: None) -> None:
+    def _exchange(self, out: Each, like: Each, ready: Ready) -> None:
         """Send each holder of each box its tensor; from each comes one of the size of those that are given."""
         rank = dist.get_rank()
         sent: dict[int, list[torch.Tensor]] = {member: [] for member in self._members}
@@ -159,23 +163,19 @@ class AllReduce:
         for arrived, sizes, places in zip(taken, counts, due.values(), strict=True):
             for (box, place), part in zip(places, arrived.split_with_sizes(sizes) if sizes else (), strict=True):
                 self._came[box][place] = part
-        given = _packed(list(sent.values()), buffer, lists=takes_lists(self._wire))
-        ready()
-        self._way = exchanged(self._group, self._wire, given, taken)
+        given = _packed(list(sent.values()), buffer.new_empty(0))
+        self._tag = ready()
+        self._way = exchanged(self._group, given, taken, self._tag)
 
 
-def _packed(messages: list[list[torch.Tensor]], like: torch.Tensor, *, lists: bool) -> list[torch.Tensor]:
-    """Each message as one run of memory, packed once if it goes to several; if need be, all of them one run."""
-    if not lists:
-        each = [one for message in messages for one in message]
-        whole = torch.cat(each) if each else like.new_empty(0)
-        return list(whole.split_with_sizes([sum(one.numel() for one in message) for message in messages]))
-    made: dict[tuple[int, ...], torch.Tensor] = {(): like.new_empty(0)}
+def _packed(messages: Sequence[Sequence[torch.Tensor]], nothing: torch.Tensor) -> list[torch.Tensor]:
+    """Each message as one run of memory, packed once if it goes to several."""
+    made: dict[tuple[int, ...], torch.Tensor] = {(): nothing}
     found = []
     for message in messages:
         key = tuple(map(id, message))
         if key not in made:
-            made[key] = message[0] if len(message) == 1 else torch.cat(message)
+            made[key] = message[0] if len(message) == 1 else torch.cat(list(message))
         found.append(made[key])
     return found
 
@@ -190,11 +190,13 @@ class ReplicaSums:
         group: ProcessGroup,
         *,
         dtype: torch.dtype,
-        ready: Ready = lambda: None,
+        said: Said,
+        ready: Callable[[], object] = _at_once,
     ) -> None:
-        """Of these tensors."""
+        """Of these tensors; all ranks say the same of it."""
         self._holding = holding_of(layout, dist.get_rank(), group.size())
-        self._way = AllReduce(self._holding, self._holding.by_box(tensors), group, dtype=dtype, ready=ready)
+        brought = self._holding.by_box(tensors)
+        self._way = AllReduce(self._holding, brought, group, dtype=dtype, said=said, ready=ready)
 
     def wait(self) -> list[torch.Tensor]:
         """Finish, and give the sums."""

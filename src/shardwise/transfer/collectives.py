@@ -13,10 +13,11 @@ from torch.distributed import ProcessGroup
 
 from shardwise.process_group import rank_array
 from shardwise.transfer.carrier import Carrier, device_types
-from shardwise.transfer.exchange import Ready, UnderWay, begun, wire_device
+from shardwise.transfer.exchange import Ready, UnderWay, failing_together, wire_device
 from shardwise.transfer.plan import Plan
 from shardwise.transfer.recognise import Collective, recognised
 from shardwise.transfer.views import as_bytes, copy
+from shardwise.transfer.wire import Collective as Begun
 
 # torch 2.13 gave these collectives new names and deprecated the old ones, the only ones before.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -44,7 +45,7 @@ def carrier_of(found: Collective) -> type[OwnCollective] | None:
     return ReduceScatter if found.sums else AllGather
 
 
-Prepared = tuple[torch.Tensor, torch.Tensor, Callable[[], dist.Work]]  # what is sent, where it arrives, how to begin
+Prepared = tuple[int, Callable[[], Begun]]  # how many bytes are sent, and how to begin
 
 
 class OwnCollective(Carrier, ABC):
@@ -63,9 +64,13 @@ class OwnCollective(Carrier, ABC):
         found = recognised(plan, rank_array(group))
         assert found is not None, "the plan is no collective"
         self._found, self._number = found, dist.get_rank(group)
-        given, taken, begin = self._prepare([tensor.detach() for tensor in tensors])
+        size, begin = self._prepare([tensor.detach() for tensor in tensors])
         ready()
-        self._way: UnderWay | None = UnderWay(group, self._wire, given.nbytes, begin, given, taken)
+        self._way: UnderWay | None = UnderWay(group, size, begin)
+
+    def _call(self, collective: Callable[..., Any], *args: Any) -> Callable[[], Begun]:
+        """How to begin a collective of the backend."""
+        return lambda: Begun(self._group, self._wire, collective, *args)
 
     @abstractmethod
     def _prepare(self, tensors: Sequence[torch.Tensor]) -> Prepared:
@@ -80,7 +85,7 @@ class OwnCollective(Carrier, ABC):
         if self._way is not None:
             self._way.wait()
             self._way = None
-            with torch.no_grad():
+            with torch.no_grad(), failing_together(self._group):
                 self._land()
         return self.outs
 
@@ -123,11 +128,10 @@ class AllGather(OwnCollective):
             else self._empty(sum(self._counts))
         )
         taken = whole.view(-1) if self._arrived is None else self._arrived
-        into, mine, group = as_bytes(taken), as_bytes(given), self._group
         if even:
-            return given, taken, lambda: begun(_gather, into, mine, group=group)
+            return given.nbytes, self._call(_gather, as_bytes(taken), as_bytes(given))
         each = [as_bytes(one) for one in taken.split_with_sizes(self._counts)]
-        return given, taken, lambda: begun(dist.all_gather, each, mine, group=group)
+        return given.nbytes, self._call(dist.all_gather, each, as_bytes(given))
 
     def _land(self) -> None:
         if self._arrived is None:
@@ -154,12 +158,10 @@ class ReduceScatter(OwnCollective):
         straight = len(self.outs) == 1 and self._fits(self.outs[0]) and self.outs[0].numel() == mine
         self._arrived = None if straight else self._empty(mine)
         taken = self.outs[0].view(-1) if self._arrived is None else self._arrived
-        into, group = self._reduced(taken), self._group
         if even:
-            whole = self._reduced(given)
-            return given, taken, lambda: begun(_reduce_scatter, into, whole, group=group)
+            return given.nbytes, self._call(_reduce_scatter, self._reduced(taken), self._reduced(given))
         each = [self._reduced(one) for one in given.split_with_sizes(self._counts)]
-        return given, taken, lambda: begun(dist.reduce_scatter, into, each, group=group)
+        return given.nbytes, self._call(dist.reduce_scatter, self._reduced(taken), each)
 
     def _in_order(self, whole: torch.Tensor) -> torch.Tensor:
         """The parts of all ranks one behind another."""
@@ -188,14 +190,13 @@ class Broadcast(OwnCollective):
     """All of one rank's tensor to all others."""
 
     def _prepare(self, tensors: Sequence[torch.Tensor]) -> Prepared:
-        whole, root, group = self.outs[0], self._found.root, self._group
+        whole, root = self.outs[0], self._found.root
         self._arrived = None if self._fits(whole) else self._empty(whole.numel()).view(whole.shape)
         taken = whole if self._arrived is None else self._arrived
         if root == self._rank:
             for view, tensor in zip(self._views(taken, self._number), tensors, strict=True):
                 copy(view, tensor)
-        data = as_bytes(taken)
-        return taken, taken, lambda: begun(dist.broadcast, data, root, group=group)
+        return taken.nbytes, self._call(dist.broadcast, as_bytes(taken), root)
 
     def _land(self) -> None:
         if self._arrived is not None:
@@ -207,11 +208,10 @@ class Reduce(OwnCollective):
     """The sum of all ranks' tensors to one of them."""
 
     def _prepare(self, tensors: Sequence[torch.Tensor]) -> Prepared:
-        whole, root, group = tensors[0], self._found.root, self._group
+        whole, root = tensors[0], self._found.root
         self._total = self._empty(whole.numel()).view(whole.shape)  # the backend works in it, and not only on the root
         copy(self._total, whole)
-        data = self._reduced(self._total)
-        return self._total, self._total, lambda: begun(dist.reduce, data, root, group=group)
+        return whole.nbytes, self._call(dist.reduce, self._reduced(self._total), root)
 
     def _land(self) -> None:
         for out, view in zip(self.outs, self._views(self._total, self._number), strict=True):
@@ -221,4 +221,4 @@ class Reduce(OwnCollective):
 def begin_all_reduce(total: torch.Tensor, group: ProcessGroup) -> UnderWay:
     """Begin to add this tensor up over all ranks, in its place."""
     data = torch.view_as_real(total) if total.is_complex() else total
-    return UnderWay(group, total.device, total.nbytes, lambda: begun(dist.all_reduce, data, group=group), total)
+    return UnderWay(group, total.nbytes, lambda: Begun(group, total.device, dist.all_reduce, data))

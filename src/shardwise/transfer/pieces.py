@@ -158,6 +158,14 @@ class Ordered:
             found.append(known.setdefault(tuple(array.tobytes() for array in arrays), number))
         return found
 
+    def run_of(self, rank: int) -> slice:
+        """Where the pieces of one member are."""
+        return self._run_of.get(self.number_of(rank), slice(0))
+
+    @cached_property
+    def _run_of(self) -> dict[int, slice]:
+        return dict(self.runs)
+
     def number_of(self, rank: int) -> int:
         """Which member a rank is."""
         return int(np.flatnonzero(self.members == rank)[0])

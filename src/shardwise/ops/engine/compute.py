@@ -19,12 +19,22 @@ from shardwise import settings
 from shardwise.dispatch import unsupported
 from shardwise.errors import ProcessGroupError, UnsupportedOpError
 from shardwise.layout import Layout, Places
-from shardwise.meeting import break_off
+from shardwise.meeting import leave_word
 from shardwise.ops.engine.call import Call, function
 from shardwise.ops.engine.plain_operand import shared_plain
 from shardwise.ops.engine.rule import Reduction, Rule
 from shardwise.ops.engine.schedule import Operand, Schedule, make_joining, make_schedule, size_of
-from shardwise.process_group import Fields, Step, in_step, in_step_telling, is_member, kept_for, rank_array, room, talks
+from shardwise.process_group import (
+    Fields,
+    in_op,
+    in_step_telling,
+    is_member,
+    kept_for,
+    rank_array,
+    room,
+    step_of_op,
+    talks,
+)
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.drawing import drawn_apart
 from shardwise.sharded_tensor.frame import Frame, Parts
@@ -206,10 +216,10 @@ class _Computation:
             self.ready = agreement(self.call, group) if self.checks else self.ready
         elif self.tells:
             in_step_telling(group, lambda: raised(failed))
-        elif self.checks and settings.current().validate:
-            in_step(group, lambda: raised(failed))
-        else:  # the others are on their way into the transfer
-            break_off(group, failed)
+        elif self.checks:
+            in_op(group, lambda: raised(failed))
+        else:  # the others are on their way into the transfer, and find word of it there
+            leave_word(group, failed)
             raise failed
 
     def _require_sizes(self, layouts: Sequence[Layout], flat: list[list[torch.Tensor]]) -> None:
@@ -302,8 +312,8 @@ def _frame(layout: Layout, rows: tuple[int, ...], dtype: torch.dtype, group: Pro
 
 
 def agreement(call: Call, group: ProcessGroup | None) -> Any:
-    """Begin to compare with all ranks what is about to be computed; call the result before anything is sent."""
-    return _nothing if group is None else Step(group, lambda: (None, _fields(call))).finish
+    """Compare with all ranks what is about to be computed, as ops do; call the result before anything is sent."""
+    return _nothing if group is None else step_of_op(group, lambda: (None, _fields(call))).finish
 
 
 def tell(call: Call, group: ProcessGroup, brought: bytes) -> list[bytes]:
@@ -322,7 +332,7 @@ def raised(error: Exception) -> NoReturn:
 
 def _can_tell(call: Call, schedule: Schedule, everyone: Places, group: ProcessGroup | None) -> bool:
     """Whether there is somebody to tell the partial results to, and they are so small that they can be told."""
-    if group is None or not talks(group):
+    if group is None or not talks(group) or everyone.device_types != {"cpu"}:  # whose values the host need not wait for
         return False
     source = make_joining(schedule, everyone).plan.src
     assert schedule.rule.reduction is not None

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.layout import Layout
 from shardwise.process_group import kept_for
-from shardwise.sharded_tensor.gradient_buckets import compared_sum, put_off
+from shardwise.sharded_tensor.gradient_buckets import agreed_sum, put_off
 from shardwise.sharded_tensor.movement import everyone_on
 from shardwise.sharded_tensor.recorded_backward import depending, passed
 from shardwise.transfer.all_reduce import ReplicaSums
@@ -49,8 +49,8 @@ class SumOverRanks(torch.autograd.Function):
         ctx.group, anchor = group, torch.zeros((), device=tensor.device)
         ctx.save_for_backward(anchor)
         layout = _everywhere(tensor, group)
-        ready = compared_sum(group, layout.outline, tensor.dtype)
-        (total,) = ReplicaSums(layout, [tensor], group, dtype=tensor.dtype, ready=ready).wait()
+        agreed = agreed_sum(group, layout.outline, tensor.dtype)
+        (total,) = ReplicaSums(layout, [tensor], group, dtype=tensor.dtype, **agreed).wait()
         return total, anchor
 
     @staticmethod
