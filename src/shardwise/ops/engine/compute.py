@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -34,42 +34,19 @@ from shardwise.transfer import make_plan
 Tensors = list[torch.Tensor]
 
 
-class Prepared(NamedTuple):
-    """Everything about computing a call that does not depend on its operands' values."""
-
-    rule: Rule
-    schedule: Schedule
-    group: ProcessGroup | None
-    everyone: Places
-    expected: list[tuple[torch.Size, torch.dtype]]
-    lead: int | None
-    tells: bool  # whether partial results are so small that they are told to all while the ranks agree
-
-    def run(self, call: Call) -> Any:
-        """Compute the call."""
-        return _Computation(call, self).run()
-
-
 def compute(call: Call, rule: Rule, *, lead: int | None = None) -> Any:
     """The op under this rule, or NotImplemented when no schedule is within the gather budget.
 
     Where operands move, every rank of the group takes part. With a ``lead``, that operand is written into.
     """
-    prepared = prepare(call, rule, lead=lead)
-    return NotImplemented if prepared is None else prepared.run(call)
-
-
-def prepare(call: Call, rule: Rule, *, lead: int | None = None) -> Prepared | None:
-    """The same without computing it: None when no schedule is within the gather budget."""
     expected = expect(call)
     _require_agreement_of(rule, expected, call)
     group, everyone = meeting(call)
     operands = tuple(map(_known, call.operands))
     schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
     if schedule is None:
-        return None
-    tells = schedule.partial and not schedule.moved and _can_tell(call, schedule, everyone, group)
-    return Prepared(rule, schedule, group, everyone, expected, lead, tells)
+        return NotImplemented
+    return _Computation(call, schedule, group, everyone, expected, lead).run()
 
 
 def _known(operand: torch.Tensor) -> Operand:
@@ -92,10 +69,19 @@ def draws(call: Call) -> bool:
 class _Computation:
     """One call under one schedule."""
 
-    def __init__(self, call: Call, prepared: Prepared) -> None:
-        self.call = call
-        self.rule, self.schedule, self.group, self.everyone, self.expected, self.lead, self.tells = prepared
-        schedule = self.schedule
+    def __init__(
+        self,
+        call: Call,
+        schedule: Schedule,
+        group: ProcessGroup | None,
+        everyone: Places,
+        expected: list[tuple[torch.Size, torch.dtype]],
+        lead: int | None,
+    ) -> None:
+        self.call, self.schedule, self.rule = call, schedule, schedule.rule
+        self.group, self.everyone, self.expected, self.lead = group, everyone, expected, lead
+        # Whether partial results are so small that they are told to all while the ranks agree.
+        self.tells = schedule.partial and not schedule.moved and _can_tell(call, schedule, everyone, group)
         self.here = schedule.cells.rows_on(dist.get_rank() if dist.is_initialized() else -1)
         self.records = torch.is_grad_enabled() and any(operand.requires_grad for operand in call.operands)
         self.anchors: Tensors = []
