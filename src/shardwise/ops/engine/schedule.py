@@ -17,7 +17,7 @@ from shardwise.layout import Grid, Layout, Places
 from shardwise.ops.engine.cells import cells_of, contributing, dealt, projected
 from shardwise.ops.engine.rule import Dims, Rule
 from shardwise.sharding_spec import even_axis
-from shardwise.transfer import make_plan
+from shardwise.transfer import Plan, make_plan
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,9 @@ class Operand:
 
     layout: Layout | None
     itemsize: int
+    returns: bool = False  # whether its gradient will go back where it came from
+    passes: bool = False  # whether it is a result on its way, and no parameter or the like
+    also: Layout | None = None  # in which it can be had as well, for it was moved before
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +41,7 @@ class Schedule:
     results: tuple[Layout, ...]  # one box per cell; of partial results if `partial`
     partial: bool
     moved: int  # bytes of operands that travel
+    cost: int  # of that, and of the way back
     stays: tuple[bool, ...]  # which operands are where they must be
 
 
@@ -58,14 +62,14 @@ def make_schedule(
     best: Schedule | None = None
     least = 0
     for cells in candidates:
-        schedule = _on_cells(rule, operands, cells, budget)
+        schedule = _on_cells(rule, operands, cells, budget, len(everyone))
         if schedule is None:
             continue
-        cost = schedule.moved
+        cost = schedule.cost
         if schedule.partial and (best is None or cost < least):  # partial results travel, too
-            stacking = make_stacking(schedule, everyone)
             itemsize = max(operand.itemsize for operand in operands)
-            cost += make_plan(stacking.source, stacking.target).moved * itemsize
+            joined = make_joining(schedule, everyone).plan.moved * itemsize
+            cost += _cost(joined, len(everyone), any(operand.returns for operand in operands))
         if best is None or cost < least:
             best, least = schedule, cost
         if not least:
@@ -73,24 +77,37 @@ def make_schedule(
     return best
 
 
-def _on_cells(rule: Rule, operands: tuple[Operand, ...], cells: Layout, budget: int) -> Schedule | None:
+def _cost(moved: int, ranks: int, returns: bool) -> int:
+    """What a transfer costs: the bytes that travel, the message, and both again if a gradient comes back."""
+    return (moved + MESSAGE * ranks) * (2 if returns else 1) if moved else 0
+
+
+MESSAGE = 2**20  # bytes that each rank could send in the time that any message takes, on gloo as on fast networks
+# A parameter is moved for one op alone, a result for all that want it so: for queries, keys and values; gates and ups.
+ALONE = 3
+
+
+def _on_cells(rule: Rule, operands: tuple[Operand, ...], cells: Layout, budget: int, ranks: int) -> Schedule | None:
     """The schedule on these cells, if there are any, within the budget."""
     if not len(cells):
         return None
     targets: list[Layout] = []
     stays: list[bool] = []
-    moved = gathered = 0
+    moved = gathered = cost = 0
     for dims, operand in zip(rule.operands, operands, strict=True):
         layout = operand.layout
         target = projected(cells, dims, tuple(size_of(rule, dims) if layout is None else layout.size))
         targets.append(target)
         stays.append(layout is None or target == layout)
-        if layout is None or stays[-1]:
+        if layout is None or stays[-1] or target == operand.also:
             continue
-        travels = make_plan(layout, target).moved
-        moved += travels * operand.itemsize
+        travels = make_plan(layout, target).moved * operand.itemsize
+        moved += travels
+        cost += _cost(travels if operand.passes else ALONE * travels, ranks, operand.returns)
         if travels and _gathers(layout, target) and not _is_repeated(rule, dims, layout, cells):
-            gathered += math.prod(target.size) * operand.itemsize
+            whole = math.prod(target.size)
+            if not (budget and operand.passes and _is_multiplied(rule, whole)):
+                gathered += whole * operand.itemsize
     if gathered > budget:
         return None
     kept = rule.kept()
@@ -98,7 +115,16 @@ def _on_cells(rule: Rule, operands: tuple[Operand, ...], cells: Layout, budget: 
         label not in kept and cells.cuts(label) for label in range(len(rule.sizes))
     )
     results = tuple(projected(cells, dims, tuple(size_of(rule, dims))) for dims in rule.results)
-    return Schedule(rule, cells, tuple(targets), results, partial, moved, tuple(stays))
+    return Schedule(rule, cells, tuple(targets), results, partial, moved, cost, tuple(stays))
+
+
+def _is_multiplied(rule: Rule, elements: int) -> bool:
+    """Whether a product needs so many elements on each rank that has a part of the result, and makes no fewer of them.
+
+    That is what layers do whose weights lie apart: each rank has a part of the weights, and all of what comes in.
+    """
+    adds = rule.reduction is not None and rule.reduction.adds and len(rule.operands) > 1
+    return adds and elements <= math.prod(size_of(rule, rule.results[0]))
 
 
 def _gathers(source: Layout, target: Layout) -> bool:
@@ -131,12 +157,16 @@ def size_of(rule: Rule, dims: Dims) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Stacking:
-    """How the partial results of a schedule come together: stacked along a new first dim, in boxes of the result."""
+class Joining:
+    """How the partial results of a schedule come together, in boxes of the result.
 
-    source: Layout  # of the stack, as the cells make it
+    Sums are added up on their way, which is the way back of a transfer from the result to the cells. Others are stacked
+    along a new first dim, to be reduced there.
+    """
+
+    plan: Plan
+    stacked: bool
     rows: IntArray | None  # which cells contribute, in the order of the source's boxes; None: all
-    target: Layout  # of the stack, where it is reduced
     result: Layout
 
     def takes(self, row: int) -> bool:
@@ -148,18 +178,23 @@ class Stacking:
 
 
 @lru_cache(maxsize=512)
-def make_stacking(schedule: Schedule, everyone: Places) -> Stacking:
-    """Where partial results are brought together: the result in chunks along its longest dim."""
+def make_joining(schedule: Schedule, everyone: Places) -> Joining:
+    """Where partial results are brought together: the result in chunks."""
     rule, cells = schedule.rule, schedule.cells
     rows = contributing(cells)
+    some = None if len(rows) == len(cells) else rows
     size = size_of(rule, rule.results[0])
+    result = chunked(size, everyone)
+    assert rule.reduction is not None
+    if rule.reduction.adds and not result.has_replicas:
+        made = schedule.results[0] if some is None else schedule.results[0].chosen(rows)
+        return Joining(make_plan(result, made).reverse(), False, some, result)
     parts = schedule.results[0].at(rows)
     number = _numbers(rule, cells, rows, parts).reshape(-1, 1)
     depth = int(number.max()) + 1
     stacked = Boxes(np.concatenate([number, parts.offsets], 1), np.concatenate([np.ones_like(number), parts.sizes], 1))
     source = Layout.of([depth, *size], stacked, cells.places.take(rows))
-    result = chunked(size, everyone)
-    return Stacking(source, None if len(rows) == len(cells) else rows, result.with_dim(0, depth), result)
+    return Joining(make_plan(source, result.with_dim(0, depth)), True, some, result)
 
 
 def _numbers(rule: Rule, cells: Layout, rows: IntArray, parts: Boxes) -> IntArray:
@@ -185,8 +220,13 @@ def _numbers(rule: Rule, cells: Layout, rows: IntArray, parts: Boxes) -> IntArra
 
 
 def chunked(size: Sequence[int], everyone: Places, dim: int | None = None) -> Layout:
-    """A dim in chunks; by default the longest, and a tensor of one element is on every place instead."""
+    """A dim in chunks; by default the first that goes into even ones, which ops along later dims leave alone.
+
+    If there is none, the longest; a tensor of one element is on every place instead.
+    """
     if dim is None and math.prod(size) == 1:
         return Layout.whole(size, everyone)
-    dim = int(np.argmax(size)) if dim is None else dim
+    if dim is None:
+        even = (k for k, length in enumerate(size) if length and length % len(everyone) == 0)
+        dim = next(even, int(np.argmax(size)))
     return Layout.by_rule(size, [even_axis(dim, size[dim], len(everyone))], everyone)

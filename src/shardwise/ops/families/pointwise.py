@@ -12,6 +12,7 @@ from shardwise.dispatch import Op, registry
 from shardwise.ops.engine.call import Aten, Call
 from shardwise.ops.engine.compute import compute
 from shardwise.ops.engine.descent import HANDLERS, descend, functional_of
+from shardwise.ops.engine.kind import BLIND
 from shardwise.ops.engine.rule import Rule, broadcast
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.direct import call_directly
@@ -131,7 +132,10 @@ def _register(op: Op, *, in_place: bool) -> None:
                 if theirs is frame or (theirs.layout == frame.layout and theirs.process_group is process_group):
                     one = op(mine, other._tensors[0])
             if one is not None and one is not NotImplemented:
-                return first if in_place else first._like([one], one.dtype)
+                if in_place:
+                    first._writes += 1
+                    return first
+                return first._like([one], one.dtype)
         layout = first._frame.layout
         tensors = first._local_tensors()
         columns: list[Any] = [tensors]
@@ -168,6 +172,7 @@ def _register(op: Op, *, in_place: bool) -> None:
         return first._like(made, made[0].dtype)
 
     registry.built_in[op] = handler
+    BLIND.add(op)
 
 
 LONG = ("out", "dtype", "device", "generator")
@@ -215,6 +220,7 @@ for _name in ALSO:
     for _found in (_name, _name + "_"):
         if (_packet := getattr(aten, _found, None)) is not None:
             HANDLERS[_packet] = pointwise
+            BLIND.update(_op for _op, _ in _callables(_name))
 for _name in DUNDERS:
     if hasattr(torch.Tensor, _name):
         _register(getattr(torch.Tensor, _name), in_place=_name.startswith("__i") and _name != "__invert__")
