@@ -12,7 +12,7 @@ from shardwise.named_parameters import named_params_with_sharded_tensor
 from shardwise.ops.validation import validation
 from shardwise.partial import PartialTensor, ReplicatedTensor
 from shardwise.placement import mesh_placements
-from shardwise.process_group import load_with_process_group
+from shardwise.process_group import check, load_with_process_group
 from shardwise.random import layout_independent
 from shardwise.settings import gather_budget, own_batches
 from shardwise.sharded_optim import Scoped, ShardedOptimizer
@@ -74,6 +74,7 @@ __all__ = [
     "ShardingSpec",
     "ShardwiseError",
     "TensorProperties",
+    "check",
     "checkpoint",
     "collect_local_shard",
     "custom_sharded_op_impl",

@@ -17,12 +17,12 @@ from shardwise import settings
 from shardwise.dispatch import unsupported
 from shardwise.errors import ProcessGroupError, UnsupportedOpError
 from shardwise.layout import Layout, Places
-from shardwise.meeting import break_off
+from shardwise.meeting import leave_word
 from shardwise.ops.engine.call import Call, function
 from shardwise.ops.engine.rule import Reduction, Rule
 from shardwise.ops.engine.schedule import Operand, Schedule, make_joining, make_schedule, size_of
 from shardwise.ops.engine.steps import Bring, Move, Recorded, Shared, Tied, brought, done
-from shardwise.process_group import Fields, in_step, in_step_telling, is_member, kept_for, rank_array, room, talks
+from shardwise.process_group import Fields, Said, in_op, in_step_telling, is_member, kept_for, rank_array, room, talks
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.drawing import drawn_apart
 from shardwise.sharded_tensor.frame import Frame, Parts
@@ -113,7 +113,7 @@ class _Computation:
             assert self.group is not None
             record = torch.is_grad_enabled() and operand.requires_grad
             plan = make_plan(operand._layout, target)
-            found = brought(Bring(plan, self.group, fields_of(self.call), record), operand)
+            found = brought(Bring(plan, self.group, Said(fields_of(self.call)), record), operand)
         elif number != self.lead and operand._layout.has_replicas:
             found = done(Recorded(), operand)
         else:  # as it is, not a view of it
@@ -168,7 +168,7 @@ class _Computation:
             parts = [part.contiguous() for part in parts]
             record, tells = self.records and _differentiable(dtype), self.tells and k == 0
             fill = reduction.fills(dtype)[k]
-            move = Move(joining.plan, group, fields_of(self.call), record, dtype, fill, tells)
+            move = Move(joining.plan, group, Said(fields_of(self.call)), record, dtype, fill, tells)
             arrived = done(move, anchor, *parts)
             joined.append(arrived[:count])
             self.anchors += arrived[count:]
@@ -181,10 +181,9 @@ class _Computation:
         """Before partial results are sent: what a kernel found wrong with them here is told to all ranks."""
         if self.tells:
             in_step_telling(group, lambda: raised(failed))
-        elif self.checks and settings.current().validate:
-            in_step(group, lambda: raised(failed))
-        else:  # the others are on their way into the transfer
-            break_off(group, failed)
+        elif self.checks:
+            in_op(group, lambda: raised(failed))
+        leave_word(group, failed)  # the others are on their way into the transfer, and find word of it there
         raise failed
 
     def _require_sizes(self, layouts: Sequence[Layout], flat: list[list[torch.Tensor]]) -> None:
@@ -283,7 +282,7 @@ def raised(error: Exception) -> NoReturn:
 
 def _can_tell(call: Call, schedule: Schedule, everyone: Places, group: ProcessGroup | None) -> bool:
     """Whether there is somebody to tell the partial results to, and they are so small that they can be told."""
-    if group is None or not talks(group):
+    if group is None or not talks(group) or everyone.device_types != {"cpu"}:  # whose values the host need not wait for
         return False
     source = make_joining(schedule, everyone).plan.src
     assert schedule.rule.reduction is not None

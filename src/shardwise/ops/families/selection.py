@@ -14,7 +14,7 @@ from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.chunking import chunked_layout, one_behind_another, own_chunk
 from shardwise.ops.engine.rule import broadcast_shapes
 from shardwise.ops.engine.table import TABLE
-from shardwise.process_group import Fields, in_step, is_member
+from shardwise.process_group import Fields, in_op, is_member
 from shardwise.sharded_tensor import ShardedTensorBase
 
 aten = torch.ops.aten
@@ -84,7 +84,7 @@ def _counted(call: Call, size: int, **changes: Any) -> Any:
         made = call.run(parts, **changes) if parts[0].numel() else _no_counts(call, size)
         return made, {"op": call.name, "arguments": call.settings()}
 
-    found = in_step(group, work)
+    found = in_op(group, work)
     return one_behind_another(found.unsqueeze(0), model).sum(0, dtype=found.dtype)
 
 

@@ -165,8 +165,8 @@ def _through_flat(x: Any, after: Sequence[int]) -> Any:
         inner = layout.boxes.volumes
         boxes = Boxes((np.cumsum(inner) - inner).reshape(-1, 1), inner.reshape(-1, 1))
         runs.append(Layout.of(flat, boxes, layout.places))
-    rows = x.redistribute(spec_of(layouts[0]))
-    runs_of = _reshaped(rows, runs[0]).redistribute(spec_of(runs[1]))
+    rows = x._redistributed(spec_of(layouts[0]))
+    runs_of = _reshaped(rows, runs[0])._redistributed(spec_of(runs[1]))
     made = _reshaped(runs_of, layouts[1])
     made._moved = True
     return made
