@@ -63,7 +63,7 @@ def room(process_group: ProcessGroup) -> int:
     return 0 if is_large(process_group) else ROOM
 
 
-def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> T:
+def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said]]) -> T:
     """Do this rank's part of a verb; return only if it went well on every rank and all agree on the fields.
 
     Every rank of the group must call it. About 100 bytes travel, more only when there is an error to tell.
@@ -78,7 +78,7 @@ def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -
 class Step(Generic[T]):
     """The same in two halves: `value` is there at once, while the ranks compare; `finish` before acting on it."""
 
-    def __init__(self, process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> None:
+    def __init__(self, process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said]]) -> None:
         self._asked = settings.current().validate and talks(process_group)
         value, self._fields, self._error = _attempt(process_group, work)
         self._failed = self._error is not None
@@ -97,14 +97,14 @@ class Step(Generic[T]):
 
 
 def in_step_sharing(
-    process_group: ProcessGroup, work: Callable[[], tuple[T, Fields, Any]], *, subject: str = SUBJECT
+    process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said, Any]], *, subject: str = SUBJECT
 ) -> tuple[T, Told[Any]]:
     """The same, and what each rank brings (plain values that JSON knows) is given to all, in group order.
 
     The subject is what an error says has these fields.
     """
 
-    def encoded() -> tuple[T, Fields, bytes]:
+    def encoded() -> tuple[T, Fields | Said, bytes]:
         value, fields, brought = work()
         return value, fields, json.dumps(brought).encode()
 
@@ -113,14 +113,14 @@ def in_step_sharing(
 
 
 def in_step_telling(
-    process_group: ProcessGroup, work: Callable[[], tuple[T, Fields, bytes]], *, subject: str = SUBJECT
+    process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said, bytes]], *, subject: str = SUBJECT
 ) -> tuple[T, Told[bytes]]:
     """The same for bytes; up to `room` of them travel with the digest."""
     if not talks(process_group):
         value, _, brought = work()
         return value, Told.alike(brought, process_group.size() if is_member(process_group) else 1)
 
-    def attempt() -> tuple[tuple[T, bytes], Fields]:
+    def attempt() -> tuple[tuple[T, bytes], Fields | Said]:
         value, fields, brought = work()
         return (value, brought), fields
 
@@ -131,8 +131,8 @@ def in_step_telling(
 
 
 def _attempt(
-    process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]
-) -> tuple[T | None, Fields, Exception | None]:
+    process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said]]
+) -> tuple[T | None, Fields | Said, Exception | None]:
     """What the work gives, or how it failed; an error that every rank of the group knows already is raised at once.
 
     Work may do verbs of its own, in which the ranks agree. What such a verb has told to all of them, all of them raise.
@@ -164,14 +164,14 @@ def begin_sending(process_group: ProcessGroup, said: Said) -> int:
     return ledger.data_tag()
 
 
-def in_op(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> T:
+def in_op(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said]]) -> T:
     """As `in_step`, for an op: by default nothing is sent, and what is wrong here the others hear of when they wait."""
     step = step_of_op(process_group, work)
     step.finish()
     return step.value
 
 
-def step_of_op(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> Step[T] | Followed[T]:
+def step_of_op(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said]]) -> Step[T] | Followed[T]:
     """The same in two halves, as `Step`."""
     strict = settings.current().strict
     return Step(process_group, work) if strict else Followed(process_group, work)
@@ -180,7 +180,7 @@ def step_of_op(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]
 class Followed(Generic[T]):
     """A call of an op that was added to the chain."""
 
-    def __init__(self, process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> None:
+    def __init__(self, process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said]]) -> None:
         asked = settings.current().validate and talks(process_group)
         try:
             self.value, fields = work()
@@ -189,7 +189,7 @@ class Followed(Generic[T]):
                 leave_word(process_group, error)  # of whatever kind: it may be wrong here alone
             raise
         if asked:
-            follow(process_group, Said(fields))
+            follow(process_group, fields if isinstance(fields, Said) else Said(fields))
 
     def finish(self) -> None:
         """Nothing to wait for."""
@@ -219,7 +219,7 @@ def settle(process_group: ProcessGroup, *, tell: bool = True) -> None:
 
 
 def _meet(
-    process_group: ProcessGroup, fields: Fields, error: Exception | None, brought: bytes, subject: str = SUBJECT
+    process_group: ProcessGroup, fields: Fields | Said, error: Exception | None, brought: bytes, subject: str = SUBJECT
 ) -> _Meeting:
     """Begin a meeting, after those that this rank owes to the others."""
     settle(process_group, tell=error is None)  # else it is told now
@@ -233,20 +233,21 @@ class _Meeting:
         self,
         group: ProcessGroup,
         ledger: Ledger,
-        fields: Fields,
+        fields: Fields | Said,
         error: Exception | None,
         brought: bytes,
         subject: str,
         *,
         told: bool = False,
     ) -> None:
-        self._group, self._ledger, self._fields, self._error, self._subject = group, ledger, fields, error, subject
+        self._group, self._ledger, self._error, self._subject = group, ledger, error, subject
+        self._said = fields if isinstance(fields, Said) else Said(fields)
         self._told = told  # whether this rank has raised already what will come of it
         self._number = ledger.number
         self._before = tuple(ledger.entries)[-MOST_TOLD:]
         self._entry: Entry | None = None
         if error is None:
-            self._entry = ledger.add(Said(fields))
+            self._entry = ledger.add(self._said)
         elif ledger.failure is None:
             ledger.failure = [type(error).__name__, str(error)]  # for those who wait elsewhere, and look
         self._patience = SOON if told else None
@@ -296,7 +297,7 @@ class _Meeting:
 
     def _reports(self) -> list[Any]:
         failure = None if self._error is None else [type(self._error).__name__, str(self._error)]
-        said = {name: str(value) for name, value in self._fields.items()}
+        said = {name: str(value) for name, value in self._said.fields.items()}
         call = "" if self._entry is None else self._entry.described()["call"]
         before = {entry.number: {**entry.described(), "fields": {}} for entry in self._before}
         report = json.dumps([said, failure, self._subject, before, call]).encode()

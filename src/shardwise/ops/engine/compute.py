@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -21,46 +19,19 @@ from shardwise.errors import ProcessGroupError, UnsupportedOpError
 from shardwise.layout import Layout, Places
 from shardwise.meeting import leave_word
 from shardwise.ops.engine.call import Call, function
-from shardwise.ops.engine.plain_operand import shared_plain
 from shardwise.ops.engine.rule import Reduction, Rule
 from shardwise.ops.engine.schedule import Operand, Schedule, make_joining, make_schedule, size_of
-from shardwise.process_group import (
-    Fields,
-    in_op,
-    in_step_telling,
-    is_member,
-    kept_for,
-    rank_array,
-    room,
-    step_of_op,
-    talks,
-)
+from shardwise.ops.engine.steps import Bring, Move, Recorded, Shared, Tied, brought, done
+from shardwise.process_group import Fields, Said, in_op, in_step_telling, is_member, kept_for, rank_array, room, talks
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.drawing import drawn_apart
 from shardwise.sharded_tensor.frame import Frame, Parts
-from shardwise.sharded_tensor.gradients import Way, moved_locals, new_anchor, note_write, recorded
-from shardwise.sharded_tensor.moved_once import kept_layout, moved_once, passes
-from shardwise.sharded_tensor.movement import require_movable
+from shardwise.sharded_tensor.gradients import new_anchor, note_write
+from shardwise.sharded_tensor.moved_once import kept_layout, passes
 from shardwise.sharded_tensor.recorded_backward import tie
 from shardwise.transfer import make_plan
 
 Tensors = list[torch.Tensor]
-
-
-class Prepared(NamedTuple):
-    """Everything about computing a call that does not depend on its operands' values."""
-
-    rule: Rule
-    schedule: Schedule
-    group: ProcessGroup | None
-    everyone: Places
-    expected: list[tuple[torch.Size, torch.dtype]]
-    lead: int | None
-    tells: bool  # whether partial results are so small that they are told to all while the ranks agree
-
-    def run(self, call: Call) -> Any:
-        """Compute the call."""
-        return _Computation(call, self).run()
 
 
 def compute(call: Call, rule: Rule, *, lead: int | None = None) -> Any:
@@ -68,21 +39,14 @@ def compute(call: Call, rule: Rule, *, lead: int | None = None) -> Any:
 
     Where operands move, every rank of the group takes part. With a ``lead``, that operand is written into.
     """
-    prepared = prepare(call, rule, lead=lead)
-    return NotImplemented if prepared is None else prepared.run(call)
-
-
-def prepare(call: Call, rule: Rule, *, lead: int | None = None) -> Prepared | None:
-    """The same without computing it: None when no schedule is within the gather budget."""
     expected = expect(call)
     _require_agreement_of(rule, expected, call)
     group, everyone = meeting(call)
     operands = tuple(map(_known, call.operands))
     schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
     if schedule is None:
-        return None
-    tells = schedule.partial and not schedule.moved and _can_tell(call, schedule, everyone, group)
-    return Prepared(rule, schedule, group, everyone, expected, lead, tells)
+        return NotImplemented
+    return _Computation(call, schedule, group, everyone, expected, lead).run()
 
 
 def _known(operand: torch.Tensor) -> Operand:
@@ -105,17 +69,24 @@ def draws(call: Call) -> bool:
 class _Computation:
     """One call under one schedule."""
 
-    def __init__(self, call: Call, prepared: Prepared) -> None:
-        self.call = call
-        self.rule, self.schedule, self.group, self.everyone, self.expected, self.lead, self.tells = prepared
-        schedule, group = self.schedule, self.group
+    def __init__(
+        self,
+        call: Call,
+        schedule: Schedule,
+        group: ProcessGroup | None,
+        everyone: Places,
+        expected: list[tuple[torch.Size, torch.dtype]],
+        lead: int | None,
+    ) -> None:
+        self.call, self.schedule, self.rule = call, schedule, schedule.rule
+        self.group, self.everyone, self.expected, self.lead = group, everyone, expected, lead
+        # Whether partial results are so small that they are told to all while the ranks agree.
+        self.tells = schedule.partial and not schedule.moved and _can_tell(call, schedule, everyone, group)
         self.here = schedule.cells.rows_on(dist.get_rank() if dist.is_initialized() else -1)
         self.records = torch.is_grad_enabled() and any(operand.requires_grad for operand in call.operands)
         self.anchors: Tensors = []
-        # Kernels look at indices: what they find wrong is found before the ranks agree, else they agree meanwhile.
+        # Kernels look at indices: what they find wrong is told to the others before they count on this rank.
         self.checks = schedule.partial and not self.tells and not all(map(_has_fractions, call.operands))
-        talks = schedule.moved or (schedule.partial and not self.tells and not self.checks)
-        self.ready = agreement(call, group) if talks else _nothing
 
     def run(self) -> Any:
         """The results, as the op gives them, sharded."""
@@ -126,11 +97,6 @@ class _Computation:
         with self._drawing():
             found = [self._local(row, tensors) for row, tensors in zip(self.here, per_cell, strict=True)]
         return self._wrapped(self.schedule.results, found)
-
-    def _agreed(self) -> None:
-        """Before something is sent for the first time: the ranks have agreed on what they compute."""
-        ready, self.ready = self.ready, _nothing
-        ready()
 
     def _drawing(self) -> AbstractContextManager[None]:
         """Around an op that draws random numbers: each rank others, and all generators go on alike."""
@@ -143,22 +109,23 @@ class _Computation:
         operand, target = self.call.operands[number], self.schedule.operands[number]
         if not isinstance(operand, ShardedTensorBase):
             return self._cut(operand, number)
-        if self.schedule.stays[number]:
-            written = number == self.lead  # as it is, not a view of it
-            tensors, anchor = (operand._local_tensors(), operand._anchored()) if written else recorded(operand)
-        else:
-            require_movable(operand)
+        if not self.schedule.stays[number]:
             assert self.group is not None
             record = torch.is_grad_enabled() and operand.requires_grad
-            plan, way = make_plan(operand._layout, target), Way(self.group, ready=self._agreed)
-            tensors, anchor = moved_once(operand, plan, way, record=record)
-        if anchor is not None:
-            self.anchors.append(anchor)
-        return tensors
+            plan = make_plan(operand._layout, target)
+            found = brought(Bring(plan, self.group, Said(fields_of(self.call)), record), operand)
+        elif number != self.lead and operand._layout.has_replicas:
+            found = done(Recorded(), operand)
+        else:  # as it is, not a view of it
+            found, anchor = operand._local_tensors(), operand._anchored()
+            found = found if anchor is None else [*found, anchor]
+        self.anchors += found[len(self.here) :]
+        return found[: len(self.here)]
 
     def _cut(self, operand: torch.Tensor, number: int) -> Tensors:
         """What each cell needs of a plain operand, which is the same on every rank."""
-        operand = shared_plain(operand.as_subclass(torch.Tensor), self.group)
+        if torch.is_grad_enabled() and operand.requires_grad:
+            (operand,) = done(Shared(self.group), operand)
         if operand.requires_grad and not self.here:
             self.anchors.append(tie([operand]))
         layout = self.schedule.operands[number]
@@ -191,36 +158,33 @@ class _Computation:
                 failed = error
                 break
             partials.append(made if isinstance(made, tuple) else (made,))
-        self._agree(group, failed)
+        if failed is not None:
+            self._tell(group, failed)
         joined: list[Tensors] = []
-        anchor = tie(self.anchors) if self.anchors else None
+        anchor = done(Tied(), *self.anchors)[0] if self.anchors else None
+        count = len(joining.plan.dst.rows_on(dist.get_rank()))
         for k, dtype in enumerate(meta):
             parts = [partial[k].unsqueeze(0) if joining.stacked else partial[k] for partial in partials]
             parts = [part.contiguous() for part in parts]
-            way = Way(group, ready=self._agreed, fill=reduction.fills(dtype)[k])
-            if self.tells and k == 0:
-                way = replace(way, tell=functools.partial(tell, self.call, group))
-            record = self.records and _differentiable(dtype)
-            arrived, anchor_k = moved_locals(parts, anchor, joining.plan, way, dtype, record=record)
-            joined.append(arrived)
-            if anchor_k is not None:
-                self.anchors.append(anchor_k)
+            record, tells = self.records and _differentiable(dtype), self.tells and k == 0
+            fill = reduction.fills(dtype)[k]
+            move = Move(joining.plan, group, Said(fields_of(self.call)), record, dtype, fill, tells)
+            arrived = done(move, anchor, *parts)
+            joined.append(arrived[:count])
+            self.anchors += arrived[count:]
         found: list[Any] = joined[0]
         if joining.stacked:
             found = [reduction.again(self.call, list(pieces)) for pieces in zip(*joined, strict=True)]
         return self._wrapped((joining.result,) * len(self.expected), found)
 
-    def _agree(self, group: ProcessGroup, failed: Exception | None) -> None:
+    def _tell(self, group: ProcessGroup, failed: Exception) -> NoReturn:
         """Before partial results are sent: what a kernel found wrong with them here is told to all ranks."""
-        if failed is None:
-            self.ready = agreement(self.call, group) if self.checks else self.ready
-        elif self.tells:
+        if self.tells:
             in_step_telling(group, lambda: raised(failed))
         elif self.checks:
             in_op(group, lambda: raised(failed))
-        else:  # the others are on their way into the transfer, and find word of it there
-            leave_word(group, failed)
-            raise failed
+        leave_word(group, failed)  # the others are on their way into the transfer, and find word of it there
+        raise failed
 
     def _require_sizes(self, layouts: Sequence[Layout], flat: list[list[torch.Tensor]]) -> None:
         """What was computed must fill the boxes: torch may give results that it did not announce."""
@@ -270,10 +234,6 @@ def assemble(
     return made
 
 
-def _nothing() -> None:
-    """Nothing to wait for."""
-
-
 def _differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
@@ -311,16 +271,6 @@ def _frame(layout: Layout, rows: tuple[int, ...], dtype: torch.dtype, group: Pro
     return Frame.of(layout, None, rows, dtype, group)
 
 
-def agreement(call: Call, group: ProcessGroup | None) -> Any:
-    """Compare with all ranks what is about to be computed, as ops do; call the result before anything is sent."""
-    return _nothing if group is None else step_of_op(group, lambda: (None, _fields(call))).finish
-
-
-def tell(call: Call, group: ProcessGroup, brought: bytes) -> list[bytes]:
-    """Compare, and at once tell all ranks a few bytes of what was computed."""
-    return in_step_telling(group, lambda: (None, _fields(call), brought))[1]
-
-
 def _has_fractions(operand: torch.Tensor) -> bool:
     return operand.is_floating_point() or operand.is_complex()
 
@@ -340,7 +290,7 @@ def _can_tell(call: Call, schedule: Schedule, everyone: Places, group: ProcessGr
     return source.most_elements * itemsize <= room(group)
 
 
-def _fields(call: Call) -> Fields:
+def fields_of(call: Call) -> Fields:
     """What must be the same on every rank of a call."""
     fields: dict[str, object] = {"op": call.name, "arguments": call.settings(), "function": str(function)}
     fields["gather_budget"] = settings.current().gather_budget

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.chunking import chunked_layout, one_behind_another, own_chunk
-from shardwise.ops.engine.descent import HANDLERS
 from shardwise.ops.engine.rule import broadcast_shapes
+from shardwise.ops.engine.table import TABLE
 from shardwise.process_group import Fields, in_op, is_member
 from shardwise.sharded_tensor import ShardedTensorBase
 
@@ -111,7 +111,7 @@ def _histc(call: Call) -> Any:
     return _counted(call, call["bins"], min=low, max=high)
 
 
-HANDLERS.update(
+TABLE.update(
     {
         aten.nonzero: _nonzero,
         aten.masked_select: _masked_select,
