@@ -22,9 +22,9 @@ from shardwise.ops.embedding.pieces import Pieces, packed
 from shardwise.ops.embedding.route import Columns, route_among
 from shardwise.process_group import Said, begin_sending, is_fake
 from shardwise.sharded_tensor import ShardedTensor
-from shardwise.sharded_tensor.gradients import compared, new_anchor, wants_graph
-from shardwise.transfer import make_plan
-from shardwise.transfer.execute import wire_device
+from shardwise.sharded_tensor.gradient_buckets import compared
+from shardwise.sharded_tensor.gradients import new_anchor, wants_graph
+from shardwise.transfer.exchange import wire_device
 from shardwise.transfer.views import as_bytes
 from shardwise.transfer.wire import exchange
 
@@ -36,7 +36,7 @@ class Table:
         layout = weight._layout
         self.group, self.width, self.dtype, self.outline = group, weight.shape[1], weight.dtype, layout.outline
         self.route = route_among(layout, group)
-        self.wire = wire_device(make_plan(layout, layout), group)
+        self.wire = wire_device(layout.places.device_types, group)
         self._said = Said({"verb": "an exchange of ids or rows of a table", "table": self.outline, "dtype": self.dtype})
 
     def swap(self, given: torch.Tensor, out: IntArray, into: IntArray) -> torch.Tensor:
@@ -50,7 +50,8 @@ class Table:
         came, went = ((counts * given.element_size()).tolist() for counts in (into, out))
         try:
             tag = begin_sending(self.group, self._said)
-            exchange(self.group, as_bytes(taken), sent, came, went, tag).wait()
+            messages = as_bytes(taken).split_with_sizes(came), sent.split_with_sizes(went)
+            exchange(self.group, *messages, tag).wait()
         except (RuntimeError, TimeoutError) as error:
             if hasattr(error, "told_to"):
                 raise
