@@ -61,7 +61,7 @@ def test_no_memory_where_all_had_agreed() -> None:
             patch.setattr(execute._Carrier, "_fits", fails)
         for rounds in (None, 8):
             found = message_of(lambda rounds=rounds: x.detach().redistribute(chunks(1, 1, 0), max_bytes=rounds))
-            assert found.startswith("no memory\nat all")
+            assert "no memory\nat all" in found
             assert ("found on rank 1" in found) == (dist.get_rank() == 0)
     assert torch.equal(x.full_tensor().detach(), PLAIN)
 
