@@ -223,4 +223,4 @@ def _host_waits(wire: Wire) -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    wire.host_waits = sum("synchroniz" in str(one.message) for one in caught)
+    wire.host_waits = sum("called a synchronizing" in str(one.message) for one in caught)
