@@ -45,6 +45,7 @@ from shardwise.sharding_spec import (
     ShardingSpec,
     infer_sharding_spec,
 )
+from shardwise.tracing import trace
 from shardwise.transfer import Plan, make_plan, relabel
 
 __version__ = "0.1.0"
@@ -109,6 +110,7 @@ __all__ = [
     "shard_tensor",
     "state_dict_hook",
     "to_dtensor",
+    "trace",
     "validation",
     "viz",
     "zeros",

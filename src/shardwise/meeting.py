@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from shardwise.errors import TransferError
+from shardwise.tracing import record
 
 # torch 2.13 gave the collective a new name and deprecated the old one, the only one before.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -59,8 +60,9 @@ def collective_device(process_group: ProcessGroup) -> torch.device:
 class _Exchange:
     """A collective of small messages under way: every rank of the group gives a tensor, and all get one."""
 
-    def __init__(self, process_group: ProcessGroup, device: torch.device, begin: Callable[[], Any]) -> None:
+    def __init__(self, process_group: ProcessGroup, device: torch.device, size: int, begin: Callable[[], Any]) -> None:
         traffic.count += 1
+        self._traced = record.begin("meeting", size, size) if record.running else None
         self._group, self._device = process_group, device
         try:
             self._work = begin()
@@ -69,6 +71,8 @@ class _Exchange:
 
     def _finish(self, look: Callable[[], object] | None, patience: float = PATIENCE) -> None:
         """Wait until all ranks have come. Whenever that takes long, it is looked whether to go on waiting."""
+        if self._traced is not None:
+            self._traced.waits()
         while look is not None and not self._is_over(patience):
             look()
             patience = min(2 * patience, AT_MOST)
@@ -78,6 +82,8 @@ class _Exchange:
             if look is not None:
                 look()  # a rank that is gone may have said why
             raise self._lost(error) from error
+        if self._traced is not None:
+            self._traced.end()
 
     def _is_over(self, patience: float) -> bool:
         """Whether all ranks have come within so many seconds, or it is known that one will not."""
@@ -111,7 +117,10 @@ class Gathering(_Exchange):
         self._mine = mine.repeat(self._size) if each else mine  # kept as long as it is sent
         send = dist.all_to_all_single if each else _all_gather_single
         super().__init__(
-            process_group, device, lambda: send(self._everyone, self._mine, group=process_group, async_op=True)
+            process_group,
+            device,
+            longest * (self._size - 1),
+            lambda: send(self._everyone, self._mine, group=process_group, async_op=True),
         )
 
     def wait(self, look: Callable[[], object] | None = None) -> list[bytes]:
@@ -133,6 +142,7 @@ class Reduction(_Exchange):
         super().__init__(
             process_group,
             device,
+            2 * self._numbers.nbytes * (process_group.size() - 1) // process_group.size(),
             lambda: dist.all_reduce(self._numbers, dist.ReduceOp.MAX, group=process_group, async_op=True),
         )
 

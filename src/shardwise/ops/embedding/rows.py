@@ -24,6 +24,7 @@ from shardwise.ops.embedding.route import Columns, route_among
 from shardwise.process_group import is_fake
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.gradients import compared, new_anchor, wants_graph
+from shardwise.tracing import record
 from shardwise.transfer import make_plan
 from shardwise.transfer.execute import wire_device
 from shardwise.transfer.views import as_bytes
@@ -48,7 +49,9 @@ class Table:
         sent = as_bytes(given.to(self.wire).resolve_conj().resolve_neg().contiguous())
         came, went = ((counts * given.element_size()).tolist() for counts in (into, out))
         try:
-            dist.all_to_all_single(as_bytes(taken), sent, came, went, group=self.group)
+            here = self.route.here
+            with record.waiting("exchange", sum(went) - went[here], sum(came) - came[here]):
+                dist.all_to_all_single(as_bytes(taken), sent, came, went, group=self.group)
         except RuntimeError as error:
             raise lost(
                 f"exchange {sent.numel():,} bytes of ids or rows of a sharded table", error, self.group

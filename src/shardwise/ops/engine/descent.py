@@ -29,6 +29,7 @@ from shardwise.ops.engine.rule import Rule
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.direct import call_directly
 from shardwise.sharded_tensor.movement import copy_into
+from shardwise.tracing import record
 
 Handler = Callable[[Call], Any]
 RuleMaker = Callable[[Call], Rule | None]
@@ -170,6 +171,15 @@ def _is_known(op: Aten) -> bool:
 
 
 def _compute(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    entered = record.enter(op) if record.running else None
+    try:
+        return _computed(op, args, kwargs)
+    finally:
+        if entered is not None:
+            entered.leave()
+
+
+def _computed(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     call = Call(op, args, kwargs)
     elementwise = torch.Tag.pointwise in op.tags or op.overloadpacket is torch.ops.aten.copy_
     if not elementwise and any(one.numel() == 0 for one in call.sharded()):

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from shardwise.meeting import lost
 from shardwise.sharded_tensor.gradients import compared
 from shardwise.sharded_tensor.recorded_backward import depending, passed
+from shardwise.tracing import record
 
 
 class SharedPlain(torch.autograd.Function):
@@ -47,7 +48,8 @@ class SumOverRanks(torch.autograd.Function):
         total = tensor.resolve_conj().resolve_neg().contiguous().clone()
         ready()
         try:
-            dist.all_reduce(total, group=group)
+            with record.waiting_for_sum(total.nbytes, group.size()):
+                dist.all_reduce(total, group=group)
         except RuntimeError as error:
             raise lost(f"add up {total.nbytes:,} bytes of the gradient of a plain operand", error, group) from error
         return total, anchor

@@ -1,0 +1,49 @@
+"""Transfers in a trace: what kind of collective one is, how many bytes, and how long the host waits for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.layout import Layout
+from shardwise.tracing import record
+from shardwise.transfer.plan import Plan
+
+
+def begin_traced(plan: Plan, dtype: torch.dtype) -> record.Begun | None:
+    """Let the trace that is on know that a transfer begins; None if none is on in this thread."""
+    rank, size = dist.get_rank(), dtype.itemsize
+    said = {"in_all": plan.moved * size, "least": plan.lower_bound * size}
+    return record.begin(kind_of(plan), plan.sent(rank) * size, plan.received(rank) * size, **said)
+
+
+def kind_of(plan: Plan) -> str:
+    """By the name that the pattern has: all to everybody, sums to whom they belong, or any other exchange."""
+    if plan.sums and _is_whole(plan.src):
+        return "reduce-scatter"
+    return "all-gather" if not plan.sums and _is_whole(plan.dst) else "exchange"
+
+
+def _is_whole(layout: Layout) -> bool:
+    """Whether several ranks hold all of the tensor, and nobody a part."""
+    return len(layout) > 1 and layout.elements == len(layout) * layout.size.numel()
+
+
+class Traced:
+    """A transfer under way, and its entry in a trace."""
+
+    def __init__(self, moving: Any, begun: record.Begun) -> None:
+        self._moving, self._begun = moving, begun
+        self._is_over = False
+
+    def wait(self) -> list[torch.Tensor]:
+        """Finish, and give the local tensors of the destination."""
+        if not self._is_over:
+            self._begun.waits()
+        outs: list[torch.Tensor] = self._moving.wait()
+        if not self._is_over:
+            self._begun.end()
+        self._is_over = True
+        return outs
