@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -53,10 +53,25 @@ def caller() -> Caller:
         frame = frame.f_back
     if frame is None:
         return Caller("", verb, True)
+    return Caller(_line(frame, frame.f_lineno), verb, runs_backward)
+
+
+def place_of(traceback: TracebackType | None) -> str:
+    """The last line outside of libraries that an error has come through."""
+    found = ""
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if not _is_of_library(frame):
+            found = _line(frame, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return found
+
+
+def _line(frame: FrameType, number: int) -> str:
     code = frame.f_code
     names = [name for name in code.co_qualname.split(".") if not name.startswith("<")]  # not of lambdas and the like
     inside = f" in {names[-1]}" if names else ""
-    return Caller(f"{Path(code.co_filename).name}:{frame.f_lineno}{inside}", verb, runs_backward)
+    return f"{Path(code.co_filename).name}:{number}{inside}"
 
 
 def name_of(op: Any) -> str:

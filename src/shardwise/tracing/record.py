@@ -26,6 +26,8 @@ class Trace:
     ``events`` are the collectives and meetings, in the order in which they ended, ``ops`` the ops on sharded tensors.
     """
 
+    is_forecast = False  # whether it tells what would be sent
+
     def __init__(self) -> None:
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.events: list[Collective] = []
@@ -115,6 +117,12 @@ class Begun:
 def current() -> Trace | None:
     """The trace that is on here."""
     return _current.get() if running else None
+
+
+def is_forecast() -> bool:
+    """Whether somebody wants to know what would be sent, where nothing is."""
+    trace = current()
+    return trace is not None and trace.is_forecast
 
 
 def begin(kind: str, sent: float, received: float, **said: Any) -> Begun | None:

@@ -1,0 +1,149 @@
+"""Stand-ins: copies of what a function works on, in which every tensor has a size and no data.
+
+The function is copied too, if it holds tensors: a module, a method, a closure, names of its module. So whatever it does
+to them, it does to the copies.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from shardwise.dispatch import Distributed
+from shardwise.sharded_tensor import ShardedTensorBase
+
+PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, types.ModuleType)
+LIBRARIES = ("torch", "shardwise", "builtins", "numpy")  # whose objects hold no tensors, but for those named below
+
+
+class StandIns:
+    """Makes them; the same thing has the same stand-in, however often it is met."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._made: dict[int, Any] = {}
+        self._kept: list[Any] = []  # whose ids are used must live
+
+    def of(self, value: Any) -> Any:
+        """The stand-in; the value itself, if there are no tensors in it."""
+        if isinstance(value, PLAIN):
+            return value
+        if id(value) in self._made:
+            return self._made[id(value)]
+        self._kept.append(value)
+        self._made[id(value)] = value  # while it is looked into
+        made = self._made[id(value)] = self._make(value)
+        return made
+
+    def _make(self, value: Any) -> Any:
+        if isinstance(value, ShardedTensorBase):
+            return self._sharded(value)
+        if isinstance(value, torch.Tensor):
+            return value if isinstance(value, Distributed) else self._plain(value)
+        if isinstance(value, nn.Module | torch.optim.Optimizer):
+            return self._object(value)
+        if isinstance(value, dict | list | tuple | set | frozenset):
+            return self._collection(value)
+        if isinstance(value, functools.partial):
+            parts = value.func, value.args, value.keywords
+            found = [self.of(part) for part in parts]
+            return value if _are_same(found, parts) else functools.partial(found[0], *found[1], **found[2])
+        if isinstance(value, types.MethodType):
+            owner = self.of(value.__self__)
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in LIBRARIES:
+            return self._object(value, only_if_changed=True)
+        return value
+
+    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = self._mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made.detach(), tensor.requires_grad)
+        if tensor.is_leaf and tensor.grad is not None:
+            made.grad = self.of(tensor.grad)
+        return made
+
+    def _sharded(self, tensor: ShardedTensorBase) -> Any:
+        with torch.no_grad():
+            made = tensor._like([self._mode.from_tensor(local.detach()) for local in tensor._local_tensors()])
+        if tensor.requires_grad:
+            made.requires_grad_()
+        if tensor.is_leaf and tensor.grad is not None:
+            made.grad = self._sharded(tensor.grad)
+        if getattr(tensor, "_is_param", False):
+            made._is_param = True
+        return made
+
+    def _collection(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            found = {self.of(key): self.of(item) for key, item in value.items()}
+            if _are_same(found, value) and _are_same(found.values(), value.values()):
+                return value
+            made = copy.copy(value)
+            made.clear()
+            made.update(found)
+            return made
+        items = [self.of(item) for item in value]
+        if _are_same(items, value):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+    def _object(self, value: Any, *, only_if_changed: bool = False) -> Any:
+        """A copy of an object with stand-ins for attributes; made before they are, for they may hold it."""
+        made = object.__new__(type(value))
+        before = vars(value)
+        if not only_if_changed:
+            self._made[id(value)] = made
+        found = {name: self.of(item) for name, item in before.items()}
+        if only_if_changed and _are_same(found.values(), before.values()):
+            return value
+        made.__dict__.update(found)
+        return made
+
+    def _function(self, function: types.FunctionType) -> Any:
+        """The function over other cells and other names of its module, where they hold tensors."""
+        cells = function.__closure__ or ()
+        contents = [self.of(cell.cell_contents) if _is_filled(cell) else None for cell in cells]
+        new = tuple(
+            cell if not _is_filled(cell) or found is cell.cell_contents else types.CellType(found)
+            for cell, found in zip(cells, contents, strict=True)
+        )
+        names = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
+        found = {name: self.of(value) for name, value in names.items()}
+        defaults = self.of(function.__defaults__)
+        same = _are_same(found.values(), names.values()) and defaults is function.__defaults__
+        if same and _are_same(new, cells):
+            return function
+        names_there = {**function.__globals__, **found} if not same else function.__globals__
+        made = types.FunctionType(function.__code__, names_there, function.__name__, defaults, new)
+        made.__kwdefaults__ = self.of(function.__kwdefaults__)
+        return made
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 # raises if it holds nothing yet
+    except ValueError:
+        return False
+    return True
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names that a function, and those within it, may take from its module."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
+
+
+def _are_same(some: Any, others: Any) -> bool:
+    return all(one is other for one, other in zip(some, others, strict=True))
