@@ -15,7 +15,7 @@ from shardwise.layout import Grid, Layout, Places
 from shardwise.layout.listing import Listing
 from shardwise.ops.engine.cells import _one_by_one, cells_of, contributing, projected
 from shardwise.ops.engine.rule import Along, Reduction, Rule
-from shardwise.ops.engine.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
+from shardwise.ops.engine.schedule import Operand, Schedule, make_joining, make_schedule, size_of
 from shardwise.placement import Placement
 
 SUM = Reduction(lambda call, stacks: stacks[0].sum(0), lambda dtype: (0,))
@@ -80,8 +80,8 @@ def test_stacks_hold_each_part_once(rule: Rule, data: st.DataObject) -> None:
     schedule = partial_schedule(rule, data)
     if schedule is None:
         return
-    stacking = make_stacking(schedule, EVERYONE)
-    source, rows = stacking.source, contributing(schedule.cells)
+    joining = make_joining(schedule, EVERYONE)
+    source, rows = joining.plan.src, contributing(schedule.cells)
     assert source.boxes.offsets[:, 1:].tolist() == schedule.results[0].at(rows).offsets.tolist()
     filled = np.zeros(tuple(source.size), dtype=np.int64)
     for row in range(len(source)):
@@ -91,8 +91,8 @@ def test_stacks_hold_each_part_once(rule: Rule, data: st.DataObject) -> None:
         assert filled.min(initial=1) == 1
     boxes = schedule.cells.at(rows)
     assert len(np.unique(np.concatenate([boxes.offsets, boxes.sizes], 1), axis=0)) == len(rows) == len(source)
-    assert stacking.target.boxes.sizes[:, 1:].tolist() == stacking.result.boxes.sizes.tolist()
-    assert [stacking.takes(row) for row in range(len(schedule.cells))] == [
+    assert joining.plan.dst.boxes.sizes[:, 1:].tolist() == joining.result.boxes.sizes.tolist()
+    assert [joining.takes(row) for row in range(len(schedule.cells))] == [
         row in set(rows.tolist()) for row in range(len(schedule.cells))
     ]
 
@@ -106,6 +106,6 @@ def test_cells_of_listed_boxes_are_stacked_alike(rule: Rule, data: st.DataObject
         return
     cells = schedule.cells
     plain = Layout(cells.size, Listing(cells.size, cells.boxes), cells.places)
-    again = make_stacking(replace(schedule, cells=plain), EVERYONE)
-    stacking = make_stacking(schedule, EVERYONE)
-    assert math.prod(again.source.size) == math.prod(stacking.source.size)
+    again = make_joining(replace(schedule, cells=plain), EVERYONE)
+    joining = make_joining(schedule, EVERYONE)
+    assert math.prod(again.plan.src.size) == math.prod(joining.plan.src.size)

@@ -23,7 +23,7 @@ from shardwise.meeting import break_off
 from shardwise.ops.engine.call import Call, function
 from shardwise.ops.engine.plain_operand import shared_plain
 from shardwise.ops.engine.rule import Reduction, Rule
-from shardwise.ops.engine.schedule import Operand, Schedule, make_schedule, make_stacking, size_of
+from shardwise.ops.engine.schedule import Operand, Schedule, make_joining, make_schedule, size_of
 from shardwise.process_group import Fields, Step, in_step, in_step_telling, is_member, kept_for, rank_array, room, talks
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.drawing import drawn_apart
@@ -159,12 +159,12 @@ class _Computation:
         reduction, group = self.rule.reduction, self.group
         assert reduction is not None
         assert group is not None
-        stacking = make_stacking(self.schedule, self.everyone)
+        joining = make_joining(self.schedule, self.everyone)
         meta = expect_partial(self.call, reduction)
         partials: list[tuple[torch.Tensor, ...]] = []
         failed: Exception | None = None
         for row, tensors in zip(self.here, per_cell, strict=True):
-            if not stacking.takes(row):
+            if not joining.takes(row):
                 self.anchors.append(tie(tensors))
                 continue
             try:
@@ -174,22 +174,24 @@ class _Computation:
                 break
             partials.append(made if isinstance(made, tuple) else (made,))
         self._agree(group, failed)
-        stacks: list[Tensors] = []
+        joined: list[Tensors] = []
         anchor = tie(self.anchors) if self.anchors else None
-        plan = make_plan(stacking.source, stacking.target)
         for k, dtype in enumerate(meta):
-            parts = [partial[k].reshape(1, *partial[k].shape).contiguous() for partial in partials]
+            parts = [partial[k].unsqueeze(0) if joining.stacked else partial[k] for partial in partials]
+            parts = [part.contiguous() for part in parts]
             way = Way(group, ready=self.ready, fill=reduction.fills(dtype)[k])
             if self.tells and k == 0:
                 way = replace(way, tell=functools.partial(tell, self.call, group))
             record = self.records and _differentiable(dtype)
-            stack, anchor_k = moved_locals(parts, anchor, plan, way, dtype, record=record)
+            arrived, anchor_k = moved_locals(parts, anchor, joining.plan, way, dtype, record=record)
             self.ready = _nothing
-            stacks.append(stack)
+            joined.append(arrived)
             if anchor_k is not None:
                 self.anchors.append(anchor_k)
-        found = [reduction.again(self.call, list(pieces)) for pieces in zip(*stacks, strict=True)]
-        return self._wrapped((stacking.result,) * len(self.expected), found)
+        found: list[Any] = joined[0]
+        if joining.stacked:
+            found = [reduction.again(self.call, list(pieces)) for pieces in zip(*joined, strict=True)]
+        return self._wrapped((joining.result,) * len(self.expected), found)
 
     def _agree(self, group: ProcessGroup, failed: Exception | None) -> None:
         """Before partial results are sent: what a kernel found wrong with them here is told to all ranks."""
@@ -314,7 +316,7 @@ def _can_tell(call: Call, schedule: Schedule, everyone: Places, group: ProcessGr
     """Whether there is somebody to tell the partial results to, and they are so small that they can be told."""
     if group is None or not talks(group):
         return False
-    source = make_stacking(schedule, everyone).source
+    source = make_joining(schedule, everyone).plan.src
     assert schedule.rule.reduction is not None
     itemsize = max(dtype.itemsize for dtype in expect_partial(call, schedule.rule.reduction))
     return source.most_elements * itemsize <= room(group)

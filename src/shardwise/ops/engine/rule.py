@@ -35,6 +35,7 @@ class Reduction:
     again: Callable[[Any, list[torch.Tensor]], Any]
     fills: Callable[[torch.dtype], tuple[Any, ...]]
     partial: Callable[[Any, list[torch.Tensor]], tuple[torch.Tensor, ...]] | None = None
+    adds: bool = False  # whether the op's own partial results are added up: then they need no stack
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from shardwise.layout import Grid, Layout, Places
 from shardwise.ops.engine.cells import cells_of, contributing, dealt, projected
 from shardwise.ops.engine.rule import Dims, Rule
 from shardwise.sharding_spec import even_axis
-from shardwise.transfer import make_plan
+from shardwise.transfer import Plan, make_plan
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,8 @@ def make_schedule(
             continue
         cost = schedule.moved
         if schedule.partial and (best is None or cost < least):  # partial results travel, too
-            stacking = make_stacking(schedule, everyone)
             itemsize = max(operand.itemsize for operand in operands)
-            cost += make_plan(stacking.source, stacking.target).moved * itemsize
+            cost += make_joining(schedule, everyone).plan.moved * itemsize
         if best is None or cost < least:
             best, least = schedule, cost
         if not least:
@@ -131,12 +130,16 @@ def size_of(rule: Rule, dims: Dims) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Stacking:
-    """How the partial results of a schedule come together: stacked along a new first dim, in boxes of the result."""
+class Joining:
+    """How the partial results of a schedule come together, in boxes of the result.
 
-    source: Layout  # of the stack, as the cells make it
+    Sums are added up on their way, which is the way back of a transfer from the result to the cells. Others are stacked
+    along a new first dim, to be reduced there.
+    """
+
+    plan: Plan
+    stacked: bool
     rows: IntArray | None  # which cells contribute, in the order of the source's boxes; None: all
-    target: Layout  # of the stack, where it is reduced
     result: Layout
 
     def takes(self, row: int) -> bool:
@@ -148,18 +151,23 @@ class Stacking:
 
 
 @lru_cache(maxsize=512)
-def make_stacking(schedule: Schedule, everyone: Places) -> Stacking:
-    """Where partial results are brought together: the result in chunks along its longest dim."""
+def make_joining(schedule: Schedule, everyone: Places) -> Joining:
+    """Where partial results are brought together: the result in chunks."""
     rule, cells = schedule.rule, schedule.cells
     rows = contributing(cells)
+    some = None if len(rows) == len(cells) else rows
     size = size_of(rule, rule.results[0])
+    result = chunked(size, everyone)
+    assert rule.reduction is not None
+    if rule.reduction.adds and not result.has_replicas:
+        made = schedule.results[0] if some is None else schedule.results[0].chosen(rows)
+        return Joining(make_plan(result, made).reverse(), False, some, result)
     parts = schedule.results[0].at(rows)
     number = _numbers(rule, cells, rows, parts).reshape(-1, 1)
     depth = int(number.max()) + 1
     stacked = Boxes(np.concatenate([number, parts.offsets], 1), np.concatenate([np.ones_like(number), parts.sizes], 1))
     source = Layout.of([depth, *size], stacked, cells.places.take(rows))
-    result = chunked(size, everyone)
-    return Stacking(source, None if len(rows) == len(cells) else rows, result.with_dim(0, depth), result)
+    return Joining(make_plan(source, result.with_dim(0, depth)), True, some, result)
 
 
 def _numbers(rule: Rule, cells: Layout, rows: IntArray, parts: Boxes) -> IntArray:
@@ -185,8 +193,13 @@ def _numbers(rule: Rule, cells: Layout, rows: IntArray, parts: Boxes) -> IntArra
 
 
 def chunked(size: Sequence[int], everyone: Places, dim: int | None = None) -> Layout:
-    """A dim in chunks; by default the longest, and a tensor of one element is on every place instead."""
+    """A dim in chunks; by default the first that goes into even ones, which ops along later dims leave alone.
+
+    If there is none, the longest; a tensor of one element is on every place instead.
+    """
     if dim is None and math.prod(size) == 1:
         return Layout.whole(size, everyone)
-    dim = int(np.argmax(size)) if dim is None else dim
+    if dim is None:
+        even = (k for k, length in enumerate(size) if length and length % len(everyone) == 0)
+        dim = next(even, int(np.argmax(size)))
     return Layout.by_rule(size, [even_axis(dim, size[dim], len(everyone))], everyone)

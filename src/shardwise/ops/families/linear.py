@@ -36,7 +36,7 @@ def _multiply(op: Any, args: Any, kwargs: Any) -> Any:
         x = x.as_subclass(torch.Tensor)
     elif settings.current().own_batches and not isinstance(x, ShardedTensorBase):
         x = _all_batches(x, weight)
-    made = torch.matmul(x, weight.t())
+    made = descend(functional.linear, (x, weight), {})
     return made if bias is None else made + bias
 
 

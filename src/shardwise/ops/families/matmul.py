@@ -10,7 +10,7 @@ import torch
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import compute
 from shardwise.ops.engine.descent import HANDLERS, RULES
-from shardwise.ops.engine.rule import Along, Labels, Rule
+from shardwise.ops.engine.rule import Along, Labels, Rule, broadcast
 from shardwise.ops.families.reduction import SUM
 from shardwise.sharded_tensor import ShardedTensorBase
 
@@ -33,6 +33,36 @@ def contraction(pattern: str) -> Callable[[Call], Rule | None]:
         return labels.rule(operands, [[known[letter] for letter in output]], reduction=SUM)
 
     return rule
+
+
+def _product_rule(left: Sequence[int], right: Sequence[int], *, transposed: bool) -> Rule | None:
+    """Of ``left @ right``, whose dims before the last two are broadcast against each other; or of its transpose."""
+    if not left or not right:
+        return None
+    labels, (before, other), out = broadcast([left[:-2], right[:-2]])
+    rows = [labels.new(left[-2])] if len(left) > 1 else []
+    inner = labels.new(left[-1])
+    columns = [labels.new(right[-2] if transposed else right[-1])] if len(right) > 1 else []
+    last = [*columns, inner] if transposed else [inner, *columns]
+    return labels.rule([[*before, *rows, inner], [*other, *last]], [[*out, *rows, *columns]], reduction=SUM)
+
+
+def _matmul(call: Call) -> Any:
+    """The product that is called, whole; else as torch breaks it down."""
+    left, right = call.shapes
+    rule = _product_rule(left, right, transposed=False)
+    found = NotImplemented if rule is None else compute(call, rule)
+    return call.op.decompose(*call.operands) if found is NotImplemented else found
+
+
+def _linear(call: Call) -> Any:
+    """A product with the transpose of a matrix, and a bias."""
+    x, weight, bias = call["input"], call["weight"], call["bias"]
+    if bias is not None:
+        return torch.nn.functional.linear(x, weight) + bias
+    rule = _product_rule(x.shape, weight.shape, transposed=True) if weight.ndim <= 2 else None
+    found = NotImplemented if rule is None else compute(call, rule)
+    return torch.matmul(x, weight.t()) if found is NotImplemented else found
 
 
 def _plus(product: Callable[[Call], Any]) -> Callable[[Call], Any]:
@@ -120,6 +150,8 @@ RULES.update(
 )
 HANDLERS.update(
     {
+        aten.matmul: _matmul,
+        aten.linear: _linear,
         aten.addmm: _plus(lambda call: torch.mm(call["mat1"], call["mat2"])),
         aten.addmv: _plus(lambda call: torch.mv(call["mat"], call["vec"])),
         aten.baddbmm: _plus(lambda call: torch.bmm(call["batch1"], call["batch2"])),

@@ -68,7 +68,7 @@ def fill(value: Any) -> Callable[[torch.dtype], tuple[Any, ...]]:
     return lambda dtype: (value,) * 3
 
 
-SUM = Reduction(lambda call, parts: parts[0].sum(0, dtype=parts[0].dtype), fill(0))
+SUM = Reduction(lambda call, parts: parts[0].sum(0, dtype=parts[0].dtype), fill(0), adds=True)
 PROD = Reduction(lambda call, parts: parts[0].prod(0, dtype=parts[0].dtype), fill(1))
 ANY = Reduction(lambda call, parts: parts[0].any(0).to(parts[0].dtype), fill(0))
 ALL = Reduction(lambda call, parts: parts[0].all(0).to(parts[0].dtype), fill(1))
