@@ -117,7 +117,7 @@ def test_a_long_trace_is_shortened_in_the_middle() -> None:
     lines = str(t).splitlines()
     assert len(t.events) == 40
     assert len(lines) < 40
-    assert "… 16 more events …" in str(t)
+    assert "… 8 more events …" in str(t)
 
 
 def save_one(folder: str) -> str:

@@ -27,8 +27,8 @@ VALUES_DECIDE = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 class Explanation(Trace):
     """What a call would move; printed, it is a table.
 
-    ``events`` are the transfers in order. ``stopped`` says where the call came to something that depends on values, after
-    which nothing is known; else it is empty.
+    ``events`` are the transfers in order. ``stopped`` says where the call came to something that depends on values,
+    after which nothing is known; else it is empty.
     """
 
     is_forecast = True
@@ -61,11 +61,11 @@ class Explanation(Trace):
 
 
 def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """What ``function(*args, **kwargs)`` would move: each transfer, its op and line, and bytes beside the least possible.
+    """What ``function(*args, **kwargs)`` would move: each transfer, its op and line, its bytes and the least possible.
 
     This rank alone works it out, by calling the function on tensors without data: nobody is asked, nothing is sent, and
-    no memory is needed. The function, its arguments, and the modules, optimizers and tensors that it refers to are copied
-    first, without data, so that nothing is changed by it::
+    no memory is needed. The function, its arguments, and the modules, optimizers and tensors that it refers to are
+    copied first, without data, so that nothing is changed by it::
 
         print(shardwise.explain(model, batch))
         print(shardwise.explain(lambda: model(batch).sum().backward()))
@@ -95,7 +95,7 @@ def _stopped(error: BaseException) -> str:
 @contextmanager
 def _nothing_left_behind() -> Iterator[None]:
     """Restore the states of generators, and the gradients of tensors that the function found by ways of its own."""
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call] # torch's
     state = random.getstate()
     before = [(leaf, leaf.grad) for leaf in gc.get_objects() if _takes_gradients(leaf)]
     try:

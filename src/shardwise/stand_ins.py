@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +21,9 @@ from shardwise.dispatch import Distributed
 from shardwise.sharded_tensor import ShardedTensorBase
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, types.ModuleType)
-LIBRARIES = ("torch", "shardwise", "builtins", "numpy")  # whose objects hold no tensors, but for those named below
+LIBRARIES = {"torch", "shardwise", "numpy", *sys.stdlib_module_names}  # into whose objects and functions nobody looks
+KEEPERS = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+HOLDERS = (torch.Tensor, *KEEPERS, dict, list, tuple)  # of a module's names, which are copied
 
 
 class StandIns:
@@ -47,8 +50,11 @@ class StandIns:
             return self._sharded(value)
         if isinstance(value, torch.Tensor):
             return value if isinstance(value, Distributed) else self._plain(value)
-        if isinstance(value, nn.Module | torch.optim.Optimizer):
-            return self._object(value)
+        if isinstance(value, KEEPERS):
+            made = self._object(value)
+            if isinstance(value, torch.optim.Optimizer) and "step" in vars(made):
+                vars(made)["step"] = types.MethodType(_step, made)
+            return made
         if isinstance(value, dict | list | tuple | set | frozenset):
             return self._collection(value)
         if isinstance(value, functools.partial):
@@ -59,10 +65,8 @@ class StandIns:
             owner = self.of(value.__self__)
             return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
         if isinstance(value, types.FunctionType):
-            return self._function(value)
-        if hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in LIBRARIES:
-            return self._object(value, only_if_changed=True)
-        return value
+            return value if _is_of_library(value) else self._function(value)
+        return self._object(value) if _is_simple(value) else value
 
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
         made = self._mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
@@ -84,29 +88,22 @@ class StandIns:
         return made
 
     def _collection(self, value: Any) -> Any:
+        """A copy, even if there are no tensors in it: what can be changed may be, unless it is a tuple."""
         if isinstance(value, dict):
             found = {self.of(key): self.of(item) for key, item in value.items()}
-            if _are_same(found, value) and _are_same(found.values(), value.values()):
-                return value
             made = copy.copy(value)
             made.clear()
             made.update(found)
             return made
         items = [self.of(item) for item in value]
-        if _are_same(items, value):
+        if isinstance(value, tuple | frozenset) and _are_same(items, value):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
-    def _object(self, value: Any, *, only_if_changed: bool = False) -> Any:
+    def _object(self, value: Any) -> Any:
         """A copy of an object with stand-ins for attributes; made before they are, for they may hold it."""
-        made = object.__new__(type(value))
-        before = vars(value)
-        if not only_if_changed:
-            self._made[id(value)] = made
-        found = {name: self.of(item) for name, item in before.items()}
-        if only_if_changed and _are_same(found.values(), before.values()):
-            return value
-        made.__dict__.update(found)
+        made = self._made[id(value)] = object.__new__(type(value))
+        made.__dict__.update({name: self.of(item) for name, item in vars(value).items()})
         return made
 
     def _function(self, function: types.FunctionType) -> Any:
@@ -117,7 +114,7 @@ class StandIns:
             cell if not _is_filled(cell) or found is cell.cell_contents else types.CellType(found)
             for cell, found in zip(cells, contents, strict=True)
         )
-        names = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
+        names = dict(_names_held(function))
         found = {name: self.of(value) for name, value in names.items()}
         defaults = self.of(function.__defaults__)
         same = _are_same(found.values(), names.values()) and defaults is function.__defaults__
@@ -129,12 +126,40 @@ class StandIns:
         return made
 
 
+def _step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The step of an optimizer that has a scheduler: of this one, for what the scheduler has wrapped is of another."""
+    self._opt_called = True
+    return type(self).step(self, *args, **kwargs)
+
+
+_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # which schedulers look for
+
+
 def _is_filled(cell: types.CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018 # raises if it holds nothing yet
     except ValueError:
         return False
     return True
+
+
+def _is_of_library(value: Any) -> bool:
+    return (getattr(value, "__module__", None) or "").partition(".")[0] in LIBRARIES
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether this is an object of somebody's own class that has attributes and is made like any other."""
+    makes: Any = type(value).__new__
+    return bool(getattr(value, "__dict__", None)) and makes is object.__new__ and not _is_of_library(type(value))
+
+
+def _names_held(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The names of its module that a function uses and that hold tensors, or other functions of that module."""
+    for name in _names(function.__code__):
+        value = function.__globals__.get(name)
+        of_module = isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
+        if of_module or isinstance(value, HOLDERS):
+            yield name, value
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -132,9 +132,9 @@ def begin(kind: str, sent: float, received: float, **said: Any) -> Begun | None:
 
 
 @contextmanager
-def waiting(kind: str, sent: float, received: float) -> Iterator[None]:
+def waiting(kind: str, sent: float, received: float, **said: Any) -> Iterator[None]:
     """Around a collective for which the host waits."""
-    begun = begin(kind, sent, received) if running else None
+    begun = begin(kind, sent, received, **said) if running else None
     if begun is not None:
         begun.waits()
     yield
@@ -144,8 +144,8 @@ def waiting(kind: str, sent: float, received: float) -> Iterator[None]:
 
 def waiting_for_sum(size: int, ranks: int) -> AbstractContextManager[None]:
     """Around an all-reduce of so many bytes."""
-    share = 2 * size * (ranks - 1) / ranks
-    return waiting("all-reduce", share, share)
+    in_all = 2 * size * (ranks - 1)
+    return waiting("all-reduce", in_all / ranks, in_all / ranks, in_all=in_all, least=in_all)
 
 
 class Entered:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardwise.tracing.events import Collective
 
-MOST = 24  # lines of a list
+MOST = 32  # lines of a list
 LONGEST = 40  # letters of a place or a module
 
 
@@ -25,10 +25,12 @@ def show(events: Sequence[Collective], title: str, *, times: bool = True) -> str
     for one in events:
         by_module.setdefault(one.module, []).append(one)
     if set(by_module) != {""}:
-        lines = [["module", "collectives", "meetings", *figures]]
-        lines += [[_short(name) or "–", *_counts(those), *_figures(those, times)] for name, those in by_module.items()]
+        counts = slice(2 if any(one.is_meeting for one in events) else 1)
+        lines = [["module", *("collectives", "meetings")[counts], *figures]]
+        for name, those in by_module.items():
+            lines.append([_short(name) or "outside of modules", *_counts(those)[counts], *_figures(those, times)])
         lines = _shortened(lines, "modules")
-        lines.append(["in all", *_counts(events), *_figures(events, times)])
+        lines.append(["in all", *_counts(events)[counts], *_figures(events, times)])
         parts += ["", *_table(lines, right=(1, 2, 3, 4, 5, 6))]
     return "\n".join(parts)
 
@@ -39,10 +41,14 @@ def summary(events: Sequence[Collective], *, times: bool) -> str:
         return "nothing was sent" if times else "nothing would be sent"
     collectives, meetings = _counts(events)
     sent, received, third, fourth = _figures(events, times)
-    counts = f"{collectives} collectives" + (f" and {meetings} meetings" if meetings != "0" else "")
+    counts = _counted(collectives, "collective") + (f" and {_counted(meetings, 'meeting')}" if meetings != "0" else "")
     if times:
         return f"{counts}, {sent} sent, {received} received, {third} under way, the host waited {fourth}"
     return f"{counts}, this rank sends {sent} and receives {received}, all ranks send {third}, at least {fourth}"
+
+
+def _counted(number: str, what: str) -> str:
+    return f"{number} {what}" if number == "1" else f"{number} {what}s"
 
 
 def _counts(events: Sequence[Collective]) -> list[str]:
@@ -54,7 +60,7 @@ def _figures(events: Sequence[Collective], times: bool) -> list[str]:
     sides = [_bytes(sum(one.sent for one in events)), _bytes(sum(one.received for one in events))]
     if times:
         return [*sides, _millis(sum(one.seconds for one in events)), _millis(sum(one.waited for one in events))]
-    if len(events) == 1 and not events[0].known:
+    if not any(one.known for one in events):
         return ["?"] * 4
     more = "" if all(one.known for one in events) else " + ?"
     sides += [_bytes(sum(one.in_all or 0 for one in events)), _bytes(sum(one.least or 0 for one in events))]

@@ -31,6 +31,7 @@ from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import Way, moved_locals, new_anchor, note_write, recorded
 from shardwise.sharded_tensor.movement import require_movable
 from shardwise.sharded_tensor.recorded_backward import tie
+from shardwise.tracing import record
 from shardwise.transfer import make_plan
 
 Tensors = list[torch.Tensor]
@@ -314,7 +315,7 @@ def raised(error: Exception) -> NoReturn:
 
 def _can_tell(call: Call, schedule: Schedule, everyone: Places, group: ProcessGroup | None) -> bool:
     """Whether there is somebody to tell the partial results to, and they are so small that they can be told."""
-    if group is None or not talks(group):
+    if group is None or not (talks(group) or record.is_forecast()):
         return False
     source = make_joining(schedule, everyone).plan.src
     assert schedule.rule.reduction is not None

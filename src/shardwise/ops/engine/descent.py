@@ -26,6 +26,7 @@ from shardwise.ops.engine.gathered import compute_gathered, needs_whole
 from shardwise.ops.engine.recorder import watching
 from shardwise.ops.engine.replay import STEADY, remembered
 from shardwise.ops.engine.rule import Rule
+from shardwise.process_group import without_data
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.direct import call_directly
 from shardwise.sharded_tensor.movement import copy_into
@@ -201,7 +202,7 @@ def _computed(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _under_rule(call: Call, maker: RuleMaker) -> Any:
     """The op under its rule, prepared once for calls that differ in their values only."""
     try:
-        key = (settings.current().gather_budget, torch.get_default_dtype(), call.where())
+        key = (settings.current().gather_budget, torch.get_default_dtype(), without_data(), call.where())
         prepared = _prepared.get(key)
     except TypeError:  # an argument that cannot be hashed
         rule = maker(call)
