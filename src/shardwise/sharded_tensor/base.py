@@ -55,6 +55,9 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
     )
     _sparse_of: list[torch.Tensor] | None = None  # the leaves whose gradients are its shards, if any of them is sparse
     _view_of: ShardedTensorBase | None = None  # the tensor whose memory it shows, or a part of
+    _passes = True  # whether an op has made it, and nobody to keep it
+    _writes = 0  # how often it was changed in place, or a view of it
+    _arrived: Any = None  # what came of it in another layout, for which an op has moved it
     _init_rrefs = False
     _sharded_tensor_id: int | None = None
     _remote_shards: dict[int, list[rpc.RRef[Shard]]] | None = None
@@ -76,6 +79,7 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
         self._tensors = parts.tensors
         self._shards = parts.shards
         self._pinned = parts.pin_memory
+        self._passes = False
         self._wants_grad = parts.requires_grad
 
     def _like(self, tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> Any:
@@ -110,6 +114,7 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
         base = self
         while base._view_of is not None:
             base = base._view_of
+        base._writes += 1
         if base is not self and torch.is_grad_enabled() and base.requires_grad and base.is_leaf:
             raise ViewWriteError(
                 "a view of a leaf that requires grad cannot be written into while that is recorded: use torch.no_grad()"
@@ -129,6 +134,7 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
         """Take on another frame and other local tensors, in place."""
         self._wants_grad, self._anchor, self._shardless_grad, self._root = self.requires_grad, None, None, None
         self._frame, self._tensors, self._shards, self._known_metadata = frame, tensors, None, None
+        self._passes, self._arrived = False, None
         if self._hooks is not None:
             self._hooks.follow(self)
 

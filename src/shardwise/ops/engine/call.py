@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.dispatch import op_name
 from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.moved_once import kept_layout, passes
 
 Aten = Any  # an OpOverload of torch.ops.aten
 
@@ -89,14 +90,21 @@ class Call:
     def where(self) -> tuple[Any, ...]:
         """The same, and where each operand lies: all that a schedule depends on; raises if unhashable."""
         rest = tuple(
-            (leaf._frame.layout, leaf.dtype, leaf._frame.process_group)
+            (
+                leaf._frame.layout,
+                leaf.dtype,
+                leaf._frame.process_group,
+                leaf.requires_grad,
+                passes(leaf),
+                kept_layout(leaf),
+            )
             if isinstance(leaf, ShardedTensorBase)
             else (leaf.shape, leaf.dtype, leaf.device)
             if isinstance(leaf, torch.Tensor)
             else (type(leaf), leaf)
             for leaf in self._leaves
         )
-        return (self.op, rest, tuple(self._lengths), torch.get_default_dtype())
+        return (self.op, rest, tuple(self._lengths), torch.get_default_dtype(), torch.is_grad_enabled())
 
     def key(self) -> tuple[Any, ...]:
         """What tells this call from others of the same op but for its operands' values; raises if unhashable."""
@@ -109,6 +117,11 @@ class Call:
     def settings(self) -> str:
         """The arguments that are no tensors, as all ranks must have them."""
         return plain_values(self._leaves)
+
+
+def _way_of(operand: ShardedTensorBase) -> tuple[Any, ...]:
+    """What the cost of moving an operand depends on."""
+    return operand.requires_grad, passes(operand), kept_layout(operand)
 
 
 def plain_values(leaves: Sequence[Any]) -> str:

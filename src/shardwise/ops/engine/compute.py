@@ -29,6 +29,7 @@ from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.drawing import drawn_apart
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import Way, moved_locals, new_anchor, note_write, recorded
+from shardwise.sharded_tensor.moved_once import kept_layout, moved_once, passes
 from shardwise.sharded_tensor.movement import require_movable
 from shardwise.sharded_tensor.recorded_backward import tie
 from shardwise.tracing import record
@@ -67,15 +68,20 @@ def prepare(call: Call, rule: Rule, *, lead: int | None = None) -> Prepared | No
     expected = expect(call)
     _require_agreement_of(rule, expected, call)
     group, everyone = meeting(call)
-    operands = tuple(
-        Operand(operand._layout if isinstance(operand, ShardedTensorBase) else None, operand.dtype.itemsize)
-        for operand in call.operands
-    )
+    operands = tuple(map(_known, call.operands))
     schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
     if schedule is None:
         return None
     tells = schedule.partial and not schedule.moved and _can_tell(call, schedule, everyone, group)
     return Prepared(rule, schedule, group, everyone, expected, lead, tells)
+
+
+def _known(operand: torch.Tensor) -> Operand:
+    """What every rank knows of an operand."""
+    if not isinstance(operand, ShardedTensorBase):
+        return Operand(None, operand.dtype.itemsize)
+    returns = torch.is_grad_enabled() and operand.requires_grad
+    return Operand(operand._layout, operand.dtype.itemsize, returns, passes(operand), kept_layout(operand))
 
 
 def draws(call: Call) -> bool:
@@ -112,6 +118,11 @@ class _Computation:
             found = [self._local(row, tensors) for row, tensors in zip(self.here, per_cell, strict=True)]
         return self._wrapped(self.schedule.results, found)
 
+    def _agreed(self) -> None:
+        """Before something is sent for the first time: the ranks have agreed on what they compute."""
+        ready, self.ready = self.ready, _nothing
+        ready()
+
     def _drawing(self) -> AbstractContextManager[None]:
         """Around an op that draws random numbers: each rank others, and all generators go on alike."""
         if not draws(self.call):
@@ -130,11 +141,8 @@ class _Computation:
             require_movable(operand)
             assert self.group is not None
             record = torch.is_grad_enabled() and operand.requires_grad
-            tensors, anchor = recorded(operand)
-            plan = make_plan(operand._layout, target)
-            way = Way(self.group, ready=self.ready)
-            tensors, anchor = moved_locals(tensors, anchor, plan, way, operand.dtype, record=record)
-            self.ready = _nothing
+            plan, way = make_plan(operand._layout, target), Way(self.group, ready=self._agreed)
+            tensors, anchor = moved_once(operand, plan, way, record=record)
         if anchor is not None:
             self.anchors.append(anchor)
         return tensors
@@ -180,12 +188,11 @@ class _Computation:
         for k, dtype in enumerate(meta):
             parts = [partial[k].unsqueeze(0) if joining.stacked else partial[k] for partial in partials]
             parts = [part.contiguous() for part in parts]
-            way = Way(group, ready=self.ready, fill=reduction.fills(dtype)[k])
+            way = Way(group, ready=self._agreed, fill=reduction.fills(dtype)[k])
             if self.tells and k == 0:
                 way = replace(way, tell=functools.partial(tell, self.call, group))
             record = self.records and _differentiable(dtype)
             arrived, anchor_k = moved_locals(parts, anchor, joining.plan, way, dtype, record=record)
-            self.ready = _nothing
             joined.append(arrived)
             if anchor_k is not None:
                 self.anchors.append(anchor_k)
@@ -248,6 +255,7 @@ def assemble(
 ) -> ShardedTensorBase:
     """The result of an op; a rank without shards keeps what its backward must reach as an anchor."""
     made = kind._wrap(Parts(frame, tensors))
+    made._passes = True
     if records and not tensors and _differentiable(frame.dtype):
         made._wants_grad, made._anchor = True, tie(anchors) if anchors else new_anchor(frame.device)
     return made

@@ -21,7 +21,7 @@ HARMLESS = {"size", "dim", "numel", "is_floating_point", "is_complex", "element_
 TELLING = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta", "grad_fn", "itemsize"}
 ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}  # that are tensors
 # Of a wrapper with shards here.
-ORDINARY = {"_frame", "_tensors", "_shards", "_pinned", "_wants_grad", "_anchor", "_view_of"}
+ORDINARY = {"_frame", "_tensors", "_shards", "_pinned", "_wants_grad", "_anchor", "_view_of", "_passes", "_writes"}
 MARKS = ("_moved", "_copy_of_view")
 
 

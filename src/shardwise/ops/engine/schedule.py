@@ -26,6 +26,9 @@ class Operand:
 
     layout: Layout | None
     itemsize: int
+    returns: bool = False  # whether its gradient will go back where it came from
+    passes: bool = False  # whether it is a result on its way, and no parameter or the like
+    also: Layout | None = None  # in which it can be had as well, for it was moved before
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +41,7 @@ class Schedule:
     results: tuple[Layout, ...]  # one box per cell; of partial results if `partial`
     partial: bool
     moved: int  # bytes of operands that travel
+    cost: int  # of that, and of the way back
     stays: tuple[bool, ...]  # which operands are where they must be
 
 
@@ -58,13 +62,14 @@ def make_schedule(
     best: Schedule | None = None
     least = 0
     for cells in candidates:
-        schedule = _on_cells(rule, operands, cells, budget)
+        schedule = _on_cells(rule, operands, cells, budget, len(everyone))
         if schedule is None:
             continue
-        cost = schedule.moved
+        cost = schedule.cost
         if schedule.partial and (best is None or cost < least):  # partial results travel, too
             itemsize = max(operand.itemsize for operand in operands)
-            cost += make_joining(schedule, everyone).plan.moved * itemsize
+            joined = make_joining(schedule, everyone).plan.moved * itemsize
+            cost += _cost(joined, len(everyone), any(operand.returns for operand in operands))
         if best is None or cost < least:
             best, least = schedule, cost
         if not least:
@@ -72,24 +77,37 @@ def make_schedule(
     return best
 
 
-def _on_cells(rule: Rule, operands: tuple[Operand, ...], cells: Layout, budget: int) -> Schedule | None:
+def _cost(moved: int, ranks: int, returns: bool) -> int:
+    """What a transfer costs: the bytes that travel, the message, and both again if a gradient comes back."""
+    return (moved + MESSAGE * ranks) * (2 if returns else 1) if moved else 0
+
+
+MESSAGE = 2**20  # bytes that each rank could send in the time that any message takes, on gloo as on fast networks
+# A parameter is moved for one op alone, a result for all that want it so: for queries, keys and values; gates and ups.
+ALONE = 3
+
+
+def _on_cells(rule: Rule, operands: tuple[Operand, ...], cells: Layout, budget: int, ranks: int) -> Schedule | None:
     """The schedule on these cells, if there are any, within the budget."""
     if not len(cells):
         return None
     targets: list[Layout] = []
     stays: list[bool] = []
-    moved = gathered = 0
+    moved = gathered = cost = 0
     for dims, operand in zip(rule.operands, operands, strict=True):
         layout = operand.layout
         target = projected(cells, dims, tuple(size_of(rule, dims) if layout is None else layout.size))
         targets.append(target)
         stays.append(layout is None or target == layout)
-        if layout is None or stays[-1]:
+        if layout is None or stays[-1] or target == operand.also:
             continue
-        travels = make_plan(layout, target).moved
-        moved += travels * operand.itemsize
+        travels = make_plan(layout, target).moved * operand.itemsize
+        moved += travels
+        cost += _cost(travels if operand.passes else ALONE * travels, ranks, operand.returns)
         if travels and _gathers(layout, target) and not _is_repeated(rule, dims, layout, cells):
-            gathered += math.prod(target.size) * operand.itemsize
+            whole = math.prod(target.size)
+            if not (budget and operand.passes and _is_multiplied(rule, whole)):
+                gathered += whole * operand.itemsize
     if gathered > budget:
         return None
     kept = rule.kept()
@@ -97,7 +115,16 @@ def _on_cells(rule: Rule, operands: tuple[Operand, ...], cells: Layout, budget: 
         label not in kept and cells.cuts(label) for label in range(len(rule.sizes))
     )
     results = tuple(projected(cells, dims, tuple(size_of(rule, dims))) for dims in rule.results)
-    return Schedule(rule, cells, tuple(targets), results, partial, moved, tuple(stays))
+    return Schedule(rule, cells, tuple(targets), results, partial, moved, cost, tuple(stays))
+
+
+def _is_multiplied(rule: Rule, elements: int) -> bool:
+    """Whether a product needs so many elements on each rank that has a part of the result, and makes no fewer of them.
+
+    That is what layers do whose weights lie apart: each rank has a part of the weights, and all of what comes in.
+    """
+    adds = rule.reduction is not None and rule.reduction.adds and len(rule.operands) > 1
+    return adds and elements <= math.prod(size_of(rule, rule.results[0]))
 
 
 def _gathers(source: Layout, target: Layout) -> bool:

@@ -90,6 +90,7 @@ def _initialise(function: Op, whole: Op) -> None:
         tensor = args[0] if args else kwargs["tensor"]
         options = {name: value for name, value in kwargs.items() if name != "tensor"}
         generator = options.get("generator") or current_generator()
+        tensor._writes += 1
         if isinstance(generator, TileGenerator):
             with torch.no_grad():
                 whole(tensor, *args[1:], **{**options, "generator": generator})

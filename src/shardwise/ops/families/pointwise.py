@@ -131,7 +131,10 @@ def _register(op: Op, *, in_place: bool) -> None:
                 if theirs is frame or (theirs.layout == frame.layout and theirs.process_group is process_group):
                     one = op(mine, other._tensors[0])
             if one is not None and one is not NotImplemented:
-                return first if in_place else first._like([one], one.dtype)
+                if in_place:
+                    first._writes += 1
+                    return first
+                return first._like([one], one.dtype)
         layout = first._frame.layout
         tensors = first._local_tensors()
         columns: list[Any] = [tensors]
