@@ -19,9 +19,12 @@ from torch._subclasses import FakeTensorMode
 
 from shardwise.dispatch import Distributed
 from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.frame import Frame, Parts
+from shardwise.sharding_spec import placed
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, types.ModuleType)
 LIBRARIES = {"torch", "shardwise", "numpy", *sys.stdlib_module_names}  # into whose objects and functions nobody looks
+CPU = torch.device("cpu")
 KEEPERS = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 HOLDERS = (torch.Tensor, *KEEPERS, dict, list, tuple)  # of a module's names, which are copied
 
@@ -68,8 +71,15 @@ class StandIns:
             return value if _is_of_library(value) else self._function(value)
         return self._object(value) if _is_simple(value) else value
 
+    def _without_data(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of the same size; on a device where there could be data, for on the meta device nothing would move."""
+        if not tensor.is_meta:
+            return self._mode.from_tensor(tensor.detach())
+        with self._mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
+
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
-        made = self._mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
+        made = self._without_data(tensor).requires_grad_(tensor.requires_grad)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made.detach(), tensor.requires_grad)
         if tensor.is_leaf and tensor.grad is not None:
@@ -78,7 +88,7 @@ class StandIns:
 
     def _sharded(self, tensor: ShardedTensorBase) -> Any:
         with torch.no_grad():
-            made = tensor._like([self._mode.from_tensor(local.detach()) for local in tensor._local_tensors()])
+            made = type(tensor)._wrap(Parts(_frame_of(tensor), list(map(self._without_data, tensor._local_tensors()))))
         if tensor.requires_grad:
             made.requires_grad_()
         if tensor.is_leaf and tensor.grad is not None:
@@ -124,6 +134,15 @@ class StandIns:
         made = types.FunctionType(function.__code__, names_there, function.__name__, defaults, new)
         made.__kwdefaults__ = self.of(function.__kwdefaults__)
         return made
+
+
+def _frame_of(tensor: ShardedTensorBase) -> Frame:
+    """The tensor's own; if that is on the meta device, the same elsewhere."""
+    frame = tensor._frame
+    if not tensor.is_meta:
+        return frame
+    layout = frame.layout.moved(lambda place: place.on(CPU))
+    return Frame.of(layout, placed(tensor._sharding_spec, layout), frame.rows, frame.dtype, frame.process_group)
 
 
 def _step(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -84,7 +84,7 @@ def _table(lines: list[list[str]], right: tuple[int, ...]) -> list[str]:
 
 def _shortened(lines: list[list[str]], what: str) -> list[list[str]]:
     """The head and at most so many lines: the first ones and the last ones."""
-    if len(lines) - 1 <= MOST:
+    if len(lines) - 1 <= MOST + 4:
         return lines
     half = MOST // 2
     return [*lines[: half + 1], [f"… {len(lines) - 1 - 2 * half:,} more {what} …"], *lines[-half:]]
