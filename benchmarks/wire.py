@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-CONTROL = ("shardwise/meeting.py", "shardwise/process_group/")  # files that send headers and no data
+CONTROL = ("shardwise/meeting", "shardwise/process_group/")  # from where headers are sent, and no data
+CARRIERS = ("shardwise/meeting/post.py",)  # which sends for whoever asks
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,11 @@ class Wire:
 
 
 def _is_control() -> bool:
-    """Whether the nearest frame of shardwise, if there is one, is in a file that sends headers."""
+    """Whether whoever sends is in a file that sends headers: the nearest frame of shardwise that is no carrier's."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if "/shardwise/" in file:
+        if "/shardwise/" in file and not file.endswith(CARRIERS):
             return any(part in file for part in CONTROL)
         frame = frame.f_back
     return False

@@ -19,9 +19,7 @@ from shardwise.errors import TransferError
 from shardwise.layout import Layout
 from shardwise.meeting import break_off, lost, wait_for_data
 from shardwise.process_group import is_fake, rank_array, sends, without_data
-from shardwise.tracing import record
 from shardwise.transfer.plan import Plan
-from shardwise.transfer.traced import Traced, begin_traced
 from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
 from shardwise.transfer.views import Piece, as_bytes, copy, is_as_it_lies, source_views, target_views
 
@@ -309,24 +307,6 @@ def move(
     Every rank of the group calls it. ``outs`` are the destination's tensors, made here when not given. Elements that
     nothing is moved to hold ``fill``, if there are any. With ``tell``, the data goes that way.
     """
-    if record.running and plan.moved and tell is None:
-        begun = begin_traced(plan, dtype)
-        moving = _move(plan, tensors, process_group, dtype, outs, max_bytes, ready, fill, tell)
-        return moving if begun is None else Traced(moving, begun)
-    return _move(plan, tensors, process_group, dtype, outs, max_bytes, ready, fill, tell)
-
-
-def _move(
-    plan: Plan,
-    tensors: Sequence[torch.Tensor],
-    process_group: ProcessGroup,
-    dtype: torch.dtype,
-    outs: list[torch.Tensor] | None,
-    max_bytes: int | None,
-    ready: Ready,
-    fill: Any,
-    tell: Tell | None,
-) -> Moving:
     if plan.moved and tell is None and not is_fake(process_group) and not without_data():
         return _begun(plan, tensors, process_group, dtype, outs, max_bytes, ready, fill)
     if outs is None:

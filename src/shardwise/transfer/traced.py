@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from shardwise.layout import Layout
 from shardwise.tracing import record
+from shardwise.transfer import execute
+from shardwise.transfer.execute import Moving
 from shardwise.transfer.plan import Plan
+from shardwise.transfer.unsent import Tell
 
 
-def begin_traced(plan: Plan, dtype: torch.dtype) -> record.Begun | None:
-    """Let the trace that is on know that a transfer begins; None if none is on in this thread."""
+def move(
+    plan: Plan,
+    tensors: Sequence[torch.Tensor],
+    process_group: ProcessGroup,
+    *,
+    dtype: torch.dtype,
+    tell: Tell | None = None,
+    **options: Any,
+) -> Moving:
+    """As `execute.move`, and noted in the trace that is on, if one is and anything is sent."""
+    if not record.running or not plan.moved or tell is not None:
+        return execute.move(plan, tensors, process_group, dtype=dtype, tell=tell, **options)
     rank, size = dist.get_rank(), dtype.itemsize
     said = {"in_all": plan.moved * size, "least": plan.lower_bound * size}
-    return record.begin(kind_of(plan), plan.sent(rank) * size, plan.received(rank) * size, **said)
+    begun = record.begin(kind_of(plan), plan.sent(rank) * size, plan.received(rank) * size, **said)
+    moving = execute.move(plan, tensors, process_group, dtype=dtype, **options)
+    return moving if begun is None else Traced(moving, begun)
 
 
 def kind_of(plan: Plan) -> str:
@@ -34,7 +51,7 @@ def _is_whole(layout: Layout) -> bool:
 class Traced:
     """A transfer under way, and its entry in a trace."""
 
-    def __init__(self, moving: Any, begun: record.Begun) -> None:
+    def __init__(self, moving: Moving, begun: record.Begun) -> None:
         self._moving, self._begun = moving, begun
         self._is_over = False
 
@@ -42,7 +59,7 @@ class Traced:
         """Finish, and give the local tensors of the destination."""
         if not self._is_over:
             self._begun.waits()
-        outs: list[torch.Tensor] = self._moving.wait()
+        outs = self._moving.wait()
         if not self._is_over:
             self._begun.end()
         self._is_over = True
