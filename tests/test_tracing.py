@@ -49,7 +49,7 @@ def test_each_collective_is_told_with_its_op_line_module_and_bytes() -> None:
     data = [one for one in t.events if not one.is_meeting]
     assert data
     assert all(one.place.startswith("test_tracing.py:") for one in t.events), t
-    assert {one.module for one in data if "mm" in one.op or "linear" in one.op} <= {"0.down", "0.up"}
+    assert {one.module for one in data if "linear" in one.op} <= {"0.down", "0.up"}
     forward = next(one for one in data if one.op == "redistribute")
     backward = next(one for one in data if one.op == "backward of redistribute")
     assert forward.place == backward.place

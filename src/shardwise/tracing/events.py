@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Origin:
     """Which call needed something: the op, its line in the caller's code, and the module that was running."""
 
-    op: str  # such as "aten.linear", "redistribute"
+    op: str  # such as "linear", "redistribute"
     place: str = ""  # such as "model.py:31 in forward"
     module: str = ""  # such as "blocks.0.attention.q"; empty outside of modules
 
@@ -43,7 +43,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One call of an op on sharded tensors, or the part of it that is one aten op."""
+    """One call of an op on sharded tensors, by a caller or within another op."""
 
     op: str
     place: str

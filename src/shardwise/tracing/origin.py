@@ -75,10 +75,7 @@ def _line(frame: FrameType, number: int) -> str:
 
 
 def name_of(op: Any) -> str:
-    """As a user knows it: "aten.linear" of an aten op, else the name of the function."""
-    packet = getattr(op, "overloadpacket", None)
-    if packet is not None:
-        return str(packet)
+    """As a user knows it; a property's getter is named after the property."""
     name = str(getattr(op, "__name__", op))
     owner = getattr(op, "__self__", None)
     return str(getattr(owner, "__name__", name)) if name in ("__get__", "__set__") else name
@@ -101,14 +98,14 @@ class Origins:
         self._names: tuple[Any, dict[int, str]] = (None, {})
 
     def enter(self, op: Any) -> tuple[Origin, int]:
-        """An op begins. Leave with what this gives."""
-        running = self._running
-        if running.ops and running.ops[-1][1] == _task():
-            place = running.ops[-1][0].place  # of the op that comes down to this one
-        else:
-            place = caller().place
-        origin = Origin(name_of(op), place, self._module())
-        running.ops.append((origin, _task()))
+        """An op begins. Leave with what this gives.
+
+        Within another op, it is that one that is being computed: what ops come down to is worked out once only.
+        """
+        ops, task = self._running.ops, _task()
+        inner = bool(ops) and ops[-1][1] == task
+        origin = ops[-1][0] if inner else Origin(name_of(op), caller().place, self._module())
+        ops.append((origin, task))
         return origin, _next_node()
 
     def leave(self, origin: Origin, first_node: int) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from shardwise.ambient import Ambient
 from shardwise.tracing.chrome import chrome_events, write
 from shardwise.tracing.events import Collective, Op, Origin
-from shardwise.tracing.origin import Origins
+from shardwise.tracing.origin import Origins, name_of
 from shardwise.tracing.table import show
 
 running = 0  # traces in this process: while there is none, nobody asks for one
@@ -152,7 +152,7 @@ class Entered:
     """An op that is being computed."""
 
     def __init__(self, trace: Trace, op: Any) -> None:
-        self._trace, self._begin = trace, trace.now()
+        self._trace, self._begin, self._name = trace, trace.now(), name_of(op)
         self._origin, self._node = trace._origins.enter(op)
 
     def leave(self) -> None:
@@ -161,7 +161,7 @@ class Entered:
         trace._origins.leave(origin, self._node)
         seconds, thread = trace.now() - self._begin, threading.get_ident()
         with trace._lock:
-            trace.ops.append(Op(origin.op, origin.place, origin.module, self._begin, seconds, thread))
+            trace.ops.append(Op(self._name, origin.place, origin.module, self._begin, seconds, thread))
 
 
 def enter(op: Any) -> Entered | None:

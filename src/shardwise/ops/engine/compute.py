@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,16 +19,15 @@ from shardwise.errors import ProcessGroupError, UnsupportedOpError
 from shardwise.layout import Layout, Places
 from shardwise.meeting import break_off
 from shardwise.ops.engine.call import Call, function
-from shardwise.ops.engine.plain_operand import shared_plain
 from shardwise.ops.engine.rule import Reduction, Rule
 from shardwise.ops.engine.schedule import Operand, Schedule, make_joining, make_schedule, size_of
-from shardwise.process_group import Fields, Step, in_step, in_step_telling, is_member, kept_for, rank_array, room, talks
+from shardwise.ops.engine.steps import Bring, Move, Recorded, Shared, Tied, brought, done
+from shardwise.process_group import Fields, in_step, in_step_telling, is_member, kept_for, rank_array, room, talks
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.drawing import drawn_apart
 from shardwise.sharded_tensor.frame import Frame, Parts
-from shardwise.sharded_tensor.gradients import Way, moved_locals, new_anchor, note_write, recorded
-from shardwise.sharded_tensor.moved_once import kept_layout, moved_once, passes
-from shardwise.sharded_tensor.movement import require_movable
+from shardwise.sharded_tensor.gradients import new_anchor, note_write
+from shardwise.sharded_tensor.moved_once import kept_layout, passes
 from shardwise.sharded_tensor.recorded_backward import tie
 from shardwise.tracing import record
 from shardwise.transfer import make_plan
@@ -99,14 +96,12 @@ class _Computation:
     def __init__(self, call: Call, prepared: Prepared) -> None:
         self.call = call
         self.rule, self.schedule, self.group, self.everyone, self.expected, self.lead, self.tells = prepared
-        schedule, group = self.schedule, self.group
+        schedule = self.schedule
         self.here = schedule.cells.rows_on(dist.get_rank() if dist.is_initialized() else -1)
         self.records = torch.is_grad_enabled() and any(operand.requires_grad for operand in call.operands)
         self.anchors: Tensors = []
-        # Kernels look at indices: what they find wrong is found before the ranks agree, else they agree meanwhile.
+        # Kernels look at indices: what they find wrong is told to the others before they count on this rank.
         self.checks = schedule.partial and not self.tells and not all(map(_has_fractions, call.operands))
-        talks = schedule.moved or (schedule.partial and not self.tells and not self.checks)
-        self.ready = agreement(call, group) if talks else _nothing
 
     def run(self) -> Any:
         """The results, as the op gives them, sharded."""
@@ -117,11 +112,6 @@ class _Computation:
         with self._drawing():
             found = [self._local(row, tensors) for row, tensors in zip(self.here, per_cell, strict=True)]
         return self._wrapped(self.schedule.results, found)
-
-    def _agreed(self) -> None:
-        """Before something is sent for the first time: the ranks have agreed on what they compute."""
-        ready, self.ready = self.ready, _nothing
-        ready()
 
     def _drawing(self) -> AbstractContextManager[None]:
         """Around an op that draws random numbers: each rank others, and all generators go on alike."""
@@ -134,22 +124,23 @@ class _Computation:
         operand, target = self.call.operands[number], self.schedule.operands[number]
         if not isinstance(operand, ShardedTensorBase):
             return self._cut(operand, number)
-        if self.schedule.stays[number]:
-            written = number == self.lead  # as it is, not a view of it
-            tensors, anchor = (operand._local_tensors(), operand._anchored()) if written else recorded(operand)
-        else:
-            require_movable(operand)
+        if not self.schedule.stays[number]:
             assert self.group is not None
             record = torch.is_grad_enabled() and operand.requires_grad
-            plan, way = make_plan(operand._layout, target), Way(self.group, ready=self._agreed)
-            tensors, anchor = moved_once(operand, plan, way, record=record)
-        if anchor is not None:
-            self.anchors.append(anchor)
-        return tensors
+            plan = make_plan(operand._layout, target)
+            found = brought(Bring(plan, self.group, fields_of(self.call), record), operand)
+        elif number != self.lead and operand._layout.has_replicas:
+            found = done(Recorded(), operand)
+        else:  # as it is, not a view of it
+            found, anchor = operand._local_tensors(), operand._anchored()
+            found = found if anchor is None else [*found, anchor]
+        self.anchors += found[len(self.here) :]
+        return found[: len(self.here)]
 
     def _cut(self, operand: torch.Tensor, number: int) -> Tensors:
         """What each cell needs of a plain operand, which is the same on every rank."""
-        operand = shared_plain(operand.as_subclass(torch.Tensor), self.group)
+        if torch.is_grad_enabled() and operand.requires_grad:
+            (operand,) = done(Shared(self.group), operand)
         if operand.requires_grad and not self.here:
             self.anchors.append(tie([operand]))
         layout = self.schedule.operands[number]
@@ -182,36 +173,34 @@ class _Computation:
                 failed = error
                 break
             partials.append(made if isinstance(made, tuple) else (made,))
-        self._agree(group, failed)
+        if failed is not None:
+            self._tell(group, failed)
         joined: list[Tensors] = []
-        anchor = tie(self.anchors) if self.anchors else None
+        anchor = done(Tied(), *self.anchors)[0] if self.anchors else None
+        count = len(joining.plan.dst.rows_on(dist.get_rank()))
         for k, dtype in enumerate(meta):
             parts = [partial[k].unsqueeze(0) if joining.stacked else partial[k] for partial in partials]
             parts = [part.contiguous() for part in parts]
-            way = Way(group, ready=self._agreed, fill=reduction.fills(dtype)[k])
-            if self.tells and k == 0:
-                way = replace(way, tell=functools.partial(tell, self.call, group))
-            record = self.records and _differentiable(dtype)
-            arrived, anchor_k = moved_locals(parts, anchor, joining.plan, way, dtype, record=record)
-            joined.append(arrived)
-            if anchor_k is not None:
-                self.anchors.append(anchor_k)
+            record, tells = self.records and _differentiable(dtype), self.tells and k == 0
+            fill = reduction.fills(dtype)[k]
+            move = Move(joining.plan, group, fields_of(self.call), record, dtype, fill, tells)
+            arrived = done(move, anchor, *parts)
+            joined.append(arrived[:count])
+            self.anchors += arrived[count:]
         found: list[Any] = joined[0]
         if joining.stacked:
             found = [reduction.again(self.call, list(pieces)) for pieces in zip(*joined, strict=True)]
         return self._wrapped((joining.result,) * len(self.expected), found)
 
-    def _agree(self, group: ProcessGroup, failed: Exception | None) -> None:
+    def _tell(self, group: ProcessGroup, failed: Exception) -> NoReturn:
         """Before partial results are sent: what a kernel found wrong with them here is told to all ranks."""
-        if failed is None:
-            self.ready = agreement(self.call, group) if self.checks else self.ready
-        elif self.tells:
+        if self.tells:
             in_step_telling(group, lambda: raised(failed))
         elif self.checks and settings.current().validate:
             in_step(group, lambda: raised(failed))
         else:  # the others are on their way into the transfer
             break_off(group, failed)
-            raise failed
+        raise failed
 
     def _require_sizes(self, layouts: Sequence[Layout], flat: list[list[torch.Tensor]]) -> None:
         """What was computed must fill the boxes: torch may give results that it did not announce."""
@@ -261,10 +250,6 @@ def assemble(
     return made
 
 
-def _nothing() -> None:
-    """Nothing to wait for."""
-
-
 def _differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
@@ -302,16 +287,6 @@ def _frame(layout: Layout, rows: tuple[int, ...], dtype: torch.dtype, group: Pro
     return Frame.of(layout, None, rows, dtype, group)
 
 
-def agreement(call: Call, group: ProcessGroup | None) -> Any:
-    """Begin to compare with all ranks what is about to be computed; call the result before anything is sent."""
-    return _nothing if group is None else Step(group, lambda: (None, _fields(call))).finish
-
-
-def tell(call: Call, group: ProcessGroup, brought: bytes) -> list[bytes]:
-    """Compare, and at once tell all ranks a few bytes of what was computed."""
-    return in_step_telling(group, lambda: (None, _fields(call), brought))[1]
-
-
 def _has_fractions(operand: torch.Tensor) -> bool:
     return operand.is_floating_point() or operand.is_complex()
 
@@ -331,7 +306,7 @@ def _can_tell(call: Call, schedule: Schedule, everyone: Places, group: ProcessGr
     return source.most_elements * itemsize <= room(group)
 
 
-def _fields(call: Call) -> Fields:
+def fields_of(call: Call) -> Fields:
     """What must be the same on every rank of a call."""
     fields: dict[str, object] = {"op": call.name, "arguments": call.settings(), "function": str(function)}
     fields["gather_budget"] = settings.current().gather_budget

@@ -14,23 +14,22 @@ from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from shardwise import settings
 from shardwise.dispatch import Distributed, refuse_collective, refuse_mixed, registry, unsupported
 from shardwise.errors import CollectiveOpError, PropertyError, UnsupportedOpError, ViewWriteError
 from shardwise.ops.engine.call import Aten, Call, function
 from shardwise.ops.engine.carried import carry, holds_carried, put_down
-from shardwise.ops.engine.compute import Prepared, UnknownResultError, compute, prepare
+from shardwise.ops.engine.compute import UnknownResultError, compute
 from shardwise.ops.engine.gathered import compute_gathered, needs_whole
+from shardwise.ops.engine.kind import BLIND, STEADY
+from shardwise.ops.engine.programs import remembered
 from shardwise.ops.engine.recorder import watching
-from shardwise.ops.engine.replay import STEADY, remembered
 from shardwise.ops.engine.rule import Rule
-from shardwise.process_group import without_data
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.direct import call_directly
 from shardwise.sharded_tensor.movement import copy_into
-from shardwise.tracing import record
 
 Handler = Callable[[Call], Any]
 RuleMaker = Callable[[Call], Rule | None]
@@ -172,15 +171,6 @@ def _is_known(op: Aten) -> bool:
 
 
 def _compute(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    entered = record.enter(op) if record.running else None
-    try:
-        return _computed(op, args, kwargs)
-    finally:
-        if entered is not None:
-            entered.leave()
-
-
-def _computed(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     call = Call(op, args, kwargs)
     elementwise = torch.Tag.pointwise in op.tags or op.overloadpacket is torch.ops.aten.copy_
     if not elementwise and any(one.numel() == 0 for one in call.sharded()):
@@ -191,35 +181,13 @@ def _computed(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if handler is not None:
             found = handler(call)
         else:
-            found = NotImplemented if maker is None else _under_rule(call, maker)
+            rule = None if maker is None else maker(call)
+            found = NotImplemented if rule is None else compute(call, rule)
     except UnknownResultError:
         found = NotImplemented
     if found is not NotImplemented:
         return found
     return _without_rule(call)
-
-
-def _under_rule(call: Call, maker: RuleMaker) -> Any:
-    """The op under its rule, prepared once for calls that differ in their values only."""
-    try:
-        key = (settings.current().gather_budget, torch.get_default_dtype(), without_data(), call.where())
-        prepared = _prepared.get(key)
-    except TypeError:  # an argument that cannot be hashed
-        rule = maker(call)
-        return NotImplemented if rule is None else compute(call, rule)
-    if prepared is None:
-        rule = maker(call)
-        prepared = None if rule is None else prepare(call, rule)
-        if prepared is None:
-            return NotImplemented
-        if len(_prepared) >= MOST_PREPARED:
-            _prepared.clear()
-        _prepared[key] = prepared
-    return prepared.run(call)
-
-
-_prepared: dict[Any, Prepared] = {}  # a cache, by all that a schedule depends on
-MOST_PREPARED = 1024
 
 
 def _without_rule(call: Call) -> Any:
@@ -330,6 +298,8 @@ def _go_straight(name: str) -> None:
 
     registry.built_in[method] = handler
     STEADY.add(method)
+    if name != "__getitem__":
+        BLIND.add(method)
     call_directly(name)
 
 
@@ -341,5 +311,8 @@ OFTEN = (
 )
 for _name in OFTEN:
     _go_straight(_name)
+# Of plain masks and labels only the kernels read the values.
+BLIND.update((functional.scaled_dot_product_attention, functional.cross_entropy, functional.nll_loss))
+BLIND.update((functional.layer_norm, functional.rms_norm, functional.mse_loss, torch.matmul, torch.where, torch.cat))
 registry.verbs["descend"] = descend
 registry.verbs["aten"] = aten

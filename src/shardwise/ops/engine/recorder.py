@@ -1,4 +1,7 @@
-"""`Recorder`: watches a call, and makes a tape of it if its results are pure functions of the shards that are here."""
+"""`Recorder`: watches a call, and makes a program of it.
+
+It does if the results are pure functions of the shards that are here, and of what came from other ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shardwise.dispatch import registry
-from shardwise.ops.engine.tape import Made, Slot, Step, Tape, filled, tensors_in
+from shardwise.ops.engine.program import Made, Program, Slot, Step, filled, tensors_in
 from shardwise.sharded_tensor import ShardedTensorBase
 
 HARMLESS = {"size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "__len__"}
-TELLING = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta", "grad_fn", "itemsize"}
+HARMLESS |= {"stride", "storage_offset"}
+TELLING = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_meta", "grad_fn", "itemsize"}
 ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}  # that are tensors
 # Of a wrapper with shards here.
 ORDINARY = {"_frame", "_tensors", "_shards", "_pinned", "_wants_grad", "_anchor", "_view_of", "_passes", "_writes"}
@@ -61,7 +65,10 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 class Recorder(TorchFunctionMode):
-    """Sees every plain op of one call, and keeps those that are pure functions of its arguments' local tensors."""
+    """Sees every plain op of one call, and keeps those that are pure functions of its arguments' local tensors.
+
+    Of transfers it is told.
+    """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -73,18 +80,51 @@ class Recorder(TorchFunctionMode):
         self.slots: dict[int, int] = {}  # by the tensor's id
         self.kept: list[Any] = []  # so that no id is given twice
         self.steps: list[Step] = []
+        self.talked = 0  # messages of steps that are kept
+        self._away = False
         for tensor in self.given:
-            for one in tensor._tensors if isinstance(tensor, ShardedTensorBase) else [tensor]:
+            for one in tensor._local_tensors() if isinstance(tensor, ShardedTensorBase) else [tensor]:
                 self._slot(one)
+        self.locals = len(self.kept)
+        for tensor in self.given:
+            if isinstance(tensor, ShardedTensorBase):
+                self._slot(tensor)
+            else:
+                self.kept.append(tensor)
 
     def _slot(self, tensor: Any) -> int:
         self.slots[id(tensor)] = len(self.kept)
         self.kept.append(tensor)
         return len(self.kept) - 1
 
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is an argument of the call, or came of it in a way that was noted."""
+        return id(tensor) in self.slots
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Within this context, what is done belongs to a step that will be noted."""
+        before, self._away = self._away, True
+        try:
+            yield
+        finally:
+            self._away = before
+
+    def note_step(self, step: Any, given: Sequence[Any], found: list[torch.Tensor]) -> None:
+        """A step that is no op of torch, on these tensors."""
+        if not all(one is None or self.knows(one) for one in given) or self.grad != torch.is_grad_enabled():
+            self.pure = False
+            return
+        args = [None if one is None else Slot(self.slots[id(one)]) for one in given]
+        at = [k for k, one in enumerate(given) if one is not None]
+        gives = [self._slot(out) for out in found]
+        self.steps.append(Step(step, args, {}, at, gives, alone=False, talks=True))
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call it; on sharded tensors as they would, still watching; note what is done to plain ones."""
         kwargs = kwargs or {}
+        if self._away:
+            return func(*args, **kwargs)
         sharded = next((kind for kind in types if issubclass(kind, ShardedTensorBase)), None)
         if func in registry.overrides or any(func in table for table in registry.by_spec.values()):
             self.pure = False  # a user's own handler may do anything
@@ -128,7 +168,7 @@ class Recorder(TorchFunctionMode):
             return {name: self._with_slots(one) for name, one in value.items()}
         return value
 
-    def tape(self, result: Any) -> Tape | None:
+    def program(self, result: Any) -> Program | None:
         """How to get such a result again, or None."""
         several = isinstance(result, tuple | list)
         made = [self._made(one) for one in (result if several else [result])]
@@ -137,7 +177,7 @@ class Recorder(TorchFunctionMode):
         wanted = {number for one in made if one is not None for number in one.slots}
         steps: list[Step] = []
         for step in reversed(self.steps):
-            if wanted.intersection(step.gives):
+            if step.talks or wanted.intersection(step.gives):
                 steps.append(step)
                 filled([step.args, step.kwargs], wanted.add)
         return _numbered(self, steps[::-1], [one for one in made if one is not None], type(result) if several else None)
@@ -166,9 +206,10 @@ class Recorder(TorchFunctionMode):
         return None
 
 
-def _numbered(recorder: Recorder, steps: list[Step], made: list[Made], shape: Any) -> Tape:
-    """The tape of these steps, whose slots are numbered anew, for others were left out."""
-    count = sum(len(one._tensors) if isinstance(one, ShardedTensorBase) else 1 for one in recorder.given)
+def _numbered(recorder: Recorder, steps: list[Step], made: list[Made], shape: Any) -> Program:
+    """The program of these steps, whose slots are numbered anew, for others were left out."""
+    moves = any(step.talks for step in steps)
+    count = recorder.locals + (len(recorder.given) if moves else 0)
     numbers = {number: number for number in range(count)}
     renumbered = []
     for step in steps:
@@ -176,7 +217,7 @@ def _numbered(recorder: Recorder, steps: list[Step], made: list[Made], shape: An
         for number in step.gives:
             numbers[number] = len(numbers)
     placed = [one._replace(slots=[numbers[number] for number in one.slots]) for one in made]
-    return Tape(recorder.plainly, renumbered, placed, shape)
+    return Program(recorder.plainly, moves, renumbered, placed, shape)
 
 
 def _holds_no_tensor(value: Any) -> bool:

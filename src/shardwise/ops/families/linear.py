@@ -15,7 +15,8 @@ from shardwise import settings
 from shardwise.dispatch import registry
 from shardwise.errors import PropertyError
 from shardwise.ops.engine.descent import descend
-from shardwise.ops.engine.replay import remembered
+from shardwise.ops.engine.kind import BLIND
+from shardwise.ops.engine.programs import remembered
 from shardwise.partial import ReplicatedTensor
 from shardwise.sharded_tensor import ShardedTensorBase, from_local
 
@@ -48,3 +49,4 @@ def _all_batches(batch: torch.Tensor, weight: ShardedTensorBase) -> ShardedTenso
 
 
 registry.built_in[functional.linear] = _linear
+BLIND.add(functional.linear)

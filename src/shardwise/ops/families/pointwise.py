@@ -12,6 +12,7 @@ from shardwise.dispatch import Op, registry
 from shardwise.ops.engine.call import Aten, Call
 from shardwise.ops.engine.compute import compute
 from shardwise.ops.engine.descent import HANDLERS, descend, functional_of
+from shardwise.ops.engine.kind import BLIND
 from shardwise.ops.engine.rule import Rule, broadcast
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.direct import call_directly
@@ -171,6 +172,7 @@ def _register(op: Op, *, in_place: bool) -> None:
         return first._like(made, made[0].dtype)
 
     registry.built_in[op] = handler
+    BLIND.add(op)
 
 
 LONG = ("out", "dtype", "device", "generator")
@@ -218,6 +220,7 @@ for _name in ALSO:
     for _found in (_name, _name + "_"):
         if (_packet := getattr(aten, _found, None)) is not None:
             HANDLERS[_packet] = pointwise
+            BLIND.update(_op for _op, _ in _callables(_name))
 for _name in DUNDERS:
     if hasattr(torch.Tensor, _name):
         _register(getattr(torch.Tensor, _name), in_place=_name.startswith("__i") and _name != "__invert__")

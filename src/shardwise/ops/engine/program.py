@@ -1,4 +1,4 @@
-"""`Tape`: the plain ops that one kind of call makes of this rank's shards, ready to be called again."""
+"""`Program`: what one kind of call comes down to here: plain ops on shards, transfers, how results are wrapped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from shardwise.sharded_tensor.frame import Frame
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 
-# Tensors are numbered in one row of slots: first the local tensors of what is given, then what each step gives.
+# Tensors are numbered in one row of slots: first the local tensors of what is given, where the program moves any then
+# the given sharded tensors themselves, then what each step gives.
 
 
 class Slot(int):
@@ -20,7 +21,7 @@ class Slot(int):
 
 
 class Step(NamedTuple):
-    """One plain op, slots in its arguments in place of tensors, and the slots that its results fill."""
+    """One plain op or transfer, slots in its arguments in place of tensors, and the slots that its results fill."""
 
     op: Any
     args: list[Any]
@@ -28,6 +29,7 @@ class Step(NamedTuple):
     at: list[int] | None  # which arguments are slots; None where some are within lists, or go by name
     gives: list[int]
     alone: bool  # whether the result is one tensor, and no list of them
+    talks: bool = False  # whether other ranks count on it
 
     def renumbered(self, numbers: dict[int, int]) -> Step:
         """The same where slots have other numbers."""
@@ -61,24 +63,27 @@ class Made(NamedTuple):
     base: int | None  # the number of the tensor that it is a view of
 
 
-class Tape(NamedTuple):
-    """The plain ops of one kind of call."""
+class Program(NamedTuple):
+    """The steps of one kind of call."""
 
     plainly: bool  # whether every tensor is an argument by position
+    moves: bool  # whether a step takes a given tensor as it is, and not its local tensors
     steps: list[Step]
     made: list[Made]
     shape: Callable[[list[Any]], Any] | None  # None for a single result
 
-    def play(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call them, on the local tensors of these arguments."""
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Do them, on the local tensors of these arguments."""
         given = args if self.plainly else list(tensors_in(args, kwargs))
         slots: list[Any] = []
         for tensor in given:
             if isinstance(tensor, ShardedTensorBase):
-                slots += tensor._tensors
+                slots += tensor._tensors if tensor._shards is None else tensor._local_tensors()
             else:  # a plain tensor, or what no step asks for
                 slots.append(tensor)
-        for op, by_position, by_name, at, _, alone in self.steps:
+        if self.moves:
+            slots += given
+        for op, by_position, by_name, at, _, alone, _ in self.steps:
             if at is None:
                 found = op(*filled(by_position, slots.__getitem__), **filled(by_name, slots.__getitem__))
             else:

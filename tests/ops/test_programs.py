@@ -1,4 +1,4 @@
-"""Calls that need no other rank are remembered: the second of a kind gives what it should, not what the first gave."""
+"""Calls are worked out once for each kind: the second gives what it should, not what the first gave."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import shardwise
 from shardwise import ShardedTensor, shard_tensor
 from shardwise.dispatch import registry
 from shardwise.errors import ViewWriteError
-from shardwise.ops.engine import replay, tape
+from shardwise.ops.engine import program
+from shardwise.ops.engine.kind import kind_of
 from shardwise.testing import ranks
 
 
@@ -27,18 +28,18 @@ def sharded(seed: int, *, grad: bool = False) -> tuple[torch.Tensor, ShardedTens
 def played(function: Any, *args: Any) -> bool:
     """Whether a call is played back, after one of its kind."""
     function(*args)
-    seen: list[tape.Tape] = []
-    play = tape.Tape.play
+    seen: list[program.Program] = []
+    play = program.Program.run
 
-    def watched(one: tape.Tape, *given: Any) -> Any:
+    def watched(one: program.Program, *given: Any) -> Any:
         seen.append(one)
         return play(one, *given)
 
-    tape.Tape.play = watched
+    program.Program.run = watched
     try:
         function(*args)
     finally:
-        tape.Tape.play = play
+        program.Program.run = play
     return bool(seen)
 
 
@@ -67,13 +68,24 @@ def test_values_numbers_and_gradients_are_those_of_the_call() -> None:
 
 @ranks(2)
 def test_what_is_played_back_and_what_is_not() -> None:
-    """Local work is; what moves data, writes or draws goes the long way every time."""
+    """Local work is, and what moves data; what writes or draws goes the long way every time."""
     _, tensor = sharded(0)
-    for function in (lambda x: x.t(), lambda x: x.sum(1), lambda x: x[:, 1:], lambda x: x.softmax(1)):
+    scale, mask = torch.rand(SIZE[1], dtype=torch.float64, requires_grad=True), torch.rand(SIZE) > 0.5
+    for function in (
+        lambda x: x.t(),
+        lambda x: x.sum(1),
+        lambda x: x[:, 1:],
+        lambda x: x.softmax(1),
+        lambda x: x.softmax(0),
+        lambda x: x.sum(),
+        lambda x: x.sum(0),
+        lambda x: x @ x.t(),
+        lambda x: x * scale,
+        lambda x: x.masked_fill(mask, 0.0),
+        lambda x: torch.nn.functional.linear(x, scale.detach().expand(3, -1), scale[:3]),
+    ):
         assert played(function, tensor)
     others = {
-        "moves": lambda x: x.softmax(0),
-        "reduces": lambda x: x.sum(),
         "writes": lambda x: x.clone().clamp_(0),
         "draws": lambda x: torch.nn.functional.dropout(x),
     }
@@ -270,10 +282,10 @@ def test_a_call_under_other_settings_of_torch_is_another() -> None:
     finally:
         torch.set_default_dtype(before)
     relu = torch.nn.functional.leaky_relu
-    usual = replay._key(relu, [heads], {})
+    usual = kind_of(relu, [heads], {})
     torch.use_deterministic_algorithms(True)
     try:
-        assert replay._key(relu, [heads], {}) != usual
+        assert kind_of(relu, [heads], {}) != usual
     finally:
         torch.use_deterministic_algorithms(False)
-    assert replay._key(relu, [heads], {}) == usual
+    assert kind_of(relu, [heads], {}) == usual

@@ -1,0 +1,138 @@
+"""Steps of programs that are no ops of torch: transfers, and what ties their gradients together.
+
+Each is a value that holds all that does not depend on the tensors, and is called with these. A call that is being
+watched notes it, so that its program does the same again.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import ProcessGroup
+
+from shardwise.meeting import traffic
+from shardwise.ops.engine.plain_operand import shared_plain
+from shardwise.ops.engine.recorder import Recorder, watch
+from shardwise.process_group import Fields, in_step, in_step_telling
+from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.gradients import Way, moved_locals, recorded
+from shardwise.sharded_tensor.moved_once import kept_layout, moved_once
+from shardwise.sharded_tensor.movement import require_movable
+from shardwise.sharded_tensor.recorded_backward import tie
+from shardwise.transfer import Plan
+
+Tensors = list[torch.Tensor]
+
+
+class Bring(NamedTuple):
+    """A sharded operand as another layout has it: moved, or what was moved before."""
+
+    plan: Plan
+    group: ProcessGroup
+    said: Fields
+    record: bool
+
+    def __call__(self, operand: ShardedTensorBase) -> Tensors:
+        """Its local tensors there and, if recorded, an anchor."""
+        require_movable(operand)
+        way = Way(self.group, ready=functools.partial(agree, self.group, self.said))
+        return _with_anchor(*moved_once(operand, self.plan, way, record=self.record))
+
+
+class Move(NamedTuple):
+    """Local tensors from one layout to another; partial results of a reduction, or an operand that is no argument."""
+
+    plan: Plan
+    group: ProcessGroup
+    said: Fields
+    record: bool
+    dtype: torch.dtype
+    fill: Any = None
+    tells: bool = False  # whether they are so small that they are told to all ranks while these agree
+
+    def __call__(self, anchor: torch.Tensor | None, *tensors: torch.Tensor) -> Tensors:
+        """The local tensors there and, if recorded, an anchor."""
+        way = Way(self.group, ready=functools.partial(agree, self.group, self.said), fill=self.fill)
+        if self.tells:
+            way = replace(way, tell=functools.partial(tell, self.group, self.said))
+        return _with_anchor(*moved_locals(tensors, anchor, self.plan, way, self.dtype, record=self.record))
+
+
+class Recorded(NamedTuple):
+    """A sharded operand that stays where it is: the gradients of a leaf's replicas are added up."""
+
+    def __call__(self, operand: ShardedTensorBase) -> Tensors:
+        """Its local tensors and, if there is one, its anchor."""
+        return _with_anchor(*recorded(operand))
+
+
+class Shared(NamedTuple):
+    """A plain operand that is the same on every rank: so is its gradient."""
+
+    group: ProcessGroup | None
+
+    def __call__(self, operand: torch.Tensor) -> Tensors:
+        """The operand, as a list."""
+        return [shared_plain(operand.as_subclass(torch.Tensor), self.group)]
+
+
+class Tied(NamedTuple):
+    """One anchor in place of several tensors."""
+
+    def __call__(self, *tensors: torch.Tensor) -> Tensors:
+        """The anchor, as a list."""
+        return [tie(tensors)]
+
+
+Steps = Bring | Move | Recorded | Shared | Tied
+
+
+def _with_anchor(tensors: Tensors, anchor: torch.Tensor | None) -> Tensors:
+    return tensors if anchor is None else [*tensors, anchor]
+
+
+# Done and, where a call is watched, noted -----------------------------------------------------------------------------
+
+
+def done(step: Steps, *given: Any) -> Tensors:
+    """What the step gives."""
+    recorder = watch.current
+    return step(*given) if recorder is None else _noted(recorder, step, step, given, given)
+
+
+def brought(bring: Bring, operand: ShardedTensorBase) -> Tensors:
+    """What the step gives of an operand, which may be no argument of the call but something made in it."""
+    recorder = watch.current
+    if recorder is None:
+        return bring(operand)
+    if recorder.knows(operand):
+        return _noted(recorder, bring, bring, (operand,), (operand,))
+    if kept_layout(operand) == bring.plan.dst:
+        return bring(operand)  # noted when it was moved
+    move = Move(bring.plan, bring.group, bring.said, bring.record, operand.dtype)
+    return _noted(recorder, move, bring, (operand,), (operand._anchored(), *operand._local_tensors()))
+
+
+def _noted(recorder: Recorder, step: Steps, does: Steps, given: Any, noted: Any) -> Tensors:
+    before = traffic.count
+    with recorder.looking_away():
+        found: Tensors = does(*given)
+    recorder.talked += traffic.count - before
+    recorder.note_step(step, noted, found)
+    return found
+
+
+# Before anything is sent ----------------------------------------------------------------------------------------------
+
+
+def agree(group: ProcessGroup, said: Fields) -> None:
+    """All ranks are about to do the same."""
+    in_step(group, lambda: (None, said))
+
+
+def tell(group: ProcessGroup, said: Fields, brought: bytes) -> list[bytes]:
+    """The same, and at once tell all ranks a few bytes."""
+    return in_step_telling(group, lambda: (None, said, brought))[1]
