@@ -255,7 +255,7 @@ def raised(error: Exception) -> Any:
 def in_large_groups(*tests: Any) -> None:
     """Do these tests on this rank, where every group counts as a large one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "MOST_EACH", 1)
+        patch.setattr(meeting.group, "MOST_EACH", 1)
         for test in tests:
             test.on_this_rank()
 
@@ -283,51 +283,56 @@ def test_in_large_groups_ranks_that_fail_alone_are_heard_of() -> None:
     )
 
 
-def sent(verb: Callable[[], object]) -> dict[str, list[int]]:
-    """The collectives that a verb begins, each with how many bytes this rank gives to it."""
-    found: dict[str, list[int]] = {}
+def sent(verb: Callable[[], object]) -> list[int]:
+    """How many bytes this rank sends in each message of a verb."""
+    found: list[int] = []
+    send = meeting.Post.send
 
-    def noting(name: str, given: int) -> Any:
-        collective = getattr(dist, name)
-
-        def note(*args: Any, **kwargs: Any) -> Any:
-            found.setdefault(name, []).append(args[given].nbytes)
-            return collective(*args, **kwargs)
-
-        return note
+    def note(self: Any, tensor: Any, peer: int, tag: int) -> None:
+        found.append(tensor.nbytes)
+        send(self, tensor, peer, tag)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", noting("all_reduce", 0))
-        patch.setattr(dist, "all_to_all_single", noting("all_to_all_single", 1))
-        gather = meeting._all_gather_single.__name__
-        patch.setattr(meeting, "_all_gather_single", noting(gather, 1))
+        patch.setattr(meeting.Post, "send", note)
         verb()
-    return {"all_gather" if name == gather else name: counts for name, counts in found.items()}
+    return found
 
 
 @ranks(3)
-def test_in_large_groups_agreeing_costs_the_same_however_many_there_are() -> None:
-    """A few words are reduced; what ranks bring is gathered only where they bring different things."""
+def test_what_agreeing_costs() -> None:
+    """A header for each of the others; in large groups a few words a round, and what ranks bring where it differs."""
     here, group = dist.get_rank(), world()
     assert room(group) == 128 - 25
-    assert sent(lambda: in_step(group, lambda: (1, {"x": 2}))) == {"all_to_all_single": [3 * 128]}
+    assert sent(lambda: in_step(group, lambda: (1, {"x": 2}))) == [128] * 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "MOST_EACH", 2)
+        patch.setattr(meeting.group, "MOST_EACH", 2)
         assert room(group) == 0
-        assert sent(lambda: in_step(group, lambda: (1, {"x": 2}))) == {"all_reduce": [56]}
+        assert sent(lambda: in_step(group, lambda: (1, {"x": 2}))) == [56] * 2
         told: list[Any] = []
-        assert sent(lambda: told.extend(in_step_sharing(group, lambda: (1, {}, ["a"] * 99))[1])) == {"all_reduce": [56]}
+        assert sent(lambda: told.extend(in_step_sharing(group, lambda: (1, {}, ["a"] * 99))[1])) == [56] * 2
         assert told == [["a"] * 99] * 3
         brought = b"x" * (200 * here)
 
         def tell() -> None:
             told[:] = in_step_telling(group, lambda: (1, {}, brought))[1]
 
-        assert sent(tell) == {"all_reduce": [56], "all_gather": [408]}
+        assert sent(tell) == [56] * 2 + [408] * 2
         assert told == [b"", b"x" * 200, b"x" * 400]
         brought = b"" if here == 2 else b"\0"  # which differ in their length alone
         tell()
         assert told == [b"\0", b"\0", b""]
+
+
+@ranks(4)
+def test_in_large_groups_of_any_size_all_is_told_in_order() -> None:
+    """Of large groups of any size: what each rank brings comes in the order of the group, whatever its ranks."""
+    groups = [dist.new_group(members) for members in ([3, 1, 0], [2, 0, 1, 3], [1, 2])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting.group, "MOST_EACH", 1)
+        for group in groups:
+            if dist.get_rank(group) >= 0:
+                told = in_step_sharing(group, lambda: (1, {}, dist.get_rank()))[1]
+                assert told == dist.get_process_group_ranks(group)
 
 
 def test_devices_are_told_by_convention() -> None:

@@ -13,7 +13,7 @@ from shardwise.named_parameters import named_params_with_sharded_tensor
 from shardwise.ops.validation import validation
 from shardwise.partial import PartialTensor, ReplicatedTensor
 from shardwise.placement import mesh_placements
-from shardwise.process_group import load_with_process_group
+from shardwise.process_group import check, load_with_process_group
 from shardwise.random import layout_independent
 from shardwise.settings import gather_budget, own_batches
 from shardwise.sharded_optim import Scoped, ShardedOptimizer
@@ -76,6 +76,7 @@ __all__ = [
     "ShardingSpec",
     "ShardwiseError",
     "TensorProperties",
+    "check",
     "checkpoint",
     "collect_local_shard",
     "custom_sharded_op_impl",

@@ -16,7 +16,7 @@ from shardwise.dispatch import Distributed, refuse_collective, refuse_mixed, req
 from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError
 from shardwise.layout import Axis, Cut, Layout, Places
 from shardwise.placement import Placement, rank_device
-from shardwise.process_group import Fields, group_ranks, in_step, locate_all, or_default
+from shardwise.process_group import Fields, group_ranks, in_op, in_step, locate_all, or_default
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.assembly import require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
@@ -73,6 +73,10 @@ class PartialTensor(Distributed, torch.Tensor):
 
     def redistribute(self, sharding_spec: ShardingSpec) -> ShardedTensor:
         """The reduced tensor, sharded by this spec. Every rank of the group calls it. Differentiable."""
+        return self._redistributed(sharding_spec, in_step)
+
+    def _redistributed(self, sharding_spec: ShardingSpec, agree: Callable[..., Layout] = in_op) -> ShardedTensor:
+        """The same, by default as within an op: ranks that differ find out as they do in ops."""
         local, group = self._local, self._group
 
         def work() -> tuple[Layout, Fields]:
@@ -81,7 +85,7 @@ class PartialTensor(Distributed, torch.Tensor):
             fields = {"verb": "reduce", "reduce_op": self._reduce_op, "spec": layout.outline, "dtype": local.dtype}
             return layout, {**fields, "requires_grad": local.requires_grad}
 
-        layout = in_step(group, work)
+        layout = agree(group, work)
         source, target = _stacked(layout, everyone_on(group, local.device))
         record = torch.is_grad_enabled() and local.requires_grad
         part = local.reshape(1, *local.shape).contiguous()

@@ -20,6 +20,7 @@ class Settings:
 
     process_group: Any = None
     validate: bool = True
+    strict: bool = False  # whether ranks also compare before every op
     gather_budget: int = MIB
     own_batches: bool = False  # whether plain inputs of linear and embeddings are each rank's own
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import chunks
@@ -11,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise
-from shardwise import Shard, ShardedOptimizer, ShardingPlan, shard_tensor
+from shardwise import Shard, ShardedOptimizer, ShardingPlan, meeting, shard_tensor
 
 WORLD = 3
 ODD = 1  # the rank that does otherwise
@@ -174,3 +177,12 @@ def mesh() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", (WORLD,)), shard_tensor(PLAIN, ROWS)
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """Ranks that wait look soon what the others are doing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting.post, "PATIENCE", 0.05)
+        patch.setattr(meeting.post, "AT_MOST", 0.08)
+        yield

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import chunks
+from tests.disagreement.given import impatient
 
-from shardwise import ShardedOptimizer, meeting, shard_tensor
-from shardwise.errors import TransferError
+from shardwise import ShardedOptimizer, shard_tensor
 from shardwise.testing import ranks
 from shardwise.transfer import execute
 
@@ -35,9 +35,7 @@ def message_of(function: Callable[[], object]) -> str:
 def test_late_after_an_error() -> None:
     """A rank that caught its error and comes late is waited for, and nobody raises again."""
     x = sharded()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "PATIENCE", 0.05)
-        patch.setattr(meeting, "AT_MOST", 0.1)
+    with impatient():
         for everywhere in (True, False):
             bad = torch.full((4, 3), 99 if everywhere or dist.get_rank() == 1 else 0)
             if everywhere or dist.get_rank() == 1:
@@ -52,22 +50,20 @@ def test_late_after_an_error() -> None:
 
 @ranks(2)
 def test_no_memory_where_all_had_agreed() -> None:
-    """The other rank does not wait for data that will not come; the group says why it is of no use any more."""
-    group = dist.new_group([0, 1])
-    x, other = sharded(group), sharded()
-    with pytest.MonkeyPatch.context() as patch:
+    """The other rank does not wait for data that will not come; then they are in step again."""
+    x = sharded()
+    with impatient(), pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
 
             def fails(*_: Any) -> None:
                 raise torch.OutOfMemoryError("no memory\nat all")
 
             patch.setattr(execute._Carrier, "_fits", fails)
-        found = message_of(x.full_tensor)
-    said = "rank 1 raised OutOfMemoryError (no memory) after the ranks had agreed to send"
-    assert found == "no memory\nat all" if dist.get_rank() == 1 else said in found
-    with pytest.raises(TransferError, match="cannot be used any more"):
-        x.full_tensor()
-    assert torch.equal(other.full_tensor().detach(), PLAIN)
+        for rounds in (None, 8):
+            found = message_of(lambda rounds=rounds: x.detach().redistribute(chunks(1, 1, 0), max_bytes=rounds))
+            assert found.startswith("no memory\nat all")
+            assert ("found on rank 1" in found) == (dist.get_rank() == 0)
+    assert torch.equal(x.full_tensor().detach(), PLAIN)
 
 
 @ranks(2)

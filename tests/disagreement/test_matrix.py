@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.disagreement.given import COLUMNS, ODD, PLAIN, ROWS, WORLD, backward_of, rank, recorded
+from tests.disagreement.given import COLUMNS, ODD, PLAIN, ROWS, WORLD, backward_of, impatient, rank, recorded
 from tests.disagreement.verbs import VERBS, Verb, filed
 
 import shardwise
@@ -63,15 +63,25 @@ def test_one_rank_that_does_otherwise_stops_all(tmp_path: Path) -> None:
     """Whatever the verb; and then all are in step again."""
     shardwise.save({"x": shard_tensor(PLAIN, ROWS)}, tmp_path / "saved")
     verbs = {**VERBS, **filed(str(tmp_path))}
-    assert [line for name, verb in verbs.items() for line in faults(name, verb)] == []
+    with impatient():
+        assert [line for name, verb in verbs.items() for line in faults(name, verb)] == []
+
+
+@ranks(WORLD)
+def test_strict_checks_find_it_before_anything_is_sent() -> None:
+    """Ops and backwards that do not have headers else; the error is that of the headers."""
+    names = ("matmul", "softmax", "sort, on gathered operands", "embedding", "cross_entropy", "backward", "a module")
+    names += ("backward to a plain operand", "backward to replicas", "step with whole parameters", "unscale_")
+    with shardwise.validation(strict=True):
+        assert [line for name in names for line in faults(name, VERBS[name])] == []
 
 
 @ranks(WORLD)
 def test_one_rank_that_does_otherwise_stops_all_of_a_large_group() -> None:
     """Where digests are reduced: verbs that bring something, verbs that do not, and a backward meet one another."""
     names = ("from_local", "full_tensor", "sum", "a mask", "backward", "shard_module")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "MOST_EACH", 1)
+    with impatient(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting.group, "MOST_EACH", 1)
         assert [line for name in names for line in faults(name, VERBS[name])] == []
 
 
@@ -82,13 +92,14 @@ def test_a_rank_that_is_late_is_waited_for() -> None:
 
     def come() -> None:
         if rank() == ODD:
-            time.sleep(0.7)
+            time.sleep(0.4)
 
-    come()
-    assert torch.equal(leaf.full_tensor(), PLAIN)
-    come()
-    backward_of((leaf, result))
-    assert torch.equal(leaf.grad.full_tensor(), torch.full_like(PLAIN, 2))
+    with impatient():
+        come()
+        assert torch.equal(leaf.full_tensor(), PLAIN)
+        come()
+        backward_of((leaf, result))
+        assert torch.equal(leaf.grad.full_tensor(), torch.full_like(PLAIN, 2))
 
 
 def die(*_: Any) -> Any:

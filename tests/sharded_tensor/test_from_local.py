@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import shardwise
-from shardwise import ReplicatedTensor, ShardedTensor, errors, from_local, shard_tensor
+from shardwise import ReplicatedTensor, ShardedTensor, errors, from_local, meeting, shard_tensor
 from shardwise.testing import ranks
 
 SIZES = [2, 0, 3, 1]
@@ -42,7 +42,7 @@ def test_sizes_may_differ_along_any_dim() -> None:
 def test_sizes_that_are_known_need_no_message() -> None:
     """With ``sizes`` nothing travels; one that is wrong is said."""
     mine = own(SIZES[dist.get_rank()], 5)
-    with mock.patch.object(dist, "all_to_all_single", side_effect=AssertionError("a message")):
+    with mock.patch.object(meeting.Post, "send", side_effect=AssertionError("a message")):
         made = from_local(mine, sizes=SIZES)
     assert made.shape == (6, 5)
     assert made._layout == from_local(mine)._layout

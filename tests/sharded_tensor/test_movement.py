@@ -53,11 +53,11 @@ def test_random_layouts() -> None:
     wire = [0, 0]  # bytes received and sent
     original = execute.AllToAll._begin
 
-    def counted(self: Any, taken: torch.Tensor, given: torch.Tensor, out: list[int], into: list[int]) -> Any:
+    def counted(self: Any, taken: torch.Tensor, given: torch.Tensor, out: list[int], into: list[int], tag: int) -> Any:
         here = dist.get_rank()
         wire[:] = [sum(side) - side[here] for side in (out, into)]
         assert (sum(out), sum(into)) == (taken.numel(), given.numel())
-        return original(self, taken, given, out, into)
+        return original(self, taken, given, out, into, tag)
 
     execute.AllToAll._begin = counted
     try:

@@ -49,9 +49,9 @@ def collect_local_shard(module: M) -> M:
 def _reshard(spec: ShardingSpec, module: nn.Module, args: Any, output: Any) -> Any:
     def change(value: Any) -> Any:
         if isinstance(value, PartialTensor):
-            return value.redistribute(spec)
+            return value._redistributed(spec)
         if isinstance(value, ShardedTensor) and not _is_cut_by(spec, value):
-            return value.redistribute(spec)
+            return value._redistributed(spec)
         return value
 
     return pytree.tree_map(change, output)

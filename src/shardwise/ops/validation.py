@@ -32,19 +32,25 @@ MOST_HASHED = 2**16  # bytes of a plain operand that are compared where ranks ag
 
 
 @contextmanager
-def validation(enabled: bool = True, *, values: bool = False) -> Iterator[None]:
+def validation(enabled: bool = True, *, values: bool = False, strict: bool = False) -> Iterator[None]:
     """Within this context, which checks between ranks are made. Must be the same on every rank.
 
-    By default ranks compare, by digest, what they are about to do wherever a tensor is made or moved; off saves a small
-    collective each time, and ranks that disagree are no longer found out.
+    By default ranks compare, by digest, what they are about to do wherever a tensor is made, saved or moved by a verb.
+    Ops, backwards and steps of optimizers send nothing for it: each rank keeps a chain of digests of what it does.
+    Ranks compare their chains where they meet, and a rank that waits for a second looks what the others wait in. Off,
+    nothing is sent that is not data, and ranks that disagree may not be found out.
 
-    With ``values``, for debugging, they also compare a hash of every plain tensor that is used together with sharded
-    ones: it must be the same on every rank, as it is not after an unseeded `torch.rand`, or where a rank passes its
-    own batch without `from_local`. They are compared bit by bit. The error names the op, the argument and the ranks.
-    Every such call waits for all ranks, and reads all of the plain tensor. What runs within a backward, such as a
-    checkpoint that computes again, is not compared.
+    With ``strict``, for debugging, they also compare before every op that sends something, and every transfer of a
+    backward: ranks that differ raise there, at once, at the cost of a small message each time.
+
+    With ``values``, for debugging, they are strict, and also compare a hash of every plain tensor that is used together
+    with sharded ones: it must be the same on every rank, as it is not after an unseeded `torch.rand`, or where a rank
+    passes its own batch without `from_local`. They are compared bit by bit. The error names the op, the argument and
+    the ranks. Every such call waits for all ranks, and reads all of the plain tensor. What runs within a backward, such
+    as a checkpoint that computes again, is not compared.
     """
-    with settings.changed(validate=enabled or values), _ValuesCompared() if values else nullcontext():
+    strict, enabled = strict or values, enabled or strict or values
+    with settings.changed(validate=enabled, strict=strict), _ValuesCompared() if values else nullcontext():
         yield
 
 

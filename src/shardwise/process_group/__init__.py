@@ -1,14 +1,20 @@
 """Process groups: who is in one, where a placement lies in it, and whether its ranks agree."""
 
+from shardwise.meeting import Fields, Said
 from shardwise.process_group.agreement import (
     ROOM,
-    Fields,
     Step,
+    begin_sending,
+    check,
+    follow,
+    in_op,
     in_step,
     in_step_sharing,
     in_step_telling,
     raises_alone,
     room,
+    settle,
+    step_of_op,
 )
 from shardwise.process_group.membership import (
     current_process_group,
@@ -38,11 +44,16 @@ from shardwise.process_group.told import Told
 __all__ = [
     "ROOM",
     "Fields",
+    "Said",
     "Step",
     "Told",
+    "begin_sending",
+    "check",
     "current_process_group",
     "device_said",
+    "follow",
     "group_ranks",
+    "in_op",
     "in_step",
     "in_step_sharing",
     "in_step_telling",
@@ -62,6 +73,8 @@ __all__ = [
     "room",
     "rpc_workers",
     "sends",
+    "settle",
+    "step_of_op",
     "talks",
     "without_data",
 ]

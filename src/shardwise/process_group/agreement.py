@@ -1,20 +1,20 @@
 """Ranks that agree, or fail together.
 
 A verb runs its local part through `in_step`: what one rank finds wrong is told to all before anyone enters the next
-collective, and what must be the same everywhere is compared by digest. So either every rank goes on or every rank
-raises the same error.
+collective, and what must be the same everywhere is compared by digest, with the chain of all calls before. So either
+every rank goes on or every rank raises the same error. Ops run theirs through `in_op`, which adds to the chain and
+sends nothing.
 
-How the digests travel depends on the size of the group alone, so that all ranks begin the same collective whatever verb
-they are in. In a small group each rank sends its header to each, and a few bytes that it brings with it. In a large one
-an all-reduce finds out whether all digests are the same, at a cost that does not grow; what the ranks bring is gathered
-afterwards, if it is not the same on all of them.
+How the digests travel depends on the size of the group alone, so that ranks meet whatever verb they are in. In a small
+group each rank sends its header to each, and a few bytes that it brings with it. In a large one the largest and the
+smallest digest are found in rounds; what the ranks bring is gathered afterwards, if it is not the same on all of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 from torch.distributed import ProcessGroup, distributed_c10d
@@ -22,29 +22,40 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from shardwise import settings
 from shardwise.errors import RankMismatchError, ShardwiseError, same_kind
 from shardwise.meeting import (
+    DIGEST,
     HEADER,
+    Entry,
+    Fields,
     Gathering,
     Ledger,
+    Look,
     Reduction,
+    Said,
+    difference,
+    end,
+    failure_of,
+    find_verdict,
     is_large,
+    is_tagged,
     leave_word,
     ledger_of,
     listed,
-    require_unbroken,
-    take_word_back,
-    word_of,
+    look,
+    require_sound,
+    told_to,
 )
-from shardwise.process_group.membership import group_ranks, is_member, talks
+from shardwise.process_group.membership import group_ranks, is_member, or_default, talks
 from shardwise.process_group.told import Told
 
 T = TypeVar("T")
-Fields = Mapping[str, object]  # what must be the same on every rank, by name
 
-DIGEST = 16
 SUBJECT = "ShardedTensor"  # what an error says has the fields that differ
-# A header: digest, whether this rank failed, length of what it brings, and that itself if there is room.
+# A header: digest of the chain, whether this rank failed, length of what it brings, and that itself if there is room.
 ROOM = HEADER - DIGEST - 1 - 8
 MOST = 2**63 - 1  # of a number that is reduced
+MOST_TOLD = 16  # calls before a meeting that ranks tell where their chains differ
+SOON = 0.05  # seconds after which a rank looks that has raised already, and lets the others know
+HEADERS, SIZES, REPORTS, LETTERS = range(4)  # kinds of messages in a meeting
 
 
 def room(process_group: ProcessGroup) -> int:
@@ -52,7 +63,7 @@ def room(process_group: ProcessGroup) -> int:
     return 0 if is_large(process_group) else ROOM
 
 
-def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> T:
+def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said]]) -> T:
     """Do this rank's part of a verb; return only if it went well on every rank and all agree on the fields.
 
     Every rank of the group must call it. About 100 bytes travel, more only when there is an error to tell.
@@ -67,7 +78,7 @@ def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -
 class Step(Generic[T]):
     """The same in two halves: `value` is there at once, while the ranks compare; `finish` before acting on it."""
 
-    def __init__(self, process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]) -> None:
+    def __init__(self, process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said]]) -> None:
         self._asked = settings.current().validate and talks(process_group)
         value, self._fields, self._error = _attempt(process_group, work)
         self._failed = self._error is not None
@@ -86,14 +97,14 @@ class Step(Generic[T]):
 
 
 def in_step_sharing(
-    process_group: ProcessGroup, work: Callable[[], tuple[T, Fields, Any]], *, subject: str = SUBJECT
+    process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said, Any]], *, subject: str = SUBJECT
 ) -> tuple[T, Told[Any]]:
     """The same, and what each rank brings (plain values that JSON knows) is given to all, in group order.
 
     The subject is what an error says has these fields.
     """
 
-    def encoded() -> tuple[T, Fields, bytes]:
+    def encoded() -> tuple[T, Fields | Said, bytes]:
         value, fields, brought = work()
         return value, fields, json.dumps(brought).encode()
 
@@ -102,14 +113,14 @@ def in_step_sharing(
 
 
 def in_step_telling(
-    process_group: ProcessGroup, work: Callable[[], tuple[T, Fields, bytes]], *, subject: str = SUBJECT
+    process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said, bytes]], *, subject: str = SUBJECT
 ) -> tuple[T, Told[bytes]]:
     """The same for bytes; up to `room` of them travel with the digest."""
     if not talks(process_group):
         value, _, brought = work()
         return value, Told.alike(brought, process_group.size() if is_member(process_group) else 1)
 
-    def attempt() -> tuple[tuple[T, bytes], Fields]:
+    def attempt() -> tuple[tuple[T, bytes], Fields | Said]:
         value, fields, brought = work()
         return (value, brought), fields
 
@@ -120,8 +131,8 @@ def in_step_telling(
 
 
 def _attempt(
-    process_group: ProcessGroup, work: Callable[[], tuple[T, Fields]]
-) -> tuple[T | None, Fields, Exception | None]:
+    process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said]]
+) -> tuple[T | None, Fields | Said, Exception | None]:
     """What the work gives, or how it failed; an error that every rank of the group knows already is raised at once.
 
     Work may do verbs of its own, in which the ranks agree. What such a verb has told to all of them, all of them raise.
@@ -135,17 +146,84 @@ def _attempt(
     return value, fields, None
 
 
-def _meet(
-    process_group: ProcessGroup, fields: Fields, error: Exception | None, brought: bytes, subject: str = SUBJECT
-) -> _Meeting:
-    """Begin a meeting, after those that this rank owes to the others."""
+# In ops ---------------------------------------------------------------------------------------------------------------
+
+
+def follow(process_group: ProcessGroup, said: Said) -> None:
+    """Add a call to the chain of the group. Nothing is sent; ranks that differ find out when they meet, or wait."""
+    if settings.current().validate and talks(process_group):
+        settle(process_group)
+        ledger_of(process_group).add(said)
+
+
+def begin_sending(process_group: ProcessGroup, said: Said) -> int:
+    """Add a transfer to the chain, whether or not checks are on. Gives the tag of its data."""
+    settle(process_group)
     ledger = ledger_of(process_group)
-    require_unbroken(process_group)
+    ledger.add(said)
+    return ledger.data_tag()
+
+
+def in_op(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said]]) -> T:
+    """As `in_step`, for an op: by default nothing is sent, and what is wrong here the others hear of when they wait."""
+    step = step_of_op(process_group, work)
+    step.finish()
+    return step.value
+
+
+def step_of_op(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said]]) -> Step[T] | Followed[T]:
+    """The same in two halves, as `Step`."""
+    strict = settings.current().strict
+    return Step(process_group, work) if strict else Followed(process_group, work)
+
+
+class Followed(Generic[T]):
+    """A call of an op that was added to the chain."""
+
+    def __init__(self, process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said]]) -> None:
+        asked = settings.current().validate and talks(process_group)
+        try:
+            self.value, fields = work()
+        except Exception as error:
+            if asked and not _is_told(error, process_group):
+                leave_word(process_group, error)  # of whatever kind: it may be wrong here alone
+            raise
+        if asked:
+            follow(process_group, fields if isinstance(fields, Said) else Said(fields))
+
+    def finish(self) -> None:
+        """Nothing to wait for."""
+
+
+def check(process_group: ProcessGroup | None = None) -> None:
+    """Compare with all ranks of the group, by default of the default group, what they have done. Every rank calls it.
+
+    Raises a RankMismatchError on every rank if they are not in step: it names the first calls that differ, and their
+    places in the users' code. Ranks also compare where they meet anyway, such as in `item`, `full_tensor` and `save`.
+    """
+    in_step(or_default(process_group), lambda: (None, {"verb": "check"}))
+
+
+# Meetings -------------------------------------------------------------------------------------------------------------
+
+
+def settle(process_group: ProcessGroup, *, tell: bool = True) -> None:
+    """Before this rank goes on: end the meetings that it has left, and tell the others what it has raised alone."""
+    require_sound(process_group)
+    ledger = ledger_of(process_group)
     if ledger.left is not None:
         ledger.left.end()
-    if ledger.failure is not None and error is None:
-        _Meeting(process_group, ledger, {}, same_kind(*ledger.failure), b"", subject, told=True).end()
-    return _Meeting(process_group, ledger, fields, error, brought, subject)
+    if tell and ledger.failure is not None and settings.current().validate:
+        error = same_kind(*ledger.failure)
+        _Meeting(process_group, ledger, {}, error, b"", SUBJECT, told=True).end()
+
+
+def _meet(
+    process_group: ProcessGroup, fields: Fields | Said, error: Exception | None, brought: bytes, subject: str = SUBJECT
+) -> _Meeting:
+    """Begin a meeting, after those that this rank owes to the others."""
+    settle(process_group, tell=error is None)  # else it is told now
+    return _Meeting(process_group, ledger_of(process_group), fields, error, brought, subject)
 
 
 class _Meeting:
@@ -155,80 +233,103 @@ class _Meeting:
         self,
         group: ProcessGroup,
         ledger: Ledger,
-        fields: Fields,
+        fields: Fields | Said,
         error: Exception | None,
         brought: bytes,
         subject: str,
         *,
         told: bool = False,
     ) -> None:
-        self._group, self._ledger, self._fields, self._error, self._subject = group, ledger, fields, error, subject
+        self._group, self._ledger, self._error, self._subject = group, ledger, error, subject
+        self._said = fields if isinstance(fields, Said) else Said(fields)
         self._told = told  # whether this rank has raised already what will come of it
-        self._number, self._failure = ledger.begun, ledger.failure
-        ledger.begun += 1
-        ledger.failure = None  # told here
+        self._number = ledger.number
+        self._before = tuple(ledger.entries)[-MOST_TOLD:]
+        self._entry: Entry | None = None
+        if error is None:
+            self._entry = ledger.add(self._said)
+        elif ledger.failure is None:
+            ledger.failure = [type(error).__name__, str(error)]  # for those who wait elsewhere, and look
+        self._patience = SOON if told else None
         kind = _Compared if is_large(group) else _Headers
-        self._round = kind(group, _digest(fields), error is not None, brought)
+        self._round = kind(group, ledger.digest, error is not None, brought, self._tag)
         self._sizes: Gathering | None = None  # of what each rank reports
         self._entries: Gathering | None = None  # and the reports; both may be under way when the meeting is left
+
+    def _tag(self, kind: int) -> int:
+        return self._ledger.meeting_tag(self._number, kind)
 
     def end(self) -> Told[bytes]:
         """What each rank brings; raises the same error on every rank unless nobody failed and all fields agree.
 
         Each rank raises it once: not here, if it has done so before.
         """
-        agreed = self._round.agree(None if self._told else self._look)
-        if self._ledger.left is self:
-            self._ledger.left = None
-        if agreed:
-            return self._round.told()
-        reports = self._reports()
-        if self._failure is not None:
-            take_word_back(self._group, self._number)
+        try:
+            agreed = self._round.agree(self._look, self._patience)
+            if agreed:
+                self._ledger.left = None
+                return self._round.told(self._look)
+            error = told_to(_verdict(self._reports(), group_ranks(self._group)), group_ranks(self._group))
+        except Exception as found:
+            if not self._told or not _is_told(found, self._group):
+                raise
+            return Told.alike(b"", 1)
+        self._ledger.left = None
+        self._ledger.begin_epoch()
         if self._told:
             return Told.alike(b"", 1)
-        raise _told_to_all(_verdict(reports, group_ranks(self._group)), self._group) from self._error
+        raise error from self._error
 
-    def _look(self) -> None:
-        """Leave the meeting for later if a rank has failed before it: that rank may not come for long."""
-        require_unbroken(self._group, look=True)
-        word = word_of(self._group, self._number)
-        if word is not None:
-            self._ledger.left, self._told = self, True
-            raise _told_to_all(_failure_of(*word), self._group)
+    def _look(self, peers: Any) -> None:
+        """Give the meeting up if it is known that not all will come to it."""
+        if is_tagged(self._group):
+            look(self._group, peers)
+            return
+        require_sound(self._group)
+        error = None if self._told else find_verdict(self._group, peers)
+        if error is None:
+            return
+        if isinstance(error, RankMismatchError):  # a rank is in another collective
+            end(self._group, error)
+            require_sound(self._group)
+        self._ledger.left, self._told = self, True  # a rank has failed, and will come to it when it talks next
+        raise error
 
     def _reports(self) -> list[Any]:
         failure = None if self._error is None else [type(self._error).__name__, str(self._error)]
-        said = {name: str(value) for name, value in self._fields.items()}
-        report = json.dumps([said, failure, self._subject]).encode()
-        look = None if self._told else self._look
+        said = {name: str(value) for name, value in self._said.fields.items()}
+        call = "" if self._entry is None else self._entry.described()["call"]
+        before = {entry.number: {**entry.described(), "fields": {}} for entry in self._before}
+        report = json.dumps([said, failure, self._subject, before, call]).encode()
         if self._sizes is None:
-            self._sizes = Gathering(self._group, len(report).to_bytes(8, "little"), 8)
-        lengths = [int.from_bytes(size, "little") for size in self._sizes.wait(look)]
+            self._sizes = Gathering(self._group, len(report).to_bytes(8, "little"), 8, self._tag(SIZES))
+        lengths = [int.from_bytes(size, "little") for size in self._sizes.wait(self._look, self._patience)]
         if self._entries is None:
-            self._entries = Gathering(self._group, report, max(lengths))
-        entries = zip(self._entries.wait(look), lengths, strict=True)
+            self._entries = Gathering(self._group, report, max(lengths), self._tag(REPORTS))
+        entries = zip(self._entries.wait(self._look, self._patience), lengths, strict=True)
         return [json.loads(entry[:length]) for entry, length in entries]
 
 
 class _Headers:
     """Each rank's digest, sent to each rank, with what it brings if there is room."""
 
-    def __init__(self, group: ProcessGroup, digest: bytes, failed: bool, brought: bytes) -> None:
-        self._group, self._brought = group, brought
+    def __init__(
+        self, group: ProcessGroup, digest: bytes, failed: bool, brought: bytes, tag: Callable[[int], int]
+    ) -> None:
+        self._group, self._brought, self._tag = group, brought, tag(LETTERS)
         letter = brought if len(brought) <= ROOM else b""
         header = digest + bytes([failed]) + len(brought).to_bytes(8, "little") + letter
-        self._gathering = Gathering(group, header, HEADER)
+        self._gathering = Gathering(group, header, HEADER, tag(HEADERS))
 
-    def agree(self, look: Callable[[], object] | None) -> bool:
+    def agree(self, look: Look, patience: float | None) -> bool:
         """Whether all digests are the same, and no rank failed."""
-        self._headers = self._gathering.wait(look)
+        self._headers = self._gathering.wait(look, patience)
         first = self._headers[0]
         self._alike = self._headers.count(first) == len(self._headers)
         same = self._alike or all(other[: DIGEST + 1] == first[: DIGEST + 1] for other in self._headers)
         return same and not first[DIGEST]
 
-    def told(self) -> Told[bytes]:
+    def told(self, look: Look) -> Told[bytes]:
         """What each rank brings."""
         if self._alike and len(self._brought) <= ROOM:
             return Told.alike(self._brought, len(self._headers))
@@ -237,32 +338,35 @@ class _Headers:
         longest = max(lengths)
         letters = [header[begin:] for header in self._headers]
         if longest > ROOM:
-            letters = Gathering(self._group, self._brought, longest).wait()
+            letters = Gathering(self._group, self._brought, longest, self._tag).wait(look)
         return Told.by(letter[:length] for letter, length in zip(letters, lengths, strict=True))
 
 
 class _Compared:
-    """The largest and the smallest digest, by an all-reduce. A rank that failed gives what no digest can be."""
+    """The largest and the smallest digest of all ranks. A rank that failed gives what no digest can be."""
 
-    def __init__(self, group: ProcessGroup, digest: bytes, failed: bool, brought: bytes) -> None:
-        self._group, self._brought = group, brought
+    def __init__(
+        self, group: ProcessGroup, digest: bytes, failed: bool, brought: bytes, tag: Callable[[int], int]
+    ) -> None:
+        self._group, self._brought, self._tag = group, brought, tag(LETTERS)
         words = [_word(digest[:8]), _word(digest[8:]), _word(hashlib.blake2b(brought, digest_size=8).digest())]
         numbers = [*words, *(~word for word in words)]  # the largest complement is that of the smallest
-        self._reduction = Reduction(group, [MOST] * len(numbers) + [0] if failed else [*numbers, len(brought)])
+        given = [MOST] * len(numbers) + [0] if failed else [*numbers, len(brought)]
+        self._reduction = Reduction(group, given, tag(HEADERS))
 
-    def agree(self, look: Callable[[], object] | None) -> bool:
+    def agree(self, look: Look, patience: float | None) -> bool:
         """Whether all digests are the same, and no rank failed."""
-        *largest, self._longest = self._reduction.wait(look)
+        *largest, self._longest = self._reduction.wait(look, patience)
         one, two, brought = (high == ~low for high, low in zip(largest[:3], largest[3:], strict=True))
         self._alike = brought
         return one and two
 
-    def told(self) -> Told[bytes]:
+    def told(self, look: Look) -> Told[bytes]:
         """What each rank brings; that is sent only if it is not the same on all of them."""
         if self._alike:
             return Told.alike(self._brought, self._group.size())
         entry = len(self._brought).to_bytes(8, "little") + self._brought
-        entries = Gathering(self._group, entry, 8 + self._longest).wait()
+        entries = Gathering(self._group, entry, 8 + self._longest, self._tag).wait(look)
         return Told.by(entry[8 : 8 + int.from_bytes(entry[:8], "little")] for entry in entries)
 
 
@@ -290,36 +394,25 @@ def _is_told(error: Exception, process_group: ProcessGroup) -> bool:
     return set(group_ranks(process_group)) <= set(getattr(error, "told_to", ()))
 
 
-def _told_to_all(error: Exception, process_group: ProcessGroup) -> Exception:
-    error.told_to = group_ranks(process_group)  # type: ignore[attr-defined] # whatever kind of error it is
-    return error
-
-
-def _failure_of(rank: int, kind: str, message: str, others: str = "") -> Exception:
-    return same_kind(kind, f"{message}\n(found on rank {rank}{others}; every rank of the group stops)")
-
-
 def _verdict(reports: list[Any], ranks: tuple[int, ...]) -> Exception:
     """The one error that every rank raises, from what all ranks reported."""
-    failed = [(rank, failure) for rank, (_, failure, _) in zip(ranks, reports, strict=True) if failure is not None]
+    failed = [(rank, one[1]) for rank, one in zip(ranks, reports, strict=True) if one[1] is not None]
     if failed:
         rank, (kind, message) = failed[0]
         others = "" if len(failed) == 1 else f" and {len(failed) - 1} more"
-        return _failure_of(rank, kind, message, others)
-    first, _, subject = reports[0]
-    for rank, (fields, *_) in zip(ranks, reports, strict=True):
+        return failure_of(rank, kind, message, others)
+    first, _, subject, before, call = reports[0]
+    for rank, (*_, theirs, _) in zip(ranks, reports, strict=True):
+        for number, entry in before.items():
+            if number in theirs and theirs[number]["digest"] != entry["digest"]:
+                return RankMismatchError(difference(int(number), (ranks[0], before), (rank, theirs)))
+    for rank, (fields, *_, other) in zip(ranks, reports, strict=True):
         for name in [*first, *fields]:
             mine, theirs = first.get(name, "nothing"), fields.get(name, "nothing")
             if mine != theirs:
                 return RankMismatchError(
                     f"{subject} {name} property does not match from different ranks! "
-                    f"{name}={mine} on rank:{ranks[0]} does not match with {name}={theirs} on rank:{rank}."
+                    f"{name}={mine} on rank:{ranks[0]} does not match with {name}={theirs} on rank:{rank}. "
+                    f"Rank {ranks[0]} is in {call}, rank {rank} in {other}."
                 )
     return RankMismatchError(f"ranks {listed(ranks)} differ in values that read the same: {first}")
-
-
-def _digest(fields: Fields) -> bytes:
-    hasher = hashlib.blake2b(digest_size=DIGEST)
-    for name, value in fields.items():
-        hasher.update(f"{name}={value};".encode())
-    return hasher.digest()

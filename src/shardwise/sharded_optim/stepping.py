@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from shardwise.process_group import Fields, or_default
+from shardwise.process_group import Fields, in_op, or_default
 from shardwise.sharded_optim import whole
-from shardwise.sharded_optim.roster import Roster, together
+from shardwise.sharded_optim.roster import Roster
 from shardwise.sharded_optim.template import empty_sparse, step_without_hooks
 
 Closure = Callable[[], Any]
@@ -32,7 +32,7 @@ def step_in_place(roster: Roster, closure: Closure | None) -> Any:
 def step_whole(roster: Roster, closure: Closure | None) -> Any:
     """Update whole parameters, each on one rank, the others where they lie. The closure is called once, before."""
     group = or_default(roster.group)
-    loss = None if closure is None else together(group, lambda: (_evaluated(closure), {"verb": "closure"}))
+    loss = None if closure is None else in_op(group, lambda: (_evaluated(closure), {"verb": "closure"}))
     complete_gradients(roster)
     visitors = whole.with_gradients(roster.visitors, group)
 
@@ -42,7 +42,7 @@ def step_whole(roster: Roster, closure: Closure | None) -> Any:
     try:
         whole.bring_parameters(visitors)
         whole.bring_gradients(visitors)
-        together(group, work)
+        in_op(group, work)
         whole.take_back(visitors)
     finally:
         whole.empty_leaves(visitors)
@@ -69,7 +69,7 @@ def step_jointly(roster: Roster, closure: Closure | None) -> Any:
         for leaf in (leaf for member in visitors for leaf in member.leaves):
             leaf.grad = None
         try:
-            loss = together(group, compute)
+            loss = in_op(group, compute)
             bring_gradients()
         except Exception as error:
             told.append(error)
@@ -88,7 +88,7 @@ def step_jointly(roster: Roster, closure: Closure | None) -> Any:
         whole.bring_parameters(visitors)
         if closure is None:
             bring_gradients()
-        loss = together(group, work)
+        loss = in_op(group, work)
         if told:
             raise told[0]
         whole.take_back(visitors)

@@ -10,12 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.process_group import Fields, Step
+from shardwise import settings
+from shardwise.process_group import Fields, step_of_op
 from shardwise.sharded_tensor.recorded_backward import all_depending, depending, passed
 from shardwise.transfer import Plan, Tell, empty_tensors, make_plan, move
 
 if TYPE_CHECKING:
     from shardwise.sharded_tensor.base import ShardedTensorBase
+
+
+IN_BACKWARD = "a transfer in the backward"
 
 
 def _at_once() -> None:
@@ -31,13 +35,16 @@ class Way:
     ready: Callable[[], object] = _at_once
     fill: Any = None  # what elements hold that nothing is moved to
     tell: Tell | None = None  # by which a few bytes go instead
+    verb: str = "a transfer"  # as errors call it
 
     def backward(self, plan: Plan, dtype: torch.dtype) -> Way:
-        """How a transfer of the backward goes: the ranks begin to compare at once which one it is."""
+        """How a transfer of the backward goes. If checks are strict, ranks begin to compare at once which one it is."""
         if not plan.moved:
             return self
-        fields = {"verb": "a transfer in the backward", "from": plan.src.outline, "to": plan.dst.outline}
-        return replace(self, ready=compared(self.group, {**fields, "dtype": dtype}))
+        if not settings.current().strict:  # the transfer says all of this
+            return replace(self, verb=IN_BACKWARD)
+        fields = {"verb": IN_BACKWARD, "from": plan.src.outline, "to": plan.dst.outline}
+        return replace(self, ready=compared(self.group, {**fields, "dtype": dtype}), verb=IN_BACKWARD)
 
     def kept(self) -> Way:
         """What a graph keeps of it: gradients are 0 where nothing is moved to."""
@@ -51,12 +58,13 @@ class Way:
             "ready": self.ready,
             "fill": self.fill,
             "tell": self.tell,
+            "verb": self.verb,
         }
 
 
 def compared(group: ProcessGroup, fields: Fields) -> Callable[[], object]:
-    """Begin to compare these fields with all ranks; call the result before anything else is sent."""
-    return Step(group, lambda: (None, fields)).finish
+    """Compare these fields with all ranks, as ops do; call the result before anything else is sent."""
+    return step_of_op(group, lambda: (None, fields)).finish
 
 
 class Differentiable(torch.autograd.Function):

@@ -23,6 +23,7 @@ from shardwise.process_group import (
     Fields,
     Step,
     group_ranks,
+    in_op,
     in_step,
     in_step_sharing,
     is_member,
@@ -30,6 +31,7 @@ from shardwise.process_group import (
     locate_all,
     or_default,
     rank_array,
+    step_of_op,
 )
 from shardwise.sharded_tensor.assembly import fields_of, require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
@@ -59,6 +61,7 @@ class Request:
     max_bytes: int | None
     relabel: bool
     async_op: bool
+    in_op: bool = False  # whether an op asks for it: then nothing is sent to agree on it
 
 
 def require_movable(tensor: ShardedTensorBase) -> None:
@@ -237,7 +240,7 @@ def _agreed_target(tensor: ShardedTensor, request: Request) -> tuple[Frame, Way]
         options = {"max_bytes": request.max_bytes, "async_op": request.async_op}
         return frame, {"verb": "redistribute", **outlines, **options, "requires_grad": wants_graph(tensor)}
 
-    step = Step(joint, work)
+    step = (step_of_op if request.in_op else Step)(joint, work)
     return step.value, Way(joint, request.max_bytes, step.finish)
 
 
@@ -339,7 +342,7 @@ def copy_into(into: Any, source: Any, non_blocking: bool = False) -> None:
         said = {"verb": "copy_", **about(into, "into"), **about(source, "source")}
         return records, {**said, "requires_grad": wants_graph(source)}
 
-    records = in_step(joint, work)
+    records = in_op(joint, work)
     if not is_member(joint):
         return
     plan, way = make_plan(source._layout, into._layout), Way(joint)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.layout import Layout
-from shardwise.process_group import Fields, Step, is_member
+from shardwise.process_group import Fields, is_member, step_of_op
 from shardwise.transfer import make_plan, move
 
 
@@ -23,7 +23,7 @@ def make_alike(
     def work() -> tuple[None, Fields]:
         return None, {"verb": "draw alike for replicas", "tensor": layout.outline, "dtype": dtype}
 
-    step = Step(process_group, work)
+    step = step_of_op(process_group, work)
     rows = layout.rows_on(dist.get_rank())
     mine = [tensor.detach().clone() for row, tensor in zip(rows, tensors, strict=True) if layout.is_first(row)]
     plan = make_plan(layout.once, layout)

@@ -233,6 +233,13 @@ class ShardedTensor(ShardedTensorBase):
         request = movement.Request(sharding_spec, process_group, max_bytes, relabel, async_op)
         if async_op:
             return Pending(self, *movement.redistributing(self, request))
+        return self._moved_to(request)
+
+    def _redistributed(self, sharding_spec: ShardingSpec) -> ShardedTensor:
+        """The same within an op: ranks that differ find out as they do in ops."""
+        return self._moved_to(movement.Request(sharding_spec, None, None, relabel=False, async_op=False, in_op=True))
+
+    def _moved_to(self, request: movement.Request) -> ShardedTensor:
         frame, tensors, anchor = movement.redistributed(self, request)
         new: ShardedTensor = self._derived(frame, tensors, anchor)
         return new

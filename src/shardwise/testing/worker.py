@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import itertools
 import os
 import random
 import signal
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from shardwise.meeting import forget_failure
+from shardwise.meeting import begin_anew, put_away
 from shardwise.testing.task import Task
 
 _start_folder = os.getcwd()
@@ -41,7 +42,7 @@ def serve(connection: Connection, rank: int, world_size: int, folder: str, backe
     """Join the group, say so, and run what is sent until the pool goes away."""
     _prepare(rank, world_size, Path(folder), backend)
     connection.send(Outcome(None, None))
-    while True:
+    for number in itertools.count():
         try:
             task: Task = connection.recv()
         except (EOFError, ConnectionError):
@@ -49,7 +50,7 @@ def serve(connection: Connection, rank: int, world_size: int, folder: str, backe
         except Exception:
             connection.send(Outcome(None, f"the task could not be read:\n{traceback.format_exc()}"))
             continue
-        outcome = _attempt(task)
+        outcome = _attempt(task, number)
         try:
             connection.send(outcome)
         except Exception:
@@ -90,7 +91,7 @@ def _take_gpu(rank: int, world_size: int) -> None:
         os.environ.update(APART, NCCL_HOSTID=f"rank-{rank}")
 
 
-def _attempt(task: Task) -> Outcome:
+def _attempt(task: Task, task_number: int) -> Outcome:
     """Run a task from a clean state: same seed, empty output, only the default group."""
     _end_groups()
     os.ftruncate(1, 0)
@@ -101,7 +102,7 @@ def _attempt(task: Task) -> Outcome:
     torch.manual_seed(0)
     default = dist.group.WORLD
     if default is not None:
-        forget_failure(default)  # an error that one rank caught in the task before
+        begin_anew(default, task_number)  # whatever some ranks have caught, or have not noticed, in the task before
     try:
         value = task.run()
     except BaseException as error:  # a rank reports whatever ends its task, pytest's outcomes included
@@ -109,6 +110,8 @@ def _attempt(task: Task) -> Outcome:
             return Outcome(None, None, skipped=str(error))
         return Outcome(None, _traceback(error))
     finally:
+        if default is not None and dist.group.WORLD is default:
+            put_away(default)
         sys.stdout.flush()
         gc.collect()
     if dist.group.WORLD is not default:

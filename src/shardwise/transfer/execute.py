@@ -1,8 +1,8 @@
 """Sending what a plan says, as it lies where it lies contiguously, packed where not.
 
-All that one rank has for another is one message. The messages go in one all-to-all of bytes, straight from the source
-and into the destination if their memory is in the right order. Under a limit of extra memory they go point to point,
-cut into segments that go in rounds.
+All that one rank has for another is one message. The messages go in one exchange of bytes, straight from the source
+and into the destination if their memory is in the right order. Under a limit of extra memory they are cut into segments
+that go in rounds.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from torch.distributed import P2POp, ProcessGroup
 
 from shardwise.errors import TransferError
 from shardwise.layout import Layout
-from shardwise.meeting import break_off, lost, wait_for_data
-from shardwise.process_group import is_fake, rank_array, sends, without_data
+from shardwise.meeting import Post, given_up, is_tagged, leave_word, ledger_of, look, lost, watch
+from shardwise.process_group import begin_sending, is_fake, rank_array, sends, without_data
 from shardwise.transfer.plan import Plan
 from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
 from shardwise.transfer.views import Piece, as_bytes, copy, is_as_it_lies, source_views, target_views
+from shardwise.transfer.wire import Exchanging, exchange, said_of
 
 Write = Callable[[torch.Tensor, torch.Tensor], object]  # into a view of the destination, what arrived for it
-Ready = Callable[[], object]  # called once, after packing and before anything is sent
+Ready = Callable[[], int]  # called once, after packing and before anything is sent; gives the tag of the data
 
 
 class Moving(Protocol):
@@ -88,7 +89,7 @@ class _Carrier:
 
 
 class AllToAll(_Carrier):
-    """A transfer in which every rank of the group takes part, in one collective."""
+    """A transfer in which every rank of the group takes part, in one exchange."""
 
     def __init__(
         self,
@@ -98,13 +99,16 @@ class AllToAll(_Carrier):
         group: ProcessGroup,
         dtype: torch.dtype,
         ready: Ready,
+        *,
+        owned: bool,
     ) -> None:
         super().__init__(plan, outs, group, dtype)
         members = rank_array(group)
         out_going, in_coming = (side(self._rank).ordered(members) for side in (plan.sends, plan.receives))
         sends, receives = source_views(out_going.pieces, plan, tensors), target_views(in_coming.pieces, plan, outs)
         source = self._as_it_lies(sends, tensors)
-        target = None if plan.sums else self._as_it_lies(receives, outs)
+        # What the caller owns is not received into: after an error, messages that are late might still come.
+        target = None if plan.sums or not owned else self._as_it_lies(receives, outs)
         copies: list[tuple[Piece, Piece]] = []
         into, out = ([n * dtype.itemsize for n in side.counts] for side in (out_going, in_coming))
         if source is None and target is None:
@@ -118,19 +122,17 @@ class AllToAll(_Carrier):
         self._pieces = receives
         self._arrived = self._empty(sum(piece.count for piece in self._pieces)) if target is None else None
         taken = as_bytes(target if self._arrived is None else self._arrived)  # type: ignore[arg-type] # one is there
-        ready()
-        self._given = given  # must live until it is sent
-        self._work = self._begin(taken, given, out, into)
+        tag = ready()
+        self._count = given.numel() // dtype.itemsize
+        self._exchange = self._begin(taken, given, out, into, tag)
         for one, other in copies:
             self._write(other.view, one.view)
 
-    def _begin(self, taken: torch.Tensor, given: torch.Tensor, out: list[int], into: list[int]) -> dist.Work:
+    def _begin(self, taken: torch.Tensor, given: torch.Tensor, out: list[int], into: list[int], tag: int) -> Exchanging:
         try:
-            work: dist.Work | None = dist.all_to_all_single(taken, given, out, into, group=self._group, async_op=True)
+            return exchange(self._group, taken, given, out, into, tag)
         except RuntimeError as error:
-            raise self._lost("exchange", given.numel() // self._dtype.itemsize, error) from error
-        assert work is not None, "only an outsider of the group gets no work"
-        return work
+            raise self._lost("exchange", self._count, error) from error
 
     def _as_it_lies(self, pieces: list[Piece], tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The one local tensor whose memory, as it lies, is all the pieces one after the other; if there is one."""
@@ -146,17 +148,18 @@ class AllToAll(_Carrier):
     def wait(self) -> list[torch.Tensor]:
         """Finish: unpack what has arrived, unless it arrived in its place."""
         try:
-            if self._wire.type == "cpu":
-                wait_for_data(self._work, self._group)
-            else:  # enqueued on the stream: the host does not wait
-                self._work.wait()
-        except TransferError:
-            raise
-        except RuntimeError as error:
-            raise self._lost("exchange", self._given.numel() // self._dtype.itemsize, error) from error
+            self._exchange.wait()
+        except (RuntimeError, TimeoutError) as error:
+            if isinstance(error, TransferError) or hasattr(error, "told_to"):
+                raise
+            raise self._lost("exchange", self._count, error) from error
         if self._arrived is not None:
-            with torch.no_grad():
-                self._unpack(self._arrived, self._pieces)
+            try:
+                with torch.no_grad():
+                    self._unpack(self._arrived, self._pieces)
+            except Exception as error:
+                _failed_alone(self._group, error)
+                raise
             self._arrived = None
         return self.outs
 
@@ -194,9 +197,10 @@ class PointToPoint(_Carrier):
             for peer in plan.sources(rank)
         }
         self._rounds = max((len(s) for s in (*self._sends.values(), *self._receives.values())), default=0)
-        self._under_way: list[tuple[dist.Work, Segment, bool]] = []
+        self._under_way: list[tuple[dist.Work | Post, Segment, bool]] = []
         self._round = 0
-        ready()
+        self._tag = ready()
+        self._epoch, self._is_given_up = ledger_of(group).epoch, False
         _unfinished.append(self)  # kept until done, even if nobody waits: its buffers are on the wire
         self._start()
         while self._wire.type != "cpu" and self._round < self._rounds:
@@ -210,14 +214,25 @@ class PointToPoint(_Carrier):
         """
         with torch.no_grad():
             while self in _unfinished:
-                next(other for other in _unfinished if other._rank == self._rank)._finish_all()
+                first = next(other for other in _unfinished if other._rank == self._rank)
+                if ledger_of(first._group).epoch == first._epoch:
+                    first._finish_all()
+                else:  # the other ranks may have given it up
+                    _unfinished.remove(first)
+                    first._is_given_up = True
+        if self._is_given_up:
+            raise given_up()
         return self.outs
 
     def _finish_all(self) -> None:
         _unfinished.remove(self)
-        while self._round < self._rounds or self._under_way:
-            self._finish()
-            self._start()
+        try:
+            while self._round < self._rounds or self._under_way:
+                self._finish()
+                self._start()
+        except Exception as error:
+            _failed_alone(self._group, error)
+            raise
 
     def _start(self) -> None:
         """Begin the next round, and do the local copies while the first one travels."""
@@ -235,25 +250,29 @@ class PointToPoint(_Carrier):
 
     def _start_each(self, receives: list[Segment], sends: list[Segment]) -> None:
         for segment in receives:
-            work = self._attempt("receive from", segment, dist.irecv, self._receive_buffer(segment))
+            work = self._attempt("receive from", segment, True, self._receive_buffer(segment))
             self._under_way.append((work, segment, True))
         for segment in sends:
-            work = self._attempt("send to", segment, dist.isend, self._send_buffer(segment))
+            work = self._attempt("send to", segment, False, self._send_buffer(segment))
             self._under_way.append((work, segment, False))
 
     def _start_batch(self, receives: list[Segment], sends: list[Segment]) -> None:
         operations = [P2POp(dist.irecv, self._receive_buffer(s), s.peer, self._group) for s in receives]
         operations += [P2POp(dist.isend, self._send_buffer(s), s.peer, self._group) for s in sends]
-        for work in dist.batch_isend_irecv(operations) if operations else []:
+        works = dist.batch_isend_irecv(operations) if operations else []
+        for work in works:
+            watch(work, self._group)
             work.wait()  # enqueued on the stream: the host does not wait
         for segment in receives:
             self._land(segment)
 
-    def _attempt(
-        self, what: str, segment: Segment, function: Callable[..., dist.Work | None], buffer: torch.Tensor
-    ) -> dist.Work:
+    def _attempt(self, what: str, segment: Segment, receiving: bool, buffer: torch.Tensor) -> dist.Work | Post:
         try:
-            work = function(buffer, segment.peer, group=self._group)
+            if is_tagged(self._group):
+                post, peer = Post(self._group), dist.get_group_rank(self._group, segment.peer)
+                (post.receive if receiving else post.send)(buffer, peer, self._tag)
+                return post
+            work = (dist.irecv if receiving else dist.isend)(buffer, segment.peer, group=self._group)
         except RuntimeError as error:
             raise self._lost(f"{what} rank {segment.peer}", segment.count, error) from error
         assert work is not None, "only an outsider of the group gets no work, and it has no pieces"
@@ -263,8 +282,13 @@ class PointToPoint(_Carrier):
         """Wait for the round that is under way and unpack it as it arrives."""
         for work, segment, receiving in self._under_way:
             try:
-                work.wait()
-            except RuntimeError as error:
+                if isinstance(work, Post):
+                    work.wait(lambda peers: look(self._group, peers, self._epoch))
+                else:
+                    work.wait()
+            except (RuntimeError, TimeoutError) as error:
+                if hasattr(error, "told_to"):
+                    raise
                 what = "receive from" if receiving else "send to"
                 raise self._lost(f"{what} rank {segment.peer}", segment.count, error) from error
             if receiving:
@@ -298,17 +322,19 @@ def move(
     dtype: torch.dtype,
     outs: list[torch.Tensor] | None = None,
     max_bytes: int | None = None,
-    ready: Ready = lambda: None,
+    ready: Callable[[], object] = lambda: None,
     fill: Any = None,
     tell: Tell | None = None,
+    verb: str = "a transfer",
 ) -> Moving:
     """Begin to move this rank's tensors of the source layout into tensors of the destination layout.
 
     Every rank of the group calls it. ``outs`` are the destination's tensors, made here when not given. Elements that
-    nothing is moved to hold ``fill``, if there are any. With ``tell``, the data goes that way.
+    nothing is moved to hold ``fill``, if there are any. With ``tell``, the data goes that way. The verb is what errors
+    call it.
     """
     if plan.moved and tell is None and not is_fake(process_group) and not without_data():
-        return _begun(plan, tensors, process_group, dtype, outs, max_bytes, ready, fill)
+        return _begun(plan, tensors, process_group, dtype, outs, max_bytes, ready, fill, verb)
     if outs is None:
         outs = empty_tensors(plan.dst, dtype, fill=0 if plan.sums else fill)
     with torch.no_grad():
@@ -328,28 +354,33 @@ def _begun(
     dtype: torch.dtype,
     outs: list[torch.Tensor] | None,
     max_bytes: int | None,
-    ready: Ready,
+    ready: Callable[[], object],
     fill: Any,
+    verb: str,
 ) -> Moving:
     """A transfer in which something is sent. The other ranks count on this one from now on."""
-    is_ready = False
+    owned = outs is None
 
-    def all_are_ready() -> None:
-        nonlocal is_ready
-        is_ready = True
+    def all_are_ready() -> int:
         ready()
+        return begin_sending(group, said_of(plan, dtype, max_bytes, verb))
 
     try:
         with torch.no_grad():
             if outs is None:
                 outs = empty_tensors(plan.dst, dtype, fill=0 if plan.sums else fill)
             if max_bytes is None or not sends(group):
-                return AllToAll(plan, tensors, outs, group, dtype, all_are_ready)
+                return AllToAll(plan, tensors, outs, group, dtype, all_are_ready, owned=owned or not is_tagged(group))
             return PointToPoint(plan, tensors, outs, group, dtype, all_are_ready, max_bytes)
     except Exception as error:
-        if not is_ready:  # such as for lack of memory
-            break_off(group, error)
+        _failed_alone(group, error)
         raise
+
+
+def _failed_alone(group: ProcessGroup, error: Exception) -> None:
+    """Let the others know that data will not come, such as for lack of memory; unless they know, or a rank is gone."""
+    if not hasattr(error, "told_to") and not isinstance(error, TransferError):
+        leave_word(group, error)
 
 
 def empty_tensors(layout: Layout, dtype: torch.dtype, *, fill: Any = None) -> list[torch.Tensor]:

@@ -46,7 +46,7 @@ class Whole:
         """The local parts of a gradient of any kind."""
         frame = self.blank._frame
         if isinstance(grad, PartialTensor):
-            grad = grad.redistribute(FixedShardingSpec.of(frame.layout))
+            grad = grad._redistributed(FixedShardingSpec.of(frame.layout))
         if not isinstance(grad, ShardedTensorBase):  # the same on every rank
             if grad.shape != frame.size:
                 raise PropertyError(f"expected a gradient of size {tuple(frame.size)}, found {summary(grad)}")
@@ -55,7 +55,7 @@ class Whole:
             found = [narrow_tensor_by_index(grad, offsets, sizes) for offsets, sizes in rows]
         else:
             if grad._layout != frame.layout and frame.layout.order_of(grad._layout) is None:
-                grad = grad.redistribute(FixedShardingSpec.of(frame.layout))  # type: ignore[attr-defined] # has a group
+                grad = grad._redistributed(FixedShardingSpec.of(frame.layout))  # type: ignore[attr-defined] # has a group
             found = self.blank._locals_of(grad)
         return found
 

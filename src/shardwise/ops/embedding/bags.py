@@ -83,7 +83,7 @@ def _same_boxes(samples: Any, portion: Portion, like: torch.Tensor, weight: Shar
     if not isinstance(samples, ShardedTensor):
         shared = shared_plain(samples, weight._process_group)
         return torch.cat([shared[:0], *boxes_of(shared, portion.layout)])
-    moved = samples if samples._layout == portion.layout else samples.redistribute(spec_of(portion.layout))
+    moved = samples if samples._layout == portion.layout else samples._redistributed(spec_of(portion.layout))
     anchor = moved._anchored()
     nothing = like if anchor is None else anchor.reshape(-1)[:0].to(like.dtype).view(like.shape)
     return torch.cat([nothing, *moved._local_tensors()])

@@ -12,7 +12,7 @@ from shardwise.dispatch import Op, op_name
 from shardwise.errors import IdRangeError, ProcessGroupError, PropertyError
 from shardwise.ops.embedding.batch import Batch
 from shardwise.ops.embedding.rows import Lookup, Table, rows_of
-from shardwise.process_group import Fields, Step, is_member
+from shardwise.process_group import Fields, is_member, step_of_op
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.gradients import wants_graph
 from shardwise.sharded_tensor.movement import require_movable
@@ -77,7 +77,7 @@ def look_up(op: Op, weight: ShardedTensor, options: Options, want: Callable[[], 
         fields |= {"requires_grad": wants_graph(weight), "shared": shared, **wanted.about}
         return (wanted, row_of(options.padding_idx, weight.shape[0])), fields
 
-    step = Step(group, work)
+    step = step_of_op(group, work)
     wanted, padding = step.value
     batch = Batch.of(wanted.ids, distinct=distinct or options.scale_grad_by_freq)
     lookup = Lookup(

@@ -58,7 +58,7 @@ def portion_of(ids: Any, weight: ShardedTensor, *, cut: Sequence[int] | None = N
     if isinstance(ids, ShardedTensor):
         require_together(ids, weight)
         if _cuts_others(ids._layout, allowed):
-            ids = ids.redistribute(spec_of(dealt(ids.shape, weight, allowed)))
+            ids = ids._redistributed(spec_of(dealt(ids.shape, weight, allowed)))
         return Portion(ids._layout, ids._local_tensors())
     if isinstance(ids, Distributed):
         raise PropertyError(f"the ids must be a plain or a sharded tensor, found {ids!r}")

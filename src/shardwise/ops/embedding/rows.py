@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
@@ -21,13 +20,14 @@ from shardwise.geometry import IntArray
 from shardwise.meeting import lost
 from shardwise.ops.embedding.pieces import Pieces, packed
 from shardwise.ops.embedding.route import Columns, route_among
-from shardwise.process_group import is_fake
+from shardwise.process_group import Said, begin_sending, is_fake
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.gradients import compared, new_anchor, wants_graph
 from shardwise.tracing import record
 from shardwise.transfer import make_plan
 from shardwise.transfer.execute import wire_device
 from shardwise.transfer.views import as_bytes
+from shardwise.transfer.wire import exchange
 
 
 class Table:
@@ -38,6 +38,7 @@ class Table:
         self.group, self.width, self.dtype, self.outline = group, weight.shape[1], weight.dtype, layout.outline
         self.route = route_among(layout, group)
         self.wire = wire_device(make_plan(layout, layout), group)
+        self._said = Said({"verb": "an exchange of ids or rows of a table", "table": self.outline, "dtype": self.dtype})
 
     def swap(self, given: torch.Tensor, out: IntArray, into: IntArray) -> torch.Tensor:
         """What each member has for this rank, in exchange for what this rank has for each: so many elements."""
@@ -49,10 +50,12 @@ class Table:
         sent = as_bytes(given.to(self.wire).resolve_conj().resolve_neg().contiguous())
         came, went = ((counts * given.element_size()).tolist() for counts in (into, out))
         try:
-            here = self.route.here
+            tag, here = begin_sending(self.group, self._said), self.route.here
             with record.waiting("exchange", sum(went) - went[here], sum(came) - came[here]):
-                dist.all_to_all_single(as_bytes(taken), sent, came, went, group=self.group)
-        except RuntimeError as error:
+                exchange(self.group, as_bytes(taken), sent, came, went, tag).wait()
+        except (RuntimeError, TimeoutError) as error:
+            if hasattr(error, "told_to"):
+                raise
             raise lost(
                 f"exchange {sent.numel():,} bytes of ids or rows of a sharded table", error, self.group
             ) from error

@@ -29,7 +29,7 @@ def in_chunks(x: Any, dim: int) -> Any:
         return x
     layout = chunked_layout(x.shape, dim, x)
     moved: Any = x
-    return x if layout == x._layout else moved.redistribute(spec_of(layout))
+    return x if layout == x._layout else moved._redistributed(spec_of(layout))
 
 
 def own_chunk(x: torch.Tensor, dim: int, model: ShardedTensorBase) -> torch.Tensor:
@@ -37,7 +37,7 @@ def own_chunk(x: torch.Tensor, dim: int, model: ShardedTensorBase) -> torch.Tens
     layout = chunked_layout(x.shape, dim, model)
     if isinstance(x, ShardedTensorBase):
         moved: Any = x
-        return recorded(x if layout == x._layout else moved.redistribute(spec_of(layout)))[0][0]
+        return recorded(x if layout == x._layout else moved._redistributed(spec_of(layout)))[0][0]
     box = layout.at(layout.rows_on(dist.get_rank())[:1])
     begin, size = int(box.offsets[0, dim]), int(box.sizes[0, dim])
     return shared_plain(x, model._frame.process_group).narrow(dim, begin, size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -17,12 +17,12 @@ from shardwise import settings
 from shardwise.dispatch import unsupported
 from shardwise.errors import ProcessGroupError, UnsupportedOpError
 from shardwise.layout import Layout, Places
-from shardwise.meeting import break_off
+from shardwise.meeting import leave_word
 from shardwise.ops.engine.call import Call, function
 from shardwise.ops.engine.rule import Reduction, Rule
 from shardwise.ops.engine.schedule import Operand, Schedule, make_joining, make_schedule, size_of
 from shardwise.ops.engine.steps import Bring, Move, Recorded, Shared, Tied, brought, done
-from shardwise.process_group import Fields, in_step, in_step_telling, is_member, kept_for, rank_array, room, talks
+from shardwise.process_group import Fields, Said, in_op, in_step_telling, is_member, kept_for, rank_array, room, talks
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.drawing import drawn_apart
 from shardwise.sharded_tensor.frame import Frame, Parts
@@ -35,42 +35,19 @@ from shardwise.transfer import make_plan
 Tensors = list[torch.Tensor]
 
 
-class Prepared(NamedTuple):
-    """Everything about computing a call that does not depend on its operands' values."""
-
-    rule: Rule
-    schedule: Schedule
-    group: ProcessGroup | None
-    everyone: Places
-    expected: list[tuple[torch.Size, torch.dtype]]
-    lead: int | None
-    tells: bool  # whether partial results are so small that they are told to all while the ranks agree
-
-    def run(self, call: Call) -> Any:
-        """Compute the call."""
-        return _Computation(call, self).run()
-
-
 def compute(call: Call, rule: Rule, *, lead: int | None = None) -> Any:
     """The op under this rule, or NotImplemented when no schedule is within the gather budget.
 
     Where operands move, every rank of the group takes part. With a ``lead``, that operand is written into.
     """
-    prepared = prepare(call, rule, lead=lead)
-    return NotImplemented if prepared is None else prepared.run(call)
-
-
-def prepare(call: Call, rule: Rule, *, lead: int | None = None) -> Prepared | None:
-    """The same without computing it: None when no schedule is within the gather budget."""
     expected = expect(call)
     _require_agreement_of(rule, expected, call)
     group, everyone = meeting(call)
     operands = tuple(map(_known, call.operands))
     schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
     if schedule is None:
-        return None
-    tells = schedule.partial and not schedule.moved and _can_tell(call, schedule, everyone, group)
-    return Prepared(rule, schedule, group, everyone, expected, lead, tells)
+        return NotImplemented
+    return _Computation(call, schedule, group, everyone, expected, lead).run()
 
 
 def _known(operand: torch.Tensor) -> Operand:
@@ -93,10 +70,19 @@ def draws(call: Call) -> bool:
 class _Computation:
     """One call under one schedule."""
 
-    def __init__(self, call: Call, prepared: Prepared) -> None:
-        self.call = call
-        self.rule, self.schedule, self.group, self.everyone, self.expected, self.lead, self.tells = prepared
-        schedule = self.schedule
+    def __init__(
+        self,
+        call: Call,
+        schedule: Schedule,
+        group: ProcessGroup | None,
+        everyone: Places,
+        expected: list[tuple[torch.Size, torch.dtype]],
+        lead: int | None,
+    ) -> None:
+        self.call, self.schedule, self.rule = call, schedule, schedule.rule
+        self.group, self.everyone, self.expected, self.lead = group, everyone, expected, lead
+        # Whether partial results are so small that they are told to all while the ranks agree.
+        self.tells = schedule.partial and not schedule.moved and _can_tell(call, schedule, everyone, group)
         self.here = schedule.cells.rows_on(dist.get_rank() if dist.is_initialized() else -1)
         self.records = torch.is_grad_enabled() and any(operand.requires_grad for operand in call.operands)
         self.anchors: Tensors = []
@@ -128,7 +114,7 @@ class _Computation:
             assert self.group is not None
             record = torch.is_grad_enabled() and operand.requires_grad
             plan = make_plan(operand._layout, target)
-            found = brought(Bring(plan, self.group, fields_of(self.call), record), operand)
+            found = brought(Bring(plan, self.group, Said(fields_of(self.call)), record), operand)
         elif number != self.lead and operand._layout.has_replicas:
             found = done(Recorded(), operand)
         else:  # as it is, not a view of it
@@ -183,7 +169,7 @@ class _Computation:
             parts = [part.contiguous() for part in parts]
             record, tells = self.records and _differentiable(dtype), self.tells and k == 0
             fill = reduction.fills(dtype)[k]
-            move = Move(joining.plan, group, fields_of(self.call), record, dtype, fill, tells)
+            move = Move(joining.plan, group, Said(fields_of(self.call)), record, dtype, fill, tells)
             arrived = done(move, anchor, *parts)
             joined.append(arrived[:count])
             self.anchors += arrived[count:]
@@ -196,10 +182,9 @@ class _Computation:
         """Before partial results are sent: what a kernel found wrong with them here is told to all ranks."""
         if self.tells:
             in_step_telling(group, lambda: raised(failed))
-        elif self.checks and settings.current().validate:
-            in_step(group, lambda: raised(failed))
-        else:  # the others are on their way into the transfer
-            break_off(group, failed)
+        elif self.checks:
+            in_op(group, lambda: raised(failed))
+        leave_word(group, failed)  # the others are on their way into the transfer, and find word of it there
         raise failed
 
     def _require_sizes(self, layouts: Sequence[Layout], flat: list[list[torch.Tensor]]) -> None:
@@ -298,7 +283,8 @@ def raised(error: Exception) -> NoReturn:
 
 def _can_tell(call: Call, schedule: Schedule, everyone: Places, group: ProcessGroup | None) -> bool:
     """Whether there is somebody to tell the partial results to, and they are so small that they can be told."""
-    if group is None or not (talks(group) or record.is_forecast()):
+    asked = group is not None and (talks(group) or record.is_forecast())
+    if group is None or not asked or everyone.device_types != {"cpu"}:  # whose values the host need not wait for
         return False
     source = make_joining(schedule, everyone).plan.src
     assert schedule.rule.reduction is not None

@@ -1,8 +1,8 @@
 """The way of an op that no Python handler takes: through torch into aten ops, each of which has a rule or none.
 
 Whatever is called on a sharded tensor, torch breaks it down into aten ops and calls `aten` for each. Here an aten op is
-computed, in this order: by a handler of its own; under a rule; broken down further; on gathered operands if they
-are within the budget; by torch's own decomposition into other aten ops; else it is refused.
+computed, in this order: as the table of ops says; broken down further; on gathered operands if they are within the
+budget; by torch's own decomposition into other aten ops; else it is refused.
 """
 
 from __future__ import annotations
@@ -21,21 +21,15 @@ from shardwise.dispatch import Distributed, refuse_collective, refuse_mixed, reg
 from shardwise.errors import CollectiveOpError, PropertyError, UnsupportedOpError, ViewWriteError
 from shardwise.ops.engine.call import Aten, Call, function
 from shardwise.ops.engine.carried import carry, holds_carried, put_down
-from shardwise.ops.engine.compute import UnknownResultError, compute
+from shardwise.ops.engine.compute import UnknownResultError
 from shardwise.ops.engine.gathered import compute_gathered, needs_whole
 from shardwise.ops.engine.kind import BLIND, STEADY
 from shardwise.ops.engine.programs import remembered
 from shardwise.ops.engine.recorder import watching
-from shardwise.ops.engine.rule import Rule
+from shardwise.ops.engine.table import handler_of
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.direct import call_directly
 from shardwise.sharded_tensor.movement import copy_into
-
-Handler = Callable[[Call], Any]
-RuleMaker = Callable[[Call], Rule | None]
-
-HANDLERS: dict[Any, Handler] = {}  # by aten packet, such as torch.ops.aten.add, or by one of its overloads
-RULES: dict[Any, RuleMaker] = {}
 
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.ADInplaceOrView
@@ -131,12 +125,13 @@ def aten(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An aten op that was called on a sharded tensor."""
     refuse_collective(op, args, kwargs)
     in_python = op.py_kernels.get(_COMPOSITE)
-    if not _is_known(op) and in_python is None and op._can_decompose():
+    known = handler_of(op) is not None
+    if not known and in_python is None and op._can_decompose():
         return op.decompose(*args, **kwargs)
     if _outside.carries and holds_carried(args, kwargs):
         return _put_down_for(op, args, kwargs)
     with torch._C._EnableTorchFunction(), torch._C._ForceDispatchKeyGuard(*_outside.state), watching():
-        if not _is_known(op) and in_python is not None:
+        if not known and in_python is not None:
             return in_python(*args, **kwargs)
         found = _compute(op, args, kwargs)
         must_alias = op.is_view and op.overloadpacket not in NO_ALIASES
@@ -165,24 +160,14 @@ def _marked(views: Any, base: Any) -> Any:
     return views
 
 
-def _is_known(op: Aten) -> bool:
-    packet = op.overloadpacket
-    return op in HANDLERS or packet in HANDLERS or op in RULES or packet in RULES
-
-
 def _compute(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     call = Call(op, args, kwargs)
     elementwise = torch.Tag.pointwise in op.tags or op.overloadpacket is torch.ops.aten.copy_
     if not elementwise and any(one.numel() == 0 for one in call.sharded()):
         return _without_rule(call)  # nothing to gather
-    handler = HANDLERS.get(op) or HANDLERS.get(op.overloadpacket)
-    maker = RULES.get(op) or RULES.get(op.overloadpacket)
+    handler = handler_of(op)
     try:
-        if handler is not None:
-            found = handler(call)
-        else:
-            rule = None if maker is None else maker(call)
-            found = NotImplemented if rule is None else compute(call, rule)
+        found = NotImplemented if handler is None else handler(call)
     except UnknownResultError:
         found = NotImplemented
     if found is not NotImplemented:

@@ -19,7 +19,7 @@ from shardwise.ops.engine.call import Call, plain_values
 from shardwise.ops.engine.compute import assemble, frame_of, places_of
 from shardwise.ops.engine.plain_operand import shared_plain
 from shardwise.ops.validation import digest
-from shardwise.process_group import Fields, in_step_sharing, is_member, without_data
+from shardwise.process_group import Fields, in_op, in_step_sharing, is_member, without_data
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradients import Way, moved_tensors
 from shardwise.sharded_tensor.movement import copy_into, require_movable
@@ -138,9 +138,9 @@ def is_everywhere(tensor: ShardedTensorBase) -> bool:
     return layout.is_whole_everywhere and group is not None and everyone == dist.get_world_size(group)
 
 
-def _drawing_alike(seed: int, device: torch.device, work: Callable[[], Any]) -> Any:
+def _drawing_alike(seed: int | None, device: torch.device, work: Callable[[], Any]) -> Any:
     """Do the same work as all ranks; what it draws, it draws from this seed, and each rank's generator goes on."""
-    if without_data():
+    if seed is None or without_data():
         return work()
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
@@ -153,10 +153,11 @@ def _drawing_alike(seed: int, device: torch.device, work: Callable[[], Any]) -> 
     return result
 
 
-def _agreed_seed(op: Function, operands: list[torch.Tensor], arguments: str, group: ProcessGroup) -> int:
-    """Compare with all ranks what is about to be computed, small plain operands too, and take the first rank's seed."""
+def _agreed_seed(op: Function, operands: list[torch.Tensor], arguments: str, group: ProcessGroup) -> int | None:
+    """Compare with all ranks what is about to be computed, small plain operands too. A seed of the first rank's, if the
+    op may draw random numbers: then the ranks meet."""
 
-    def work() -> tuple[None, Fields, int]:
+    def work() -> tuple[None, Fields]:
         fields: dict[str, object] = {"op": op_name(op), "arguments": arguments}
         fields["gather_budget"] = settings.current().gather_budget
         for k, one in enumerate(operands):
@@ -167,8 +168,21 @@ def _agreed_seed(op: Function, operands: list[torch.Tensor], arguments: str, gro
                 about = f"{tuple(one.shape)} {digest(one)}"
             records = torch.is_grad_enabled() and one.requires_grad
             fields[f"operand {k}"] = f"{about} {one.dtype} requires_grad={records}"
+        return None, fields
+
+    def with_seed() -> tuple[None, Fields, int]:
         draws = dist.get_rank(group) == 0 and not without_data()
         state = torch.get_rng_state().numpy().tobytes() if draws else b""
-        return None, fields, int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "little")
+        return *work(), int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "little")
 
-    return int(in_step_sharing(group, work)[1][0])
+    if _may_draw(op):
+        return int(in_step_sharing(group, with_seed)[1][0])
+    in_op(group, work)
+    return None
+
+
+def _may_draw(op: Function) -> bool:
+    """Whether an op may draw random numbers: of torch's own, tags say it. The same on every rank."""
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+        return True
+    return torch.Tag.nondeterministic_seeded in op.tags

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.meeting import lost
-from shardwise.process_group import without_data
+from shardwise.meeting import is_tagged, lost, watch
+from shardwise.process_group import Said, begin_sending, without_data
 from shardwise.sharded_tensor.gradients import compared
 from shardwise.sharded_tensor.recorded_backward import depending, passed
 from shardwise.tracing import record
+from shardwise.transfer.wire import add_up
 
 
 class SharedPlain(torch.autograd.Function):
@@ -50,9 +51,10 @@ class SumOverRanks(torch.autograd.Function):
         ready()
         try:
             with record.waiting_for_sum(total.nbytes, group.size()):
-                if not without_data():
-                    dist.all_reduce(total, group=group)
-        except RuntimeError as error:
+                _add_up(total, group, Said(fields))
+        except (RuntimeError, TimeoutError) as error:
+            if hasattr(error, "told_to"):
+                raise
             raise lost(f"add up {total.nbytes:,} bytes of the gradient of a plain operand", error, group) from error
         return total, anchor
 
@@ -64,6 +66,19 @@ class SumOverRanks(torch.autograd.Function):
         made, anchor = _shared(depending(grad, ctx.saved_tensors[0]), ctx.group)
         passed(anchor)
         return made, None
+
+
+def _add_up(total: torch.Tensor, group: ProcessGroup, said: Said) -> None:
+    if without_data():
+        return
+    if total.device.type == "cpu" and is_tagged(group):
+        add_up(group, total, said)
+    else:
+        begin_sending(group, said)
+        work = dist.all_reduce(total, group=group, async_op=True)
+        if total.device.type != "cpu":
+            watch(work, group)
+        work.wait()
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import ProcessGroup
 
+from shardwise import settings
 from shardwise.meeting import traffic
 from shardwise.ops.engine.plain_operand import shared_plain
 from shardwise.ops.engine.recorder import Recorder, watch
-from shardwise.process_group import Fields, in_step, in_step_telling
+from shardwise.process_group import Said, follow, in_step, in_step_telling
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradients import Way, moved_locals, recorded
 from shardwise.sharded_tensor.moved_once import kept_layout, moved_once
@@ -32,7 +33,7 @@ class Bring(NamedTuple):
 
     plan: Plan
     group: ProcessGroup
-    said: Fields
+    said: Said
     record: bool
 
     def __call__(self, operand: ShardedTensorBase) -> Tensors:
@@ -47,7 +48,7 @@ class Move(NamedTuple):
 
     plan: Plan
     group: ProcessGroup
-    said: Fields
+    said: Said
     record: bool
     dtype: torch.dtype
     fill: Any = None
@@ -128,11 +129,14 @@ def _noted(recorder: Recorder, step: Steps, does: Steps, given: Any, noted: Any)
 # Before anything is sent ----------------------------------------------------------------------------------------------
 
 
-def agree(group: ProcessGroup, said: Fields) -> None:
+def agree(group: ProcessGroup, said: Said) -> None:
     """All ranks are about to do the same."""
-    in_step(group, lambda: (None, said))
+    if settings.current().strict:
+        in_step(group, lambda: (None, said))
+    else:
+        follow(group, said)
 
 
-def tell(group: ProcessGroup, said: Fields, brought: bytes) -> list[bytes]:
+def tell(group: ProcessGroup, said: Said, brought: bytes) -> list[bytes]:
     """The same, and at once tell all ranks a few bytes."""
     return in_step_telling(group, lambda: (None, said, brought))[1]

@@ -13,8 +13,8 @@ import torch
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.chunking import one_behind_another, own_chunk
 from shardwise.ops.engine.compute import compute, expect
-from shardwise.ops.engine.descent import HANDLERS, RULES, RuleMaker
 from shardwise.ops.engine.rule import Along, Dims, Labels, Rule, broadcast_shapes
+from shardwise.ops.engine.table import TABLE, RuleMaker, add_rules, by_rule
 
 aten = torch.ops.aten
 
@@ -197,13 +197,13 @@ SPACE = {
 }
 
 for _name in ALONG_DIM:
-    RULES[getattr(aten, _name)] = same(named())
+    TABLE[getattr(aten, _name)] = by_rule(same(named()))
 for _name in MATRIX:
-    RULES[getattr(aten, _name)] = batched(2)
+    TABLE[getattr(aten, _name)] = by_rule(batched(2))
 for _name, _dims in SPACE.items():
     if hasattr(aten, _name):
-        RULES[getattr(aten, _name)] = spatial(_dims)
-RULES.update(
+        TABLE[getattr(aten, _name)] = by_rule(spatial(_dims))
+add_rules(
     {
         aten.sort: same(named()),
         aten.roll: same(_roll),
@@ -232,4 +232,4 @@ RULES.update(
 )
 
 
-HANDLERS[aten.cumsum] = _cumsum
+TABLE[aten.cumsum] = _cumsum

@@ -16,9 +16,9 @@ import torch
 from shardwise.errors import UnsupportedOpError
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import compute, expect
-from shardwise.ops.engine.descent import HANDLERS
 from shardwise.ops.engine.gathered import compute_gathered, needs_whole
 from shardwise.ops.engine.rule import Along, Labels, Rule
+from shardwise.ops.engine.table import TABLE
 
 aten = torch.ops.aten
 FORMULA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # by position
@@ -76,4 +76,4 @@ def _attention(call: Call) -> Any:
         return aten._scaled_dot_product_attention_math(*given.values(), **by_name)[0]
 
 
-HANDLERS[aten.scaled_dot_product_attention] = _attention
+TABLE[aten.scaled_dot_product_attention] = _attention

@@ -14,9 +14,9 @@ from shardwise.layout import Layout, Places
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.cells import cells_of, projected
 from shardwise.ops.engine.compute import assemble, compute, expect, frame_of, places_of
-from shardwise.ops.engine.descent import HANDLERS
 from shardwise.ops.engine.plain_operand import shared_plain
 from shardwise.ops.engine.rule import Labels, Rule
+from shardwise.ops.engine.table import TABLE
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradients import new_anchor, recorded
 from shardwise.sharded_tensor.recorded_backward import tie
@@ -125,7 +125,7 @@ def _stack(call: Call) -> Any:
     return torch.cat([one.unsqueeze(dim) for one in tensors], dim)
 
 
-HANDLERS.update(
+TABLE.update(
     {
         aten.cat: _cat,
         aten.stack: _stack,

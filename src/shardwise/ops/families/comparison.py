@@ -12,7 +12,7 @@ from shardwise.dispatch import registry
 from shardwise.errors import PropertyError
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import meeting
-from shardwise.ops.engine.descent import HANDLERS
+from shardwise.ops.engine.table import TABLE
 from shardwise.sharded_tensor import ShardedTensorBase
 
 aten = torch.ops.aten
@@ -58,6 +58,6 @@ def _check_errors(call: Call) -> None:
         call.run([info.full_tensor()])
 
 
-HANDLERS[aten._linalg_check_errors] = _check_errors
-HANDLERS.update({aten.equal: _equal, aten.allclose: _allclose, aten._local_scalar_dense: _item, aten.item: _item})
+TABLE[aten._linalg_check_errors] = _check_errors
+TABLE.update({aten.equal: _equal, aten.allclose: _allclose, aten._local_scalar_dense: _item, aten.item: _item})
 registry.built_in[torch.Tensor.tolist] = _tolist

@@ -8,8 +8,8 @@ import torch
 
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import compute, expect
-from shardwise.ops.engine.descent import HANDLERS
 from shardwise.ops.engine.rule import Along, Labels, Rule
+from shardwise.ops.engine.table import TABLE
 from shardwise.ops.families.reduction import SUM
 from shardwise.sharded_tensor import ShardedTensorBase
 
@@ -70,4 +70,4 @@ def _cuts_inner(call: Call) -> bool:
     return any(isinstance(one, ShardedTensorBase) and one._layout.cuts(dim) for one, dim in dims)
 
 
-HANDLERS[aten.convolution] = _convolution
+TABLE[aten.convolution] = _convolution

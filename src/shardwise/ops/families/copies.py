@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from shardwise.dispatch import Op, registry, unsupported
-from shardwise.ops.engine.descent import HANDLERS, descend
+from shardwise.ops.engine.descent import descend
+from shardwise.ops.engine.table import TABLE
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.direct import call_directly
 from shardwise.sharded_tensor.movement import copy_into
@@ -95,7 +96,7 @@ def _data_of(tensor: Any, data: Any) -> tuple[ShardingSpec, list[torch.Tensor]]:
     return tensor._sharding_spec, tensor._locals_of(data)
 
 
-HANDLERS[torch.ops.aten.detach] = lambda call: _detach((), call.operands[:1], {}, None)
+TABLE[torch.ops.aten.detach] = lambda call: _detach((), call.operands[:1], {}, None)
 for _op in (torch.clone, torch.Tensor.clone):
     _on_each_shard(_op)
 for _name in ("clone", "detach"):

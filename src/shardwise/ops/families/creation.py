@@ -14,8 +14,8 @@ from shardwise.geometry import Boxes
 from shardwise.layout import Layout, Places
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import assemble, frame_of, places_of
-from shardwise.ops.engine.descent import HANDLERS
 from shardwise.ops.engine.schedule import chunked
+from shardwise.ops.engine.table import TABLE
 from shardwise.placement import rank_device
 from shardwise.random import Draw, current_generator
 from shardwise.sharded_tensor.drawing import drawn_here
@@ -118,9 +118,9 @@ def _new(call: Call) -> Any:
     return assemble(type(x), frame, made, [], records=False)
 
 
-HANDLERS.update(
+TABLE.update(
     dict.fromkeys(
         [torch.ops.aten.new_empty, torch.ops.aten.new_zeros, torch.ops.aten.new_ones, torch.ops.aten.new_full], _new
     )
 )
-HANDLERS[torch.ops.aten.new_empty_strided] = _new
+TABLE[torch.ops.aten.new_empty_strided] = _new

@@ -9,9 +9,9 @@ import torch
 
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import compute, expect
-from shardwise.ops.engine.descent import HANDLERS, RULES
 from shardwise.ops.engine.gathered import compute_gathered, needs_whole
 from shardwise.ops.engine.rule import Along, Labels, Rule, broadcast_shapes
+from shardwise.ops.engine.table import TABLE, add_rules
 from shardwise.ops.families.reduction import SUM
 from shardwise.ops.families.selection import require_mask, selected
 from shardwise.process_group import is_member
@@ -260,7 +260,7 @@ def _embedding_bag(call: Call) -> Any:
     return compute_gathered(op, (), call.arguments, needs_whole(call))
 
 
-RULES.update(
+add_rules(
     {
         aten.embedding: _embedding,
         aten.searchsorted.Tensor: _searchsorted,
@@ -276,8 +276,8 @@ RULES.update(
         aten.slice_scatter: _scattered("same"),
     }
 )
-HANDLERS[aten._embedding_bag_forward_only] = _embedding_bag
-HANDLERS.update(dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), _index_any))
-HANDLERS[aten.index_put] = _index_put
-HANDLERS.update(dict.fromkeys((aten.scatter, aten.scatter_reduce), _take_along))
-HANDLERS[aten.scatter_add] = _scatter_add
+TABLE[aten._embedding_bag_forward_only] = _embedding_bag
+TABLE.update(dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), _index_any))
+TABLE[aten.index_put] = _index_put
+TABLE.update(dict.fromkeys((aten.scatter, aten.scatter_reduce), _take_along))
+TABLE[aten.scatter_add] = _scatter_add

@@ -9,8 +9,8 @@ import torch
 
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import compute
-from shardwise.ops.engine.descent import HANDLERS
 from shardwise.ops.engine.rule import Labels, Rule, broadcast
+from shardwise.ops.engine.table import TABLE
 from shardwise.ops.families.reduction import mean_of
 
 aten = torch.ops.aten
@@ -82,8 +82,8 @@ def _nll(call: Call) -> Any:
     return (loss.sum() / total if call["reduction"] == 1 else loss.sum()), total
 
 
-HANDLERS.update({getattr(aten, name): _elementwise for name in POINTWISE})
-HANDLERS.update(
+TABLE.update({getattr(aten, name): _elementwise for name in POINTWISE})
+TABLE.update(
     {
         aten.multi_margin_loss: _by_sample(_classes),
         aten.nll_loss_forward: _nll,

@@ -9,8 +9,8 @@ import torch
 
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import compute
-from shardwise.ops.engine.descent import HANDLERS, RULES
 from shardwise.ops.engine.rule import Along, Labels, Rule, broadcast
+from shardwise.ops.engine.table import TABLE, add_rules
 from shardwise.ops.families.reduction import SUM
 from shardwise.sharded_tensor import ShardedTensorBase
 
@@ -139,7 +139,7 @@ def _grouped_mm(call: Call) -> Any:
     return _by_group(x, weight, offsets.tolist())
 
 
-RULES.update(
+add_rules(
     {
         aten.mm: contraction("ik,kj->ij"),
         aten.bmm: contraction("bik,bkj->bij"),
@@ -148,7 +148,7 @@ RULES.update(
         aten.vdot: contraction("k,k->"),
     }
 )
-HANDLERS.update(
+TABLE.update(
     {
         aten.matmul: _matmul,
         aten.linear: _linear,
@@ -160,4 +160,4 @@ HANDLERS.update(
     }
 )
 if hasattr(aten, "_grouped_mm"):
-    HANDLERS[aten._grouped_mm] = _grouped_mm
+    TABLE[aten._grouped_mm] = _grouped_mm

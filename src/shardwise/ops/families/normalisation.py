@@ -13,8 +13,8 @@ import torch
 
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import compute, expect
-from shardwise.ops.engine.descent import HANDLERS
 from shardwise.ops.engine.rule import Along, Labels, Rule
+from shardwise.ops.engine.table import TABLE
 from shardwise.ops.families.reduction import accumulated
 from shardwise.sharded_tensor import ShardedTensorBase
 
@@ -191,7 +191,7 @@ def _any_batch_norm(call: Call) -> Any:
     return aten.native_batch_norm(*(call[name] for name in names))[0]
 
 
-HANDLERS.update(
+TABLE.update(
     {
         aten.batch_norm: _any_batch_norm,
         aten.native_layer_norm: _layer_norm,

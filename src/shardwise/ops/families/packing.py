@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.descent import HANDLERS
+from shardwise.ops.engine.table import TABLE
 from shardwise.sharded_tensor import ShardedTensorBase
 
 aten = torch.ops.aten
@@ -36,5 +36,5 @@ def _padded(call: Call) -> Any:
     return made.masked_fill(empty, call["padding_value"]), lengths
 
 
-HANDLERS[aten._pack_padded_sequence] = _packed
-HANDLERS[aten._pad_packed_sequence] = _padded
+TABLE[aten._pack_padded_sequence] = _packed
+TABLE[aten._pad_packed_sequence] = _padded

@@ -14,7 +14,7 @@ from shardwise.geometry import Boxes, IntArray
 from shardwise.layout import Grid, Layout
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import assemble, expect, frame_of
-from shardwise.ops.engine.descent import HANDLERS
+from shardwise.ops.engine.table import TABLE
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradients import recorded
 from shardwise.sharded_tensor.recorded_backward import tie
@@ -218,7 +218,7 @@ def _copied(handler: Callable[[Call], Any]) -> Callable[[Call], Any]:
     return lambda call: pytree.tree_map(lambda view: view.clone(), handler(call))
 
 
-HANDLERS.update(
+TABLE.update(
     {
         aten.slice.Tensor: _slice,
         aten.slice_copy.Tensor: _copied(_slice),

@@ -11,9 +11,10 @@ from torch.nn import functional
 from shardwise.dispatch import Op, registry
 from shardwise.ops.engine.call import Aten, Call
 from shardwise.ops.engine.compute import compute
-from shardwise.ops.engine.descent import HANDLERS, descend, functional_of
+from shardwise.ops.engine.descent import descend, functional_of
 from shardwise.ops.engine.kind import BLIND
 from shardwise.ops.engine.rule import Rule, broadcast
+from shardwise.ops.engine.table import TABLE
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.direct import call_directly
 
@@ -211,7 +212,7 @@ def _is_simple(overloads: list[Aten]) -> bool:
 
 
 for _name, _ops in _overloads():
-    HANDLERS.update({_overload: pointwise for _overload in _ops if is_pointwise(_overload)})
+    TABLE.update({_overload: pointwise for _overload in _ops if is_pointwise(_overload)})
     if any(is_pointwise(_overload) for _overload in _ops) and _is_simple(_ops):
         for _op, _in_place in _callables(_name):
             if _op not in registry.built_in:
@@ -219,7 +220,7 @@ for _name, _ops in _overloads():
 for _name in ALSO:
     for _found in (_name, _name + "_"):
         if (_packet := getattr(aten, _found, None)) is not None:
-            HANDLERS[_packet] = pointwise
+            TABLE[_packet] = pointwise
             BLIND.update(_op for _op, _ in _callables(_name))
 for _name in DUNDERS:
     if hasattr(torch.Tensor, _name):

@@ -20,9 +20,9 @@ from shardwise.errors import UnsupportedOpError
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.chunking import in_chunks
 from shardwise.ops.engine.compute import compute, expect
-from shardwise.ops.engine.descent import HANDLERS
 from shardwise.ops.engine.gathered import compute_gathered, needs_whole
 from shardwise.ops.engine.rule import Labels, Rule
+from shardwise.ops.engine.table import TABLE
 from shardwise.sharded_tensor import ShardedTensorBase
 
 aten = torch.ops.aten
@@ -227,6 +227,6 @@ def _single(kind: Kind) -> Callable[[Call], Any]:
 
 
 for _name, _kind in {"lstm": LSTM, "gru": GRU, "rnn_tanh": RNN_TANH, "rnn_relu": RNN_RELU}.items():
-    HANDLERS[getattr(aten, _name).input] = _recurrence(_kind)
-    HANDLERS[getattr(aten, _name).data] = _packed(_kind)
-    HANDLERS[getattr(aten, f"{_name}_cell")] = _single(_kind)
+    TABLE[getattr(aten, _name).input] = _recurrence(_kind)
+    TABLE[getattr(aten, _name).data] = _packed(_kind)
+    TABLE[getattr(aten, f"{_name}_cell")] = _single(_kind)

@@ -11,8 +11,8 @@ import torch
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.cells import cells_of
 from shardwise.ops.engine.compute import assemble, compute
-from shardwise.ops.engine.descent import HANDLERS, RULES
 from shardwise.ops.engine.rule import Along, Labels, Reduction, Rule
+from shardwise.ops.engine.table import TABLE, add_rules
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradients import recorded
 
@@ -334,7 +334,7 @@ def _sum_rule(call: Call) -> Rule:
     return reduction_rule(call, SUM)
 
 
-RULES.update(
+add_rules(
     {
         aten.sum: _sum_rule,
         aten.nansum: _sum_rule,
@@ -351,7 +351,7 @@ RULES.update(
         **dict.fromkeys((aten.median.dim, aten.nanmedian.dim, aten.mode, aten.kthvalue), _whole_dim_rule),
     }
 )
-HANDLERS.update(
+TABLE.update(
     {
         aten.amax: _spread("amax"),
         aten.amin: _spread("amin"),

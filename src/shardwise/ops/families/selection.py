@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.chunking import chunked_layout, one_behind_another, own_chunk
-from shardwise.ops.engine.descent import HANDLERS
 from shardwise.ops.engine.rule import broadcast_shapes
-from shardwise.process_group import Fields, in_step, is_member
+from shardwise.ops.engine.table import TABLE
+from shardwise.process_group import Fields, in_op, is_member
 from shardwise.sharded_tensor import ShardedTensorBase
 
 aten = torch.ops.aten
@@ -84,7 +84,7 @@ def _counted(call: Call, size: int, **changes: Any) -> Any:
         made = call.run(parts, **changes) if parts[0].numel() else _no_counts(call, size)
         return made, {"op": call.name, "arguments": call.settings()}
 
-    found = in_step(group, work)
+    found = in_op(group, work)
     return one_behind_another(found.unsqueeze(0), model).sum(0, dtype=found.dtype)
 
 
@@ -111,7 +111,7 @@ def _histc(call: Call) -> Any:
     return _counted(call, call["bins"], min=low, max=high)
 
 
-HANDLERS.update(
+TABLE.update(
     {
         aten.nonzero: _nonzero,
         aten.masked_select: _masked_select,

@@ -16,8 +16,8 @@ from shardwise.geometry import Boxes
 from shardwise.layout import Layout, Places
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import assemble, compute, expect, frame_of, places_of
-from shardwise.ops.engine.descent import HANDLERS, RULES
 from shardwise.ops.engine.rule import Along, Labels, Rule
+from shardwise.ops.engine.table import TABLE, add_rules
 from shardwise.sharded_tensor.gradients import recorded
 from shardwise.sharding_spec import even_axis, spec_of
 
@@ -165,8 +165,8 @@ def _through_flat(x: Any, after: Sequence[int]) -> Any:
         inner = layout.boxes.volumes
         boxes = Boxes((np.cumsum(inner) - inner).reshape(-1, 1), inner.reshape(-1, 1))
         runs.append(Layout.of(flat, boxes, layout.places))
-    rows = x.redistribute(spec_of(layouts[0]))
-    runs_of = _reshaped(rows, runs[0]).redistribute(spec_of(runs[1]))
+    rows = x._redistributed(spec_of(layouts[0]))
+    runs_of = _reshaped(rows, runs[0])._redistributed(spec_of(runs[1]))
     made = _reshaped(runs_of, layouts[1])
     made._moved = True
     return made
@@ -238,7 +238,7 @@ def _unfold(call: Call) -> Rule | None:
     return labels.rule([dims], [[*out, labels.new(size[-1], whole=True)]])
 
 
-RULES.update(
+add_rules(
     {
         aten.transpose: _permuted(_transposition),
         aten.t: _permuted(_turned),
@@ -258,7 +258,7 @@ RULES.update(
         aten.unfold_copy: _unfold,
     }
 )
-HANDLERS.update(
+TABLE.update(
     {
         aten.view.default: _view,
         aten._unsafe_view: _view,

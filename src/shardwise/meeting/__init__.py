@@ -1,0 +1,53 @@
+"""Small messages between all ranks of a group, the chain of what each has done, and what they tell each other aside."""
+
+from shardwise.meeting.aside import (
+    break_off,
+    difference,
+    failure_of,
+    find_verdict,
+    given_up,
+    leave_word,
+    look,
+    require_sound,
+    told_to,
+)
+from shardwise.meeting.chain import DIGEST, Entry, Fields, Ledger, Said, begin_anew, ledger_of, put_away, traffic
+from shardwise.meeting.exchange import HEADER, Gathering, Reduction, wait_for_data
+from shardwise.meeting.group import collective_device, is_large, is_tagged, listed, lost, ranks_of
+from shardwise.meeting.post import Look, Post
+from shardwise.meeting.watchdog import end, watch
+
+__all__ = [
+    "DIGEST",
+    "HEADER",
+    "Entry",
+    "Fields",
+    "Gathering",
+    "Ledger",
+    "Look",
+    "Post",
+    "Reduction",
+    "Said",
+    "begin_anew",
+    "break_off",
+    "collective_device",
+    "difference",
+    "end",
+    "failure_of",
+    "find_verdict",
+    "given_up",
+    "is_large",
+    "is_tagged",
+    "leave_word",
+    "ledger_of",
+    "listed",
+    "look",
+    "lost",
+    "put_away",
+    "ranks_of",
+    "require_sound",
+    "told_to",
+    "traffic",
+    "wait_for_data",
+    "watch",
+]

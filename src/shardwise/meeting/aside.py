@@ -1,0 +1,175 @@
+"""What ranks tell each other aside, through the group's store: where they wait, and what one raised alone.
+
+A rank that waits for long writes down its last calls and reads those of the ranks that it waits for. If they differ, or
+one of them has raised an error alone, it gives a verdict. The first verdict of an epoch holds: every rank that looks
+raises it, and begins the next epoch.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardwise.errors import RankMismatchError, TransferError, same_kind
+from shardwise.meeting.chain import Ledger, ledger_of
+from shardwise.meeting.group import ranks_of, store_of
+
+MOST_READ = 16  # ranks whose word is read in one look, of those that are waited for
+NEWLINE = "\n"
+_choice = random.Random()  # of its own: looking must not change what users draw
+
+
+def look(process_group: ProcessGroup, peers: Sequence[int], epoch: int | None = None) -> None:
+    """Raise if it is known that these ranks, by their numbers in the group, will not come as they should.
+
+    They are waited for since an epoch, which may be over.
+    """
+    if epoch not in (None, ledger_of(process_group).epoch):
+        raise given_up()
+    error = find_verdict(process_group, peers)
+    if error is not None:
+        ledger_of(process_group).begin_epoch()
+        raise error
+
+
+def given_up() -> TransferError:
+    """The error of data that will not come."""
+    return TransferError("a transfer was under way when the ranks raised an error, and was given up: begin it again")
+
+
+def find_verdict(process_group: ProcessGroup, peers: Sequence[int]) -> Exception | None:
+    """The error that all ranks raise in this epoch, if there is cause for one. Says where this rank is."""
+    ledger, store = ledger_of(process_group), store_of(process_group)
+    with suppress(RuntimeError):  # a store that is gone knows nothing
+        if store is None:
+            return None
+        publish(process_group)
+        key, ranks = _key(ledger, "verdict"), ranks_of(process_group)
+        if store.check([key]):
+            return _error_of(json.loads(store.get(key)), ranks)
+        others = sorted({ranks[peer] for peer in peers} - {dist.get_rank()})
+        if len(others) > MOST_READ:
+            others = _choice.sample(others, MOST_READ)
+        for rank in others:
+            if store.check([_key(ledger, rank)]):
+                found = _verdict(ledger, rank, json.loads(store.get(_key(ledger, rank))))
+                if found is not None:
+                    return _error_of(json.loads(store.compare_set(key, "", json.dumps(found))), ranks)
+    return None
+
+
+def publish(process_group: ProcessGroup) -> None:
+    """Write down where this rank is, unless that is written already."""
+    ledger, store = ledger_of(process_group), store_of(process_group)
+    state = (ledger.epoch, ledger.number, ledger.failure)
+    with suppress(RuntimeError):
+        if store is not None and ledger.published != state:
+            entries = {entry.number: entry.described() for entry in tuple(ledger.entries)}
+            here = {"number": ledger.number, "failure": ledger.failure, "entries": entries}
+            store.set(_key(ledger, dist.get_rank()), json.dumps(here))
+            ledger.published = state
+
+
+def leave_word(process_group: ProcessGroup, error: Exception) -> None:
+    """Let the others know that this rank raises an error that they may not find. Does not wait for anybody."""
+    ledger = ledger_of(process_group)
+    if ledger.failure is None:
+        ledger.failure = [type(error).__name__, str(error)]
+        publish(process_group)
+
+
+def _verdict(ledger: Ledger, rank: int, theirs: dict[str, Any]) -> list[Any] | None:
+    """What follows from where another rank is: that it has failed, or this one, or that their calls differ."""
+    if theirs["failure"] is not None:
+        return ["failure", rank, *theirs["failure"]]
+    if ledger.failure is not None:
+        return ["failure", dist.get_rank(), *ledger.failure] if theirs["number"] > ledger.number else None
+    mine = {str(entry.number): entry for entry in tuple(ledger.entries)}
+    there = theirs["entries"]
+    for number, entry in mine.items():  # in order
+        if number in there and there[number]["digest"] != entry.digest.hex():
+            here = {key: one.described() for key, one in mine.items()}
+            pair = sorted([(dist.get_rank(), here), (rank, there)], key=lambda one: one[0])
+            return ["mismatch", difference(int(number), *pair)]
+    return None
+
+
+History = tuple[int, dict[str, dict[str, Any]]]  # a rank, and its last calls by their numbers
+
+
+def difference(number: int, one: History, other: History) -> str:
+    """In which call two ranks are, where they should be in the same, and what differs."""
+    (first, mine), (second, theirs) = one, other
+    here, there = mine[str(number)], theirs[str(number)]
+    now = [list(calls)[-1] for calls in (mine, theirs)]
+    known = str(number - 1) in mine and str(number - 1) in theirs
+    verb = "is" if now == [str(number)] * 2 else "was"
+    text = f"ranks {first} and {second} are out of step: rank {first} {verb} in {here['call']}, "
+    text += f"rank {second} in {there['call']}"
+    if here["call"] == there["call"] or _name(here) == _name(there):
+        text += _fields(first, here["fields"], second, there["fields"])
+    if verb == "was":
+        text += f"; now rank {first} is in {mine[now[0]]['call']}, rank {second} in {theirs[now[1]]['call']}"
+    return text if known or not number else f"{text} (and they differ before, in calls that are not kept)"
+
+
+def _name(entry: dict[str, Any]) -> str:
+    return str(entry["call"].partition(" (")[0])
+
+
+def _fields(first: int, mine: dict[str, str], second: int, theirs: dict[str, str]) -> str:
+    """The first of the fields that differ."""
+    for name in [*mine, *theirs]:
+        here, there = mine.get(name, "nothing"), theirs.get(name, "nothing")
+        if here != there:
+            return f": {name}={here} on rank {first}, {name}={there} on rank {second}"
+    return ""
+
+
+def _error_of(verdict: list[Any], ranks: tuple[int, ...]) -> Exception:
+    kind, *rest = verdict
+    error = failure_of(*rest) if kind == "failure" else RankMismatchError(rest[0])
+    return told_to(error, ranks)
+
+
+def failure_of(rank: int, kind: str, message: str, others: str = "") -> Exception:
+    """What every rank raises where some have failed."""
+    return same_kind(kind, f"{message}\n(found on rank {rank}{others}; every rank of the group stops)")
+
+
+def told_to(error: Exception, ranks: tuple[int, ...]) -> Exception:
+    """Note on an error that all these ranks know it."""
+    error.told_to = ranks  # type: ignore[attr-defined] # whatever kind of error it is
+    return error
+
+
+# Groups whose messages have no tags ----------------------------------------------------------------------------------
+
+
+def break_off(process_group: ProcessGroup, error: Exception) -> None:
+    """The ranks are out of step in collectives that cannot be called back: the group is of no use any more."""
+    what = f"{type(error).__name__} ({str(error).strip().partition(NEWLINE)[0]})"
+    ledger_of(process_group).broken = (
+        f"the ranks are out of step since {what}, with collectives under way that do not end: "
+        "this process group cannot be used any more"
+    )
+
+
+def require_sound(process_group: ProcessGroup) -> None:
+    """Raise what a watchdog has found; afterwards, that the group cannot be used."""
+    ledger = ledger_of(process_group)
+    if ledger.verdict is not None:
+        error, ledger.verdict = ledger.verdict, None
+        raise error
+    if ledger.broken:
+        raise TransferError(ledger.broken)
+
+
+def _key(ledger: Ledger, of: object) -> str:
+    return f"shardwise/{ledger.name}/{ledger.epoch}/{of}"

@@ -1,0 +1,116 @@
+"""Messages point to point by tag, on groups whose memory of the CPU is sent by gloo.
+
+Two messages that do not have the same tag never meet, whatever their sizes, so ranks that do different things wait for
+each other and can find out why. gloo breaks the connection when a wait has a time limit that passes. So threads wait
+for the messages, without a limit, and the rank waits for the thread. A rank that gives up leaves the thread to it.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from shardwise.meeting.group import timeout_of
+
+PATIENCE = 1.0  # seconds after which a rank that waits looks what the others are doing
+AT_MOST = 2.0  # between two looks
+FOREVER = timedelta(days=365)
+
+Look = Callable[[Sequence[int]], object]  # given who is waited for, by number in the group; raises to give up
+
+
+class Post:
+    """Messages of one exchange."""
+
+    def __init__(self, process_group: ProcessGroup) -> None:
+        self._group = process_group
+        self._works: list[tuple[Any, int, torch.Tensor]] = []  # with the other end, and memory that must live so long
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        """Begin to receive from a rank, by its number in the group."""
+        self._works.append((self._group.recv([tensor], peer, tag), peer, tensor))
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        """Begin to send to a rank, by its number in the group."""
+        self._works.append((self._group.send([tensor], peer, tag), peer, tensor))
+
+    def wait(self, look: Look, patience: float | None = None) -> None:
+        """Until all messages have come and gone. RuntimeError: a rank is gone; TimeoutError: it takes too long."""
+        if not self._works:
+            return
+        job = _Job(self._works)
+        _hand_over(job)
+        self._works = []
+        patience = PATIENCE if patience is None else patience
+        if not job.done.acquire(timeout=patience):
+            self._wait_long(job, look, patience)
+        if job.error is not None:
+            look([])  # a rank that is gone may have said why
+            raise job.error
+
+    def _wait_long(self, job: _Job, look: Look, patience: float) -> None:
+        end = time.monotonic() + timeout_of(self._group).total_seconds()
+        while True:
+            look([peer for _, peer, _ in job.works[job.at :]])
+            if time.monotonic() > end:
+                raise TimeoutError
+            patience = min(1.5 * patience, AT_MOST)
+            if job.done.acquire(timeout=patience):
+                return
+
+
+class _Job:
+    """Messages that a thread waits for."""
+
+    def __init__(self, works: list[tuple[Any, int, torch.Tensor]]) -> None:
+        self.works = works
+        self.at = 0
+        self.error: Exception | None = None
+        self.done = threading.Lock()
+        self.done.acquire()
+
+    def run(self) -> None:
+        """Wait for all of them."""
+        try:
+            for work, _, _ in self.works:
+                work.wait(FOREVER)
+                self.at += 1
+        except RuntimeError as error:
+            self.error = error
+
+
+class _Waiter(threading.Thread):
+    """A thread that waits for one job after the other. It ends with the process."""
+
+    def __init__(self) -> None:
+        super().__init__(name="shardwise-waiter", daemon=True)
+        self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            job = self.jobs.get()
+            job.run()
+            _idle.append(self)
+            job.done.release()
+            del job  # and its memory
+
+
+_idle: list[_Waiter] = []
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+def _hand_over(job: _Job) -> None:
+    try:
+        waiter = _idle.pop()
+    except IndexError:  # all of them wait, some for ranks that have given up
+        waiter = _Waiter()
+    waiter.jobs.put(job)

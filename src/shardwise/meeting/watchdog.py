@@ -1,0 +1,100 @@
+"""A thread that looks after what accelerators are sending, for the host does not wait for it.
+
+The last collective of each group is kept. If it takes long, the thread looks aside as a rank does that waits. On a
+verdict it ends the group's communicator, so that a host that is blocked comes back, and the next call raises.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch.distributed import ProcessGroup
+
+from shardwise.meeting import post
+from shardwise.meeting.aside import break_off, find_verdict, given_up
+from shardwise.meeting.chain import ledger_of
+
+LONG = 5.0  # seconds after which a collective that was begun before an error of all ranks will not end
+PAUSE = 0.1  # seconds between two glances at collectives that are under way
+
+
+class _Watched(NamedTuple):
+    """A collective, when it was begun and looked for last, and in which epoch."""
+
+    work: Any
+    begun: float
+    looked: float
+    epoch: int
+
+
+_watched: WeakKeyDictionary[ProcessGroup, _Watched] = WeakKeyDictionary()
+_changed = threading.Event()
+_thread: threading.Thread | None = None
+
+
+def watch(work: Any, process_group: ProcessGroup) -> None:
+    """Look after a collective that was begun in the last call of this group's chain, until it has ended."""
+    global _thread
+    now = time.monotonic()
+    _watched[process_group] = _Watched(work, now, now, ledger_of(process_group).epoch)
+    if not _changed.is_set():
+        _changed.set()
+    if _thread is None:
+        _thread = threading.Thread(target=_run, name="shardwise-watchdog", daemon=True)
+        _thread.start()
+
+
+def _forget() -> None:
+    global _thread
+    _thread = None
+    _watched.clear()
+    _changed.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _run() -> None:
+    while True:
+        _changed.wait()
+        _changed.clear()
+        while _watched:
+            time.sleep(PAUSE)
+            for group, watched in list(_watched.items()):
+                _glance(group, watched)
+
+
+def _glance(group: ProcessGroup, watched: _Watched) -> None:
+    now = time.monotonic()
+    if _is_over(watched.work):
+        if _watched.get(group) is watched:
+            _watched.pop(group, None)
+    elif now - watched.begun >= post.PATIENCE and now - watched.looked >= post.PATIENCE:
+        error = find_verdict(group, range(group.size()))
+        if error is None and ledger_of(group).epoch != watched.epoch and now - watched.begun >= LONG:
+            error = given_up()
+        if error is not None:
+            end(group, error)
+        elif _watched.get(group) is watched:
+            _watched[group] = watched._replace(looked=now)
+
+
+def _is_over(work: Any) -> bool:
+    try:
+        return bool(work.is_completed())
+    except RuntimeError:  # it has failed, as the host will find
+        return True
+
+
+def end(process_group: ProcessGroup, error: Exception) -> None:
+    """Have the next call raise this error, and those after it that the group is of no use; end what is under way."""
+    _watched.pop(process_group, None)
+    break_off(process_group, error)
+    ledger_of(process_group).verdict = error
+    with suppress(RuntimeError, AttributeError):
+        process_group.abort()
