@@ -92,13 +92,19 @@ def test_bytes_are_those_that_the_plan_says_and_meetings_are_told_apart() -> Non
 
 @ranks(2)
 def test_a_plain_parameter_and_a_checkpoint_that_computes_again() -> None:
-    """The gradient's sum is of the op that used the parameter; what is computed again in a backward is no backward."""
+    """A sum for a leaf comes at the end of the backward, one for another plain tensor is of the op that used it.
+
+    What is computed again in a backward is no backward.
+    """
     weight = torch.ones(4, 4, dtype=torch.float64, requires_grad=True)
     x = shardwise.ones(chunks(0, 0, 1), 6, 4, dtype=torch.float64)
-    with shardwise.trace() as t:
-        (x @ weight).sum().backward()
-    sums = [one for one in t.events if one.kind in ("all-reduce", "exchange") and one.sent >= weight.nbytes // 2]
-    assert any("backward of" in one.op and "test_tracing.py" in one.place for one in sums), t
+    for plain, op in ((weight, "gradients of leaves"), (weight * 2, "backward of ")):
+        with shardwise.trace() as t:
+            (x @ plain).sum().backward()
+        (found,) = (one for one in t.events if one.kind == "all-reduce")
+        assert found.op.startswith(op), t
+        assert found.place.startswith("test_tracing.py:")
+        assert found.sent == found.received == weight.nbytes
     leaf = shardwise.ones(chunks(0, 0, 1), 6, 4, dtype=torch.float64, requires_grad=True)
 
     def again(y: Any) -> Any:

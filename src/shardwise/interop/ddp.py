@@ -13,6 +13,7 @@ from torch import nn
 from shardwise.errors import UnsupportedOpError
 from shardwise.interop.loading import Function, replace_when_loaded
 from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.gradient_buckets import is_looked_at
 
 DDP = "torch.nn.parallel.distributed"
 
@@ -24,6 +25,8 @@ def _refusing(theirs: Function) -> Function:
     def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         _require_plain(module)
         theirs(self, module, *args, **kwargs)
+        for param in module.parameters():
+            is_looked_at(param)  # DDP reduces it within the backward
 
     return init
 

@@ -5,12 +5,16 @@ It looks at every parameter that it is to manage before it changes any, and asks
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from shardwise.errors import UnsupportedOpError
 from shardwise.interop.loading import Function, replace_when_loaded
 from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.gradient_buckets import is_looked_at
 
+PARAMETER = "torch.distributed.fsdp._fully_shard._fsdp_param"
 COLLECTING = "torch.distributed.fsdp._fully_shard._fsdp_init"
 
 
@@ -29,4 +33,15 @@ def _refusing(theirs: Function) -> Function:
     return verify
 
 
+def _noting(theirs: Function) -> Function:
+    """FSDP2's way to the whole parameter, whose gradient it takes within the backward."""
+
+    def init(self: Any) -> None:
+        theirs(self)
+        is_looked_at(self._unsharded_param)
+
+    return init
+
+
+replace_when_loaded(PARAMETER, "FSDPParam.init_unsharded_param", _noting)
 replace_when_loaded(COLLECTING, "_verify_managed_param", _refusing)

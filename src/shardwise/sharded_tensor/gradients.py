@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise import settings
-from shardwise.process_group import Fields, step_of_op
+from shardwise.layout import Layout
+from shardwise.sharded_tensor.gradient_buckets import agreed_sum, compared, put_off
 from shardwise.sharded_tensor.recorded_backward import all_depending, depending, passed
 from shardwise.transfer import Plan, Tell, empty_tensors, make_plan, move
+from shardwise.transfer.all_reduce import ReplicaSums
 
 if TYPE_CHECKING:
     from shardwise.sharded_tensor.base import ShardedTensorBase
@@ -60,11 +62,6 @@ class Way:
             "tell": self.tell,
             "verb": self.verb,
         }
-
-
-def compared(group: ProcessGroup, fields: Fields) -> Callable[[], object]:
-    """Compare these fields with all ranks, as ops do; call the result before anything else is sent."""
-    return step_of_op(group, lambda: (None, fields)).finish
 
 
 class Differentiable(torch.autograd.Function):
@@ -167,24 +164,56 @@ class _Own(torch.autograd.Function):
 _own: Callable[..., tuple[torch.Tensor, ...]] = _Own.apply
 
 
+class SumOfReplicas(torch.autograd.Function):
+    """For each local tensor of a layout the sum over all replicas; its backward is the same again."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, group: ProcessGroup, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
+        """The sums, then an anchor; the last tensor is an anchor too."""
+        ctx.layout, ctx.group, ctx.dtype = layout, group, dtype
+        agreed = agreed_sum(group, layout.outline, dtype)
+        sums = ReplicaSums(layout, tensors[:-1], group, dtype=dtype, **agreed).wait()
+        anchor = torch.zeros((), device=tensors[-1].device)
+        ctx.save_for_backward(anchor)
+        return *sums, anchor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """What each replica brought is in the sum of all of them."""
+        return None, None, None, *_sums(ctx.layout, ctx.group, ctx.dtype, *all_depending(grads, ctx))
+
+
+def _sums(layout: Layout, group: ProcessGroup, dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The sums over replicas in a backward, which may be recorded."""
+    outs = _sum_of_replicas(layout, group, dtype, *tensors)
+    if torch.is_grad_enabled():
+        passed(outs[-1])
+    return outs
+
+
+_sum_of_replicas: Callable[..., tuple[torch.Tensor, ...]] = SumOfReplicas.apply
+
+
 class Shared(torch.autograd.Function):
     """The same tensors; in the backward, the gradients of all replicas are added up and given to each of them."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
-        """The plan goes from the first replica of each box to all; the last tensor is an anchor."""
-        ctx.plan, ctx.dtype, ctx.way = plan, dtype, way
+    def forward(
+        ctx: Any, layout: Layout, group: ProcessGroup, dtype: torch.dtype, is_leaf: bool, *tensors: torch.Tensor
+    ) -> Any:
+        """The local tensors of a layout, which may be those of a leaf; the last tensor is an anchor."""
+        ctx.layout, ctx.group, ctx.dtype, ctx.is_leaf = layout, group, dtype, is_leaf
         made = tuple(tensor.view_as(tensor) for tensor in tensors)
         ctx.save_for_backward(made[-1])
         return made
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """To the first replicas, adding up, and from there to all."""
-        contiguous = all_depending(grads, ctx)
-        plan, way = ctx.plan.reverse(), ctx.way
-        once = _again(plan, way.backward(plan, ctx.dtype), ctx.dtype, *contiguous)  # agreed for both transfers
-        return None, None, None, *_again(ctx.plan, way, ctx.dtype, *once)
+        """The sums; those of a leaf may come to it at the end of the backward."""
+        *parts, anchor = all_depending(grads, ctx)
+        if ctx.is_leaf and put_off(ctx, ctx.layout, ctx.group, ctx.dtype, parts):
+            return None, None, None, None, *[None] * len(parts), anchor
+        return None, None, None, None, *_sums(ctx.layout, ctx.group, ctx.dtype, *parts, anchor)
 
 
 _share: Callable[..., tuple[torch.Tensor, ...]] = Shared.apply
@@ -227,15 +256,16 @@ def recorded(tensor: ShardedTensorBase) -> tuple[list[torch.Tensor], torch.Tenso
     group = tensor._frame.process_group
     if group is None or not tensor._layout.has_replicas or not wants_graph(tensor) or not tensor.is_leaf:
         return tensor._local_tensors(), tensor._anchored()
-    return shared_replicas(tensor, group)
+    return shared_replicas(tensor, group, is_leaf=True)
 
 
-def shared_replicas(tensor: ShardedTensorBase, group: ProcessGroup) -> tuple[list[torch.Tensor], torch.Tensor]:
+def shared_replicas(
+    tensor: ShardedTensorBase, group: ProcessGroup, *, is_leaf: bool = False
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Local tensors and anchor whose gradients are added up over all replicas and then given to each."""
     layout, anchor = tensor._layout, tensor._anchored()
     anchor = new_anchor(tensor.device) if anchor is None else anchor
-    way = Way(group)
-    *shared, anchor = _share(make_plan(layout.once, layout), way, tensor.dtype, *tensor._local_tensors(), anchor)
+    *shared, anchor = _share(layout, group, tensor.dtype, is_leaf, *tensor._local_tensors(), anchor)
     return shared, anchor
 
 

@@ -22,6 +22,9 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__  # through which ev
 _task: Any = torch._C._current_graph_task_id
 
 
+OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+
+
 def _is_of_library(frame: FrameType) -> bool:
     """Whether this is code of torch, of this library, or of Python itself."""
     file = frame.f_code.co_filename
@@ -75,10 +78,15 @@ def _line(frame: FrameType, number: int) -> str:
 
 
 def name_of(op: Any) -> str:
-    """As a user knows it; a property's getter is named after the property."""
+    """As a user knows it: a property's getter is named after the property, an operator after what it does."""
     name = str(getattr(op, "__name__", op))
-    owner = getattr(op, "__self__", None)
-    return str(getattr(owner, "__name__", name)) if name in ("__get__", "__set__") else name
+    if name in ("__get__", "__set__"):
+        return str(getattr(getattr(op, "__self__", None), "__name__", name))
+    if not name.startswith("__"):
+        return name
+    name = name.strip("_")
+    turned, in_place = (name[0] == letter and name[1:] in OPERATORS for letter in "ri")
+    return name[1:] + "_" * in_place if turned or in_place else name
 
 
 class Running(threading.local):
@@ -120,6 +128,8 @@ class Origins:
         if running.ops and running.ops[-1][1] == task:
             return running.ops[-1][0]
         node, by = _node(), caller()
+        if (node is None and _task() != -1) or (by.runs_backward and node is None):  # at the end of a backward
+            return Origin("gradients of leaves", by.place, "")
         if node is None or not by.runs_backward:  # a verb: if it is recorded, it has just been, as the last node
             origin = Origin(by.verb, by.place, self._module())
             self._nodes.setdefault(_next_node() - 1, origin)

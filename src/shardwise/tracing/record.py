@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -17,6 +17,7 @@ from shardwise.tracing.events import Collective, Op, Origin
 from shardwise.tracing.origin import Origins, name_of
 from shardwise.tracing.table import show
 
+T = TypeVar("T")
 running = 0  # traces in this process: while there is none, nobody asks for one
 
 
@@ -142,10 +143,17 @@ def waiting(kind: str, sent: float, received: float, **said: Any) -> Iterator[No
         begun.end()
 
 
-def waiting_for_sum(size: int, ranks: int) -> AbstractContextManager[None]:
-    """Around an all-reduce of so many bytes."""
-    in_all = 2 * size * (ranks - 1)
-    return waiting("all-reduce", in_all / ranks, in_all / ranks, in_all=in_all, least=in_all)
+def carried(function: Callable[[], T]) -> Callable[[], T]:
+    """The function, as if called here: in the trace that is on now, in whichever thread it is called."""
+    trace = current()
+    if trace is None:
+        return function
+
+    def there() -> T:
+        with _current.set(trace):
+            return function()
+
+    return there
 
 
 class Entered:

@@ -63,8 +63,9 @@ def _figures(events: Sequence[Collective], times: bool) -> list[str]:
     if not any(one.known for one in events):
         return ["?"] * 4
     more = "" if all(one.known for one in events) else " + ?"
-    sides += [_bytes(sum(one.in_all or 0 for one in events)), _bytes(sum(one.least or 0 for one in events))]
-    return [side + more for side in sides]
+    everybody = more if all(one.in_all is not None or not one.known for one in events) else " + ?"
+    totals = [_bytes(sum(one.in_all or 0 for one in events)), _bytes(sum(one.least or 0 for one in events))]
+    return [*(side + more for side in sides), *(total + everybody for total in totals)]
 
 
 def _table(lines: list[list[str]], right: tuple[int, ...]) -> list[str]:

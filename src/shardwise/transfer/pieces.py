@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardwise.geometry import Boxes, IntArray
+from shardwise.geometry import Boxes, IntArray, intersections
 from shardwise.layout import Layout
 
 Spots = list[tuple[int, list[int], list[int]]]
@@ -95,6 +95,21 @@ class Pieces:
     def _spots(self) -> dict[bool, Spots]:
         return {}
 
+    @cached_property
+    def meetings(self) -> list[list[int]] | None:
+        """The pieces that have each part of the destination in common; None where parts overlap that are not alike."""
+        alike: dict[tuple[int, ...], list[int]] = {}
+        both = np.concatenate([self.dst_rows[:, None], self.boxes.offsets, self.boxes.sizes], axis=1)
+        for number, spot in enumerate(map(tuple, both.tolist())):
+            alike.setdefault(spot, []).append(number)
+        found = list(alike.values())
+        first = np.array([numbers[0] for numbers in found], dtype=np.int64)
+        rows, boxes = self.dst_rows[first].reshape(-1, 1), self.boxes.take(first)
+        # Boxes of one row meet those of the same row only: the row is one more dim.
+        offsets, sizes = np.concatenate([rows, boxes.offsets], 1), np.concatenate([rows * 0 + 1, boxes.sizes], 1)
+        placed = Boxes(offsets, sizes)
+        return found if len(intersections(placed, placed)[0]) == len(found) else None
+
     def elements(self, *, but: int) -> int:
         """Elements in all of them but those of one rank."""
         return int(self.boxes.volumes[self.peers != but].sum())
@@ -122,6 +137,34 @@ class Ordered:
         if (np.diff(number) < 0).any():
             pieces = pieces.chosen(np.argsort(number, kind="stable"))
         return Ordered(pieces, members, counts.tolist())
+
+    @cached_property
+    def runs(self) -> list[tuple[int, slice]]:
+        """The members that pieces go to, or come from, each with the run of its pieces."""
+        if not len(self.pieces):
+            return []
+        begins = np.flatnonzero(np.diff(self.pieces.peers, prepend=-2)).tolist()
+        number = {rank: k for k, rank in enumerate(self.members.tolist())}
+        spans = zip(begins, [*begins[1:], len(self.pieces)], strict=True)
+        return [(number[int(self.pieces.peers[begin])], slice(begin, end)) for begin, end in spans]
+
+    @cached_property
+    def alike(self) -> list[int]:
+        """For each run, the first one of the same pieces of the source: what all of these get is the same."""
+        known: dict[tuple[bytes, ...], int] = {}
+        pieces, found = self.pieces, []
+        for number, (_, run) in enumerate(self.runs):
+            arrays = (pieces.src_rows[run], pieces.boxes.offsets[run], pieces.boxes.sizes[run])
+            found.append(known.setdefault(tuple(array.tobytes() for array in arrays), number))
+        return found
+
+    def run_of(self, rank: int) -> slice:
+        """Where the pieces of one member are."""
+        return self._run_of.get(self.number_of(rank), slice(0))
+
+    @cached_property
+    def _run_of(self) -> dict[int, slice]:
+        return dict(self.runs)
 
     def number_of(self, rank: int) -> int:
         """Which member a rank is."""

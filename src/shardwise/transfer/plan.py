@@ -147,12 +147,12 @@ class Plan:
     @cached_property
     def sent_as_it_lies(self) -> npt.NDArray[np.bool_]:
         """For each piece, whether it is one run of memory at its source; else it must be packed."""
-        return _lies_whole(self.boxes, self.src.at(self.src_rows))
+        return lies_whole(self.boxes, self.src.at(self.src_rows))
 
     @cached_property
     def lands_as_it_comes(self) -> npt.NDArray[np.bool_]:
         """For each piece, whether it is one run of memory at its destination; else it must be unpacked."""
-        return _lies_whole(self.boxes, self.dst.at(self.dst_rows))
+        return lies_whole(self.boxes, self.dst.at(self.dst_rows))
 
     @cached_property
     def most_peers(self) -> int:
@@ -284,7 +284,7 @@ def _with_ranks(boxes: Boxes, ranks: IntArray) -> Boxes:
     return Boxes(np.concatenate([first, boxes.offsets], 1), np.concatenate([np.ones_like(first), boxes.sizes], 1))
 
 
-def _lies_whole(pieces: Boxes, boxes: Boxes) -> npt.NDArray[np.bool_]:
+def lies_whole(pieces: Boxes, boxes: Boxes) -> npt.NDArray[np.bool_]:
     """Which pieces are one run of memory in the boxes they are parts of."""
     full, single = pieces.sizes == boxes.sizes, pieces.sizes == 1
     ones = np.ones((len(pieces), 1), dtype=bool)

@@ -1,15 +1,16 @@
-"""Bytes on the wire between all ranks of a group.
+"""Bytes on the wire between all ranks of a group, and collectives of the backend under way.
 
 Where gloo sends them, they go point to point, between ranks that have something for each other, with a tag that only
 ranks with the same history know: a rank in another call never reads them. Elsewhere they go in a collective of torch.
+Every collective of an accelerator begins in `Collective`, which has it watched.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,9 @@ from torch.distributed import ProcessGroup
 from shardwise.layout import Layout
 from shardwise.meeting import Post, Said, break_off, find_verdict, is_tagged, ledger_of, look, wait_for_data, watch
 from shardwise.meeting.chain import DIGEST
-from shardwise.process_group import begin_sending
 from shardwise.transfer.plan import Plan
-from shardwise.transfer.views import as_bytes
 
-SMALL = 4096  # bytes of a tensor that is added up whole, in one round
+Messages = Sequence[torch.Tensor]  # bytes, one for each member of a group in order; empty where there is nothing
 
 
 class Exchanging(Protocol):
@@ -32,60 +31,51 @@ class Exchanging(Protocol):
         """Until all has come; with NCCL, until it is enqueued on the stream."""
 
 
-def exchange(
-    group: ProcessGroup, taken: torch.Tensor, given: torch.Tensor, out: list[int], into: list[int], tag: int
-) -> Exchanging:
-    """Begin to give so many bytes to each member, and to take so many from each, one member after the other.
-
-    Both tensors are bytes on the wire's device.
-    """
-    if given.device.type == "cpu" and is_tagged(group):
-        return _Tagged(group, taken, given, out, into, tag)
-    return _Collective(group, taken, given, out, into)
+def exchange(group: ProcessGroup, taken: Messages, given: Messages, tag: int) -> Exchanging:
+    """Begin to give each member a message, and to take one from each; all lie on the wire's device, anywhere there."""
+    if given[0].device.type != "cpu":
+        return Collective(group, given[0].device, dist.all_to_all, list(taken), list(given))
+    return _Tagged(group, taken, given, tag) if is_tagged(group) else _Packed(group, taken, given)
 
 
 class _Tagged:
     """Point to point."""
 
-    def __init__(
-        self, group: ProcessGroup, taken: torch.Tensor, given: torch.Tensor, out: list[int], into: list[int], tag: int
-    ) -> None:
+    def __init__(self, group: ProcessGroup, taken: Messages, given: Messages, tag: int) -> None:
         here, self._group, self._post = group.rank(), group, Post(group)
         self._epoch = ledger_of(group).epoch
-        takes, gives = taken.split_with_sizes(out), given.split_with_sizes(into)
-        after = [*range(here + 1, len(out)), *range(here)]  # the next one first, so that not all send to the same one
+        after = [*range(here + 1, len(given)), *range(here)]  # the next one first: so not all send to the same one
         for peer in reversed(after):
-            if out[peer]:
-                self._post.receive(takes[peer], peer, tag)
+            if taken[peer].numel():
+                self._post.receive(taken[peer], peer, tag)
         for peer in after:
-            if into[peer]:
-                self._post.send(gives[peer], peer, tag)
-        if into[here]:
-            takes[here].copy_(gives[here])
+            if given[peer].numel():
+                self._post.send(given[peer], peer, tag)
+        if given[here].numel():
+            taken[here].copy_(given[here])
 
     def wait(self) -> None:
         """Until all has come and gone."""
         self._post.wait(lambda peers: look(self._group, peers, self._epoch))
 
 
-class _Collective:
-    """In one all-to-all."""
+class Collective:
+    """A collective of the backend."""
 
-    def __init__(
-        self, group: ProcessGroup, taken: torch.Tensor, given: torch.Tensor, out: list[int], into: list[int]
-    ) -> None:
-        self._group, self._given = group, given  # which must live until it is sent
-        self._work = dist.all_to_all_single(taken, given, out, into, group=group, async_op=True)
-        if given.device.type != "cpu":
+    def __init__(self, group: ProcessGroup, wire: torch.device, begin: Callable[..., Any], *args: Any) -> None:
+        self._group, self._wire, self._memory = group, wire, args  # which must live until it is sent
+        self._work = begin(*args, group=group, async_op=True)
+        assert self._work is not None, "only an outsider of the group gets no work"
+        if wire.type != "cpu":
             watch(self._work, group)
 
     def wait(self) -> None:
         """The host waits for the CPU only."""
-        assert self._work is not None, "only an outsider of the group gets no work"
-        if self._given.device.type == "cpu":
+        if self._wire.type == "cpu":
             wait_for_data(self._work, self._group, self._look)
         else:
             self._work.wait()
+        self._memory = ()
 
     def _look(self, peers: Sequence[int]) -> None:
         """A collective cannot be called back: after an error the ranks are out of step."""
@@ -93,6 +83,23 @@ class _Collective:
         if error is not None:
             break_off(self._group, error)
             raise error
+
+
+class _Packed(Collective):
+    """In one all-to-all from one run of memory into another."""
+
+    def __init__(self, group: ProcessGroup, taken: Messages, given: Messages) -> None:
+        self._taken, sizes = taken, [each.numel() for each in taken]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+        self._arrived = buffer.split_with_sizes(sizes)
+        splits = sizes, [each.numel() for each in given]
+        super().__init__(group, buffer.device, dist.all_to_all_single, buffer, torch.cat(list(given)), *splits)
+
+    def wait(self) -> None:
+        """And bring each message to its place."""
+        super().wait()
+        for one, other in zip(self._taken, self._arrived, strict=True):
+            one.copy_(other)
 
 
 def said_of(plan: Plan, dtype: torch.dtype, max_bytes: int | None, verb: str) -> Said:
@@ -108,38 +115,3 @@ def _said(src: Layout, dst: Layout, sums: bool, dtype: torch.dtype, max_bytes: i
 
     rest = f"{sums} {dtype} {max_bytes} {verb}".encode()
     return Said(fields, hashlib.blake2b(src.digest + dst.digest + rest, digest_size=DIGEST).digest())
-
-
-def add_up(group: ProcessGroup, tensor: torch.Tensor, said: Said) -> None:
-    """Add up a contiguous tensor of the CPU over all ranks of a group, in place, on a group with tags.
-
-    Of a large one each rank adds up a chunk, and gives it to all. Terms are added in the order of the ranks, so that
-    all have the same sum.
-    """
-    tag, size, here = begin_sending(group, said), group.size(), group.rank()
-    flat = tensor.view(-1)
-    whole = tensor.nbytes <= SMALL
-    chunks = [flat] * size if whole else list(flat.tensor_split(size))
-    others = [peer for peer in range(size) if peer != here]
-    terms = [chunks[here] if peer == here else torch.empty_like(chunks[here]) for peer in range(size)]
-    _swapped(group, {peer: chunks[peer] for peer in others}, {peer: terms[peer] for peer in others}, tag)
-    total = terms[0].clone()
-    for term in terms[1:]:
-        total.add_(term)
-    chunks[here].copy_(total)
-    if not whole:
-        _swapped(group, dict.fromkeys(others, chunks[here]), {peer: chunks[peer] for peer in others}, tag)
-
-
-def _swapped(
-    group: ProcessGroup, given: Mapping[int, torch.Tensor], taken: Mapping[int, torch.Tensor], tag: int
-) -> None:
-    """Give tensors to members, and take some from them."""
-    post = Post(group)
-    for peer, tensor in taken.items():
-        if tensor.numel():
-            post.receive(as_bytes(tensor), peer, tag)
-    for peer, tensor in given.items():
-        if tensor.numel():
-            post.send(as_bytes(tensor), peer, tag)
-    post.wait(lambda peers: look(group, peers))

@@ -24,6 +24,7 @@ from shardwise.ambient import Ambient
 from shardwise.ops.bridge.nodes import Whole
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.frame import Parts
+from shardwise.sharded_tensor.gradient_buckets import finish_buckets
 
 Hook = Callable[[Any], Any]
 
@@ -63,6 +64,7 @@ def at_the_end(ending: Ending) -> int:
 
 
 def _finish(task: int, records: bool) -> None:
+    finish_buckets(task)  # what hooks look at is there
     before, _running.task = _running.task, task
     try:
         with torch.set_grad_enabled(records):

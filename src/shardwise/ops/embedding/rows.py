@@ -22,10 +22,10 @@ from shardwise.ops.embedding.pieces import Pieces, packed
 from shardwise.ops.embedding.route import Columns, route_among
 from shardwise.process_group import Said, begin_sending, is_fake
 from shardwise.sharded_tensor import ShardedTensor
-from shardwise.sharded_tensor.gradients import compared, new_anchor, wants_graph
+from shardwise.sharded_tensor.gradient_buckets import compared
+from shardwise.sharded_tensor.gradients import new_anchor, wants_graph
 from shardwise.tracing import record
-from shardwise.transfer import make_plan
-from shardwise.transfer.execute import wire_device
+from shardwise.transfer.exchange import wire_device
 from shardwise.transfer.views import as_bytes
 from shardwise.transfer.wire import exchange
 
@@ -37,7 +37,7 @@ class Table:
         layout = weight._layout
         self.group, self.width, self.dtype, self.outline = group, weight.shape[1], weight.dtype, layout.outline
         self.route = route_among(layout, group)
-        self.wire = wire_device(make_plan(layout, layout), group)
+        self.wire = wire_device(layout.places.device_types, group)
         self._said = Said({"verb": "an exchange of ids or rows of a table", "table": self.outline, "dtype": self.dtype})
 
     def swap(self, given: torch.Tensor, out: IntArray, into: IntArray) -> torch.Tensor:
@@ -51,8 +51,9 @@ class Table:
         came, went = ((counts * given.element_size()).tolist() for counts in (into, out))
         try:
             tag, here = begin_sending(self.group, self._said), self.route.here
+            messages = as_bytes(taken).split_with_sizes(came), sent.split_with_sizes(went)
             with record.waiting("exchange", sum(went) - went[here], sum(came) - came[here]):
-                exchange(self.group, as_bytes(taken), sent, came, went, tag).wait()
+                exchange(self.group, *messages, tag).wait()
         except (RuntimeError, TimeoutError) as error:
             if hasattr(error, "told_to"):
                 raise

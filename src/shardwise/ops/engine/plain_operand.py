@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.meeting import is_tagged, lost, watch
-from shardwise.process_group import Said, begin_sending, without_data
-from shardwise.sharded_tensor.gradients import compared
+from shardwise.layout import Layout
+from shardwise.process_group import kept_for
+from shardwise.sharded_tensor.gradient_buckets import agreed_sum, put_off
+from shardwise.sharded_tensor.movement import everyone_on
 from shardwise.sharded_tensor.recorded_backward import depending, passed
-from shardwise.tracing import record
-from shardwise.transfer.wire import add_up
+from shardwise.transfer.all_reduce import ReplicaSums
 
 
 class SharedPlain(torch.autograd.Function):
@@ -29,8 +29,11 @@ class SharedPlain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> Any:
-        """On every rank, the sum over all ranks."""
+        """On every rank, the sum over all ranks; that of a leaf may come to it at the end of the backward."""
         if not torch.is_grad_enabled():
+            layout = _everywhere(grad, ctx.group)
+            if put_off(ctx, layout, ctx.group, grad.dtype, [grad]):
+                return None, None
             return _sum(grad, ctx.group)[0], None
         total, anchor = _sum(depending(grad, ctx.saved_tensors[0]), ctx.group)
         passed(anchor)
@@ -42,20 +45,12 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        """An all-reduce, and an anchor."""
+        """The sum, and an anchor."""
         ctx.group, anchor = group, torch.zeros((), device=tensor.device)
         ctx.save_for_backward(anchor)
-        fields = {"verb": "the gradient of a plain operand", "size": tuple(tensor.shape), "dtype": tensor.dtype}
-        ready = compared(group, fields)
-        total = tensor.resolve_conj().resolve_neg().contiguous().clone()
-        ready()
-        try:
-            with record.waiting_for_sum(total.nbytes, group.size()):
-                _add_up(total, group, Said(fields))
-        except (RuntimeError, TimeoutError) as error:
-            if hasattr(error, "told_to"):
-                raise
-            raise lost(f"add up {total.nbytes:,} bytes of the gradient of a plain operand", error, group) from error
+        layout = _everywhere(tensor, group)
+        agreed = agreed_sum(group, layout.outline, tensor.dtype)
+        (total,) = ReplicaSums(layout, [tensor], group, dtype=tensor.dtype, **agreed).wait()
         return total, anchor
 
     @staticmethod
@@ -68,17 +63,10 @@ class SumOverRanks(torch.autograd.Function):
         return made, None
 
 
-def _add_up(total: torch.Tensor, group: ProcessGroup, said: Said) -> None:
-    if without_data():
-        return
-    if total.device.type == "cpu" and is_tagged(group):
-        add_up(group, total, said)
-    else:
-        begin_sending(group, said)
-        work = dist.all_reduce(total, group=group, async_op=True)
-        if total.device.type != "cpu":
-            watch(work, group)
-        work.wait()
+def _everywhere(tensor: torch.Tensor, group: ProcessGroup) -> Layout:
+    """A plain tensor as replicas on all ranks of a group."""
+    key = ("plain operand", tensor.shape, tensor.device.type)
+    return kept_for(group, key, lambda: Layout.whole(tensor.shape, everyone_on(group, tensor.device)))
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]

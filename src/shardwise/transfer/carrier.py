@@ -1,0 +1,61 @@
+"""What all ways of sending a plan's pieces have in common: the wire, buffers on it, and how what arrives is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardwise.errors import TransferError
+from shardwise.meeting import lost
+from shardwise.transfer.exchange import wire_device
+from shardwise.transfer.plan import Plan
+from shardwise.transfer.views import Piece, copy, is_as_it_lies
+
+Write = Callable[[torch.Tensor, torch.Tensor], object]  # into a view of the destination, what arrived for it
+
+
+class Carrier:
+    """What all ways of sending need: the wire, buffers on it, and how what arrives is written."""
+
+    def __init__(self, plan: Plan, outs: list[torch.Tensor], group: ProcessGroup, dtype: torch.dtype) -> None:
+        self.outs = outs
+        self._plan, self._group, self._dtype = plan, group, dtype
+        self._rank = dist.get_rank()
+        self._wire = wire_device(device_types(plan), group)
+        self._staged = self._wire.type == "cpu" and "cuda" in device_types(plan)  # through pinned memory of the host
+        self._write: Write = torch.Tensor.add_ if plan.sums else copy
+
+    def _empty(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=self._dtype, device=self._wire, pin_memory=self._staged)
+
+    def _fits(self, tensor: torch.Tensor) -> bool:
+        """Whether this memory can be sent, or received into, as it lies."""
+        same = tensor.dtype == self._dtype and tensor.device.type == self._wire.type
+        return same and tensor.is_contiguous() and is_as_it_lies(tensor)
+
+    def _packed(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        buffer = self._empty(sum(piece.count for piece in pieces))
+        position = 0
+        for piece in pieces:
+            copy(buffer[position : position + piece.count].view(piece.view.shape), piece.view)
+            position += piece.count
+        return buffer
+
+    def _unpack(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        position = 0
+        for piece in pieces:
+            arrived = buffer[position : position + piece.count].view(piece.view.shape)
+            self._write(piece.view, arrived.to(piece.view.device) if self._plan.sums else arrived)
+            position += piece.count
+
+    def _lost(self, what: str, count: int, error: Exception) -> TransferError:
+        size = count * self._dtype.itemsize
+        return lost(f"{what} {size:,} bytes of a tensor on its way to another layout", error, self._group)
+
+
+def device_types(plan: Plan) -> frozenset[str]:
+    """The types of devices that a plan moves between: every rank knows them."""
+    return plan.src.places.device_types | plan.dst.places.device_types

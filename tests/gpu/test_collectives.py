@@ -1,0 +1,52 @@
+"""Transfers over NCCL by its own collectives, by messages, and sums over replicas, as the plain tensor says."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.cases import places
+from tests.transfer import carriers
+from tests.transfer.carriers import SAID
+
+from shardwise import Layout
+from shardwise.layout import Axis, Cut, Places
+from shardwise.testing import ranks
+from shardwise.transfer import all_reduce, execute
+from shardwise.transfer.all_reduce import ReplicaSums
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@ranks(4, backend="nccl")
+def test_every_carrier_moves_and_adds_up() -> None:
+    """By NCCL's own collectives and by messages, in the whole group and in a part of it, out of order."""
+    some = dist.new_group([3, 1])
+    taken = carriers.check("cuda:0", dist.group.WORLD)
+    assert set(taken.values()) == {"all-gather", "broadcast"}
+    if dist.get_rank() in (1, 3):
+        carriers.check("cuda:0", some)
+    with mock.patch.object(execute, "own_collective", return_value=None):
+        carriers.check("cuda:0", dist.group.WORLD, dtypes=(torch.bfloat16, torch.int16))
+
+
+@ranks(4, backend="nccl")
+def test_replicas_on_some_ranks_get_the_same_sum() -> None:
+    """In one exchange and in two, where no all-reduce of the group would do it."""
+    here, size = dist.get_rank(), (7, 6)
+    layout = Layout.by_rule(
+        size, [Axis(2), Axis(2, 0, Cut.in_steps(7, 2, 0, 4))], Places.of(places(0, 1, 2, 3, device="cuda:0"))
+    )
+    brought = torch.arange(4 * 42.0, device="cuda").view(4, *size)
+    for at_once in (0, 1 << 18):
+        with mock.patch.object(all_reduce, "AT_ONCE", at_once):
+            (total,) = ReplicaSums(
+                layout, [brought[here][layout.index(here)]], dist.group.WORLD, dtype=brought.dtype, said=SAID
+            ).wait()
+        expected = brought[here] + brought[(here + 2) % 4]
+        assert torch.equal(total, expected[layout.index(here)])
