@@ -30,6 +30,7 @@ from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import new_anchor, note_write
 from shardwise.sharded_tensor.moved_once import kept_layout, passes
 from shardwise.sharded_tensor.recorded_backward import tie
+from shardwise.tracing import record
 from shardwise.transfer import make_plan
 
 Tensors = list[torch.Tensor]
@@ -283,7 +284,8 @@ def raised(error: Exception) -> NoReturn:
 
 def _can_tell(call: Call, schedule: Schedule, everyone: Places, group: ProcessGroup | None) -> bool:
     """Whether there is somebody to tell the partial results to, and they are so small that they can be told."""
-    if group is None or not talks(group) or everyone.device_types != {"cpu"}:  # whose values the host need not wait for
+    asked = group is not None and (talks(group) or record.is_forecast())
+    if group is None or not asked or everyone.device_types != {"cpu"}:  # whose values the host need not wait for
         return False
     source = make_joining(schedule, everyone).plan.src
     assert schedule.rule.reduction is not None
