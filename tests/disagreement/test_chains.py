@@ -41,10 +41,10 @@ whole: Do = lambda given: given.full_tensor()  # noqa: E731
 other_leaf: Do = lambda given: given[0].softmax(0)  # noqa: E731
 
 PAIRS = {
-    "two ops": Pair(product, normed, ("aten.mm", "aten._softmax")),
-    "an op and a verb": Pair(product, moved, ("aten.mm", "redistribute")),
+    "two ops": Pair(product, normed, ("aten.matmul", "aten._softmax")),
+    "an op and a verb": Pair(product, moved, ("aten.matmul", "redistribute")),
     "an op and a backward": Pair(backward_of, other_leaf, ("a transfer in the backward", "aten._softmax"), recorded),
-    "in another order": Pair(in_turn(product, normed), in_turn(normed, product), ("aten.mm", "aten._softmax")),
+    "in another order": Pair(in_turn(product, normed), in_turn(normed, product), ("aten.matmul", "aten._softmax")),
     "one more": Pair(in_turn(product, whole), in_turn(product, normed, whole), ("full_tensor", "aten._softmax")),
     "one less": Pair(in_turn(product, normed), product, ("aten._softmax", "afterwards")),
 }
