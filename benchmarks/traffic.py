@@ -1,4 +1,4 @@
-"""Bytes that a rank receives from others, counted where collectives pass torch's dispatcher."""
+"""Bytes that a rank receives: of collectives, where they pass torch's dispatcher, and of this library's messages."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import placement_types
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.meeting import Post
 
 # Of a collective's arguments and result, the bytes of this rank's result that came from other ranks.
 Count = Callable[[Sequence[Any], Any], float]
@@ -42,6 +44,22 @@ class Received(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0.0
+        receive = Post.receive
+
+        def counted(post: Post, tensor: torch.Tensor, peer: int, tag: int) -> None:
+            self.bytes += tensor.nbytes
+            receive(post, tensor, peer, tag)
+
+        self._posts = mock.patch.object(Post, "receive", counted)
+
+    def __enter__(self) -> Received:
+        self._posts.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *caught: Any) -> None:
+        super().__exit__(*caught)
+        self._posts.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

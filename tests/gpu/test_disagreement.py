@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise import ChunkShardingSpec, meeting, shard_tensor
+from shardwise import ChunkShardingSpec, check, meeting, shard_tensor, validation
 from shardwise.errors import RankMismatchError
 from shardwise.process_group import raises_alone
 from shardwise.testing import ranks
@@ -36,7 +36,7 @@ def test_other_dtypes_and_skipped_backwards_are_found_out() -> None:
         (other if odd else one).full_tensor()
     one.requires_grad_()
     result = (one * 2).redistribute(COLUMNS)
-    with pytest.raises(RankMismatchError, match="a transfer in the backward"):
+    with validation(strict=True), pytest.raises(RankMismatchError, match="a transfer in the backward"):
         _ = one.full_tensor() if odd else result.backward(torch.ones_like(result))
     result = (one * 2).redistribute(COLUMNS)
     one.grad = None
@@ -57,10 +57,19 @@ def test_an_error_of_one_rank_alone_reaches_the_other() -> None:
 
 
 @ranks(2, backend="nccl")
+def test_ops_that_differ_are_found_out_by_the_watchdog_or_at_the_next_meeting() -> None:
+    """Though no header was sent, and nobody waits on the host; no wrong value survives."""
+    group = dist.new_group([0, 1])
+    one = shard_tensor(PLAIN.to("cuda:0"), ROWS, process_group=group)
+    with pytest.raises(RankMismatchError, match=r"out of step: rank 0 .* rank 1"):
+        _ = one.softmax(0) if dist.get_rank() else one @ one.t(), check(group)
+
+
+@ranks(2, backend="nccl")
 def test_in_large_groups_digests_are_reduced() -> None:
     """With the same errors, in the forward and in the backward."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting, "MOST_EACH", 1)
+        patch.setattr(meeting.group, "MOST_EACH", 1)
         for test in (
             test_other_dtypes_and_skipped_backwards_are_found_out,
             test_an_error_of_one_rank_alone_reaches_the_other,

@@ -107,16 +107,22 @@ def difference(number: int, one: History, other: History) -> str:
     """In which call two ranks are, where they should be in the same, and what differs."""
     (first, mine), (second, theirs) = one, other
     here, there = mine[str(number)], theirs[str(number)]
-    now = [list(calls)[-1] for calls in (mine, theirs)]
+    now = [list(calls.values())[-1] for calls in (mine, theirs)]
+    still = all(_place(one) == _place(call) for one, call in zip(now, (here, there), strict=True))
     known = str(number - 1) in mine and str(number - 1) in theirs
-    verb = "is" if now == [str(number)] * 2 else "was"
+    verb = "is" if still else "was"
     text = f"ranks {first} and {second} are out of step: rank {first} {verb} in {here['call']}, "
     text += f"rank {second} in {there['call']}"
     if here["call"] == there["call"] or _name(here) == _name(there):
         text += _fields(first, here["fields"], second, there["fields"])
-    if verb == "was":
-        text += f"; now rank {first} is in {mine[now[0]]['call']}, rank {second} in {theirs[now[1]]['call']}"
+    if not still:
+        text += f"; now rank {first} is in {now[0]['call']}, rank {second} in {now[1]['call']}"
     return text if known or not number else f"{text} (and they differ before, in calls that are not kept)"
+
+
+def _place(entry: dict[str, Any]) -> str:
+    """Where in the users' code a call is: a call may have several entries, as one of its transfer."""
+    return str(entry["call"].partition(" (")[2] or entry["call"])
 
 
 def _name(entry: dict[str, Any]) -> str:

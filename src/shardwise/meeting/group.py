@@ -36,16 +36,20 @@ def is_large(process_group: ProcessGroup) -> bool:
     return process_group.size() > MOST_EACH
 
 
-_tagged: WeakKeyDictionary[ProcessGroup, bool] = WeakKeyDictionary()
+_gloo: WeakKeyDictionary[ProcessGroup, Any] = WeakKeyDictionary()
 
 
 def is_tagged(process_group: ProcessGroup) -> bool:
     """Whether memory of the CPU is sent by gloo, whose messages between two ranks are told apart by a tag."""
-    found = _tagged.get(process_group)
-    if found is None:
-        found = type(process_group) is ProcessGroup and _cpu_backend(process_group) == "gloo"
-        _tagged[process_group] = found
-    return found
+    return gloo_of(process_group) is not None
+
+
+def gloo_of(process_group: ProcessGroup) -> Any:
+    """The backend that sends memory of the CPU, if it is gloo; else None. Asked once for each group."""
+    if process_group not in _gloo:
+        is_gloo = type(process_group) is ProcessGroup and _cpu_backend(process_group) == "gloo"
+        _gloo[process_group] = process_group._get_backend(CPU) if is_gloo else None
+    return _gloo[process_group]
 
 
 def _cpu_backend(process_group: ProcessGroup) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from shardwise.meeting.group import timeout_of
+from shardwise.meeting.group import gloo_of, timeout_of
 
 PATIENCE = 1.0  # seconds after which a rank that waits looks what the others are doing
 AT_MOST = 2.0  # between two looks
@@ -31,16 +31,16 @@ class Post:
     """Messages of one exchange."""
 
     def __init__(self, process_group: ProcessGroup) -> None:
-        self._group = process_group
+        self._group, self._gloo = process_group, gloo_of(process_group)  # straight, past torch's dispatcher
         self._works: list[tuple[Any, int, torch.Tensor]] = []  # with the other end, and memory that must live so long
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Begin to receive from a rank, by its number in the group."""
-        self._works.append((self._group.recv([tensor], peer, tag), peer, tensor))
+        self._works.append((self._gloo.recv([tensor], peer, tag), peer, tensor))
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Begin to send to a rank, by its number in the group."""
-        self._works.append((self._group.send([tensor], peer, tag), peer, tensor))
+        self._works.append((self._gloo.send([tensor], peer, tag), peer, tensor))
 
     def wait(self, look: Look, patience: float | None = None) -> None:
         """Until all messages have come and gone. RuntimeError: a rank is gone; TimeoutError: it takes too long."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.dispatch import registry
-from shardwise.process_group import Fields, in_step_sharing, is_member
+from shardwise.meeting import is_tagged, watch
+from shardwise.process_group import Fields, Said, begin_sending, in_step_sharing, is_member
 from shardwise.sharded_tensor import ShardedTensorBase
 
 CHECK = torch._amp_foreach_non_finite_check_and_unscale_
@@ -28,14 +30,20 @@ def _unscale(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
     if values:
         CHECK(values, found_inf, inv_scale)
 
+    fields = {"verb": "unscale"}
+
     def work() -> tuple[None, Fields, bool]:
-        return None, {"verb": "unscale"}, bool(found_inf.item())
+        return None, fields, bool(found_inf.item())
 
     groups = {id(grad._process_group): grad._process_group for grad in sharded if grad._process_group is not None}
     mine = [group for group in groups.values() if is_member(group)]
     for group in sorted(mine, key=lambda group: group.size()):  # so that what a small group finds reaches the large one
-        _, found = in_step_sharing(group, work)
-        if any(found):
+        if found_inf.is_cuda and not is_tagged(group):  # then the host need not know
+            begin_sending(group, Said(fields))
+            flagged = dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group, async_op=True)
+            watch(flagged, group)
+            flagged.wait()
+        elif any(in_step_sharing(group, work)[1]):
             found_inf.fill_(1.0)
 
 
