@@ -161,6 +161,13 @@ class Layout:
         """Whether a box is the first of its replicas: so that every element counts once."""
         return int(self.pattern.first(np.array([row]))[0]) == row
 
+    @property
+    def is_partition(self) -> bool:
+        """Whether each element is in one box, and there are several; False for irregular boxes."""
+        if not isinstance(self.pattern, Grid) or self.has_replicas or not self.ndim or len(self) < 2:
+            return False
+        return self.elements == self.size.numel()
+
     @cached_property
     def once(self) -> Layout:
         """The same boxes, each on the first of its places only."""

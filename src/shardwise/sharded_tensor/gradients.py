@@ -164,6 +164,14 @@ class _Own(torch.autograd.Function):
 _own: Callable[..., tuple[torch.Tensor, ...]] = _Own.apply
 
 
+def own_parts(whole: torch.Tensor, layout: Layout, everywhere: Layout, group: ProcessGroup) -> list[torch.Tensor]:
+    """This rank's parts of a plain tensor that lies on every rank, and an anchor.
+
+    Each element is in one part. So its gradient is put together from all of them, and nothing is added up.
+    """
+    return list(_own(make_plan(layout, everywhere), Way(group), whole.dtype, whole))
+
+
 class SumOfReplicas(torch.autograd.Function):
     """For each local tensor of a layout the sum over all replicas; its backward is the same again."""
 

@@ -21,7 +21,7 @@ from shardwise.transfer import Plan
 if TYPE_CHECKING:
     from shardwise.sharded_tensor.base import ShardedTensorBase
 
-_hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # such as a checkpoint's
+hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # such as a checkpoint's
 
 
 class Arrived(NamedTuple):
@@ -76,7 +76,7 @@ def moved_once(
 
 def _now(tensor: ShardedTensorBase) -> tuple[Any, ...]:
     """What must not have changed since: what was written, whether it is recorded, and who looks at what is saved."""
-    return root_of(tensor)._writes, torch.is_grad_enabled(), _hooks_on_saved(True)
+    return root_of(tensor)._writes, torch.is_grad_enabled(), hooks_on_saved(True)
 
 
 def _versions(tensor: ShardedTensorBase) -> list[int]:

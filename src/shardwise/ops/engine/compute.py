@@ -22,7 +22,7 @@ from shardwise.ops.engine.call import Call, function
 from shardwise.ops.engine.recorder import watch
 from shardwise.ops.engine.rule import Reduction, Rule
 from shardwise.ops.engine.schedule import Operand, Schedule, make_joining, make_schedule, size_of
-from shardwise.ops.engine.steps import Bring, Move, OpSaid, Recorded, Shared, Tied, brought, done
+from shardwise.ops.engine.steps import Bring, CutPlain, Move, OpSaid, Recorded, Shared, Tied, brought, done
 from shardwise.process_group import Fields, Said, in_op, in_step_telling, is_member, kept_for, rank_array, room, talks
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.drawing import drawn_apart
@@ -126,11 +126,15 @@ class _Computation:
 
     def _cut(self, operand: torch.Tensor, number: int) -> Tensors:
         """What each cell needs of a plain operand, which is the same on every rank."""
+        layout = self.schedule.operands[number]
         if torch.is_grad_enabled() and operand.requires_grad:
+            if self.group is not None and not operand.is_leaf and layout.is_partition and is_member(self.group):
+                *parts, anchor = done(CutPlain(layout, self.group), operand)
+                self.anchors.append(anchor)
+                return parts
             (operand,) = done(Shared(self.group), operand)
         if operand.requires_grad and not self.here:
             self.anchors.append(tie([operand]))
-        layout = self.schedule.operands[number]
         return [operand[layout.index(row)] if operand.ndim else operand for row in self.here]
 
     def _local(self, row: int, tensors: Tensors) -> Any:

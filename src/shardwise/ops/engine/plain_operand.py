@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.layout import Layout
 from shardwise.process_group import kept_for
 from shardwise.sharded_tensor.gradient_buckets import agreed_sum, put_off
+from shardwise.sharded_tensor.gradients import own_parts
+from shardwise.sharded_tensor.moved_once import hooks_on_saved
 from shardwise.sharded_tensor.movement import everyone_on
 from shardwise.sharded_tensor.recorded_backward import depending, passed
 from shardwise.transfer.all_reduce import ReplicaSums
@@ -75,7 +78,25 @@ _sum: Callable[[torch.Tensor, ProcessGroup], Pair] = SumOverRanks.apply
 
 
 def shared_plain(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
-    """A plain operand, ready to be used on every rank for another part of the result."""
+    """A plain operand, ready to be used on every rank for another part of the result.
+
+    The ops that read one result of others share it: their gradients add up before the ranks add up theirs.
+    """
     if group is None or not torch.is_grad_enabled() or not tensor.requires_grad or dist.get_world_size(group) == 1:
         return tensor
-    return _shared(tensor, group)[0]
+    if tensor.is_leaf:
+        return _shared(tensor, group)[0]
+    when = group, tensor._version, hooks_on_saved(True)
+    before, shared = _kept.get(tensor, (None, tensor))
+    if before != when:
+        shared = _shared(tensor, group)[0].clone()  # for what is kept must not keep its tensor
+        _kept[tensor] = when, shared
+    return shared
+
+
+_kept: MutableMapping[torch.Tensor, tuple[Any, torch.Tensor]] = WeakTensorKeyDictionary()
+
+
+def cut_plain(tensor: torch.Tensor, layout: Layout, group: ProcessGroup) -> list[torch.Tensor]:
+    """This rank's parts of a plain operand, each element of which is in one part on some rank, and an anchor."""
+    return own_parts(tensor, layout, _everywhere(tensor, group), group)

@@ -15,10 +15,11 @@ import torch
 from torch.distributed import ProcessGroup
 
 from shardwise import settings
+from shardwise.layout import Layout
 from shardwise.meeting import traffic
 from shardwise.meeting.chain import DIGEST
 from shardwise.ops.engine.call import function as running
-from shardwise.ops.engine.plain_operand import shared_plain
+from shardwise.ops.engine.plain_operand import cut_plain, shared_plain
 from shardwise.ops.engine.recorder import Recorder, watch
 from shardwise.process_group import Fields, Said, follow, in_step, in_step_telling
 from shardwise.sharded_tensor import ShardedTensorBase
@@ -96,7 +97,18 @@ class Shared(NamedTuple):
 
     def __call__(self, operand: torch.Tensor) -> Tensors:
         """The operand, as a list."""
-        return [shared_plain(operand.as_subclass(torch.Tensor), self.group)]
+        return [shared_plain(_plain(operand), self.group)]
+
+
+class CutPlain(NamedTuple):
+    """This rank's parts of a plain operand that is cut: its gradient is put together, and not added up."""
+
+    layout: Layout
+    group: ProcessGroup
+
+    def __call__(self, operand: torch.Tensor) -> Tensors:
+        """A tensor for each box that is here, and an anchor."""
+        return cut_plain(_plain(operand), self.layout, self.group)
 
 
 class Tied(NamedTuple):
@@ -107,7 +119,12 @@ class Tied(NamedTuple):
         return [tie(tensors)]
 
 
-Steps = Bring | Move | Recorded | Shared | Tied
+Steps = Bring | Move | Recorded | Shared | CutPlain | Tied
+
+
+def _plain(operand: torch.Tensor) -> torch.Tensor:
+    """The operand itself, if it is of no other class."""
+    return operand if operand.__class__ is torch.Tensor else operand.as_subclass(torch.Tensor)
 
 
 def _with_anchor(tensors: Tensors, anchor: torch.Tensor | None) -> Tensors:
