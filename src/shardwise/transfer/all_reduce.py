@@ -93,8 +93,9 @@ class AllReduce:
         self._teams, self._tensors, self._group, self._dtype = teams, tensors, group, dtype
         self._way: UnderWay | None = None  # what is waited for next
         self._then: Callable[[], None] = self._finish
-        self._sums: Sequence[torch.Tensor] = [tensor.detach().clone() for tensor in tensors]
+        self._sums: Sequence[torch.Tensor] = ()
         if not talks(group):
+            self._sums = [tensor.detach().clone() for tensor in tensors]
             return
         self._members = group_ranks(group)
         self._wire = wire_device(holding.device_types, group)
@@ -118,18 +119,22 @@ class AllReduce:
                 self._then = self._add_parts
 
     def advance(self) -> None:
-        """Wait for the exchange that is under way, and begin the next one if there is one."""
+        """If another exchange comes after the one that is under way, wait for that one, and begin the other."""
+        if self._then == self._add_parts:
+            self._go_on()
+
+    def wait(self) -> list[torch.Tensor]:
+        """Finish, and give the sum for each tensor."""
+        while self._way is not None:
+            self._go_on()
+        return [one.view(old.shape).to(old.device) for one, old in zip(self._sums, self._tensors, strict=True)]
+
+    def _go_on(self) -> None:
         if self._way is not None:
             way, self._way = self._way, None
             way.wait()
             with torch.no_grad(), failing_together(self._group):
                 self._then()
-
-    def wait(self) -> list[torch.Tensor]:
-        """Finish, and give the sum for each tensor."""
-        while self._way is not None:
-            self.advance()
-        return [one.view(old.shape).to(old.device) for one, old in zip(self._sums, self._tensors, strict=True)]
 
     def _finish(self) -> None:
         """The sums are there."""
