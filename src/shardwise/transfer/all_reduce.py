@@ -148,7 +148,8 @@ class AllReduce:
         """The sums are there."""
 
     def _add_whole(self) -> None:
-        self._sums = [add_in_order(each) for each in self._came]
+        # What only this rank holds is its own sum: in memory of its own, as all are.
+        self._sums = [add_in_order(each) if len(each) > 1 else each[0].clone() for each in self._came]
 
     def _add_parts(self) -> None:
         """Give the sum of the part that is added up here to all holders."""
