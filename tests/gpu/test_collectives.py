@@ -7,12 +7,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import places
+from tests.cases import assert_close, places
 from tests.transfer import carriers
 from tests.transfer.carriers import SAID
 
-from shardwise import Layout
+from shardwise import ChunkShardingSpec, Layout, ReplicatedShardingSpec, shard_tensor
 from shardwise.layout import Axis, Cut, Places
+from shardwise.sharded_tensor import gradient_buckets
 from shardwise.testing import ranks
 from shardwise.transfer import all_reduce, execute
 from shardwise.transfer.all_reduce import ReplicaSums
@@ -50,3 +51,26 @@ def test_replicas_on_some_ranks_get_the_same_sum() -> None:
             ).wait()
         expected = brought[here] + brought[(here + 2) % 4]
         assert torch.equal(total, expected[layout.index(here)])
+
+
+@ranks(2, backend="nccl")
+def test_gradients_of_plain_and_replicated_leaves_come_in_buckets() -> None:
+    """Small ones at the end, and with full buckets on the way, where a backward runs in another thread."""
+    where = places(0, 1, device="cuda:0")
+    plain = [torch.arange(1.0, 13, dtype=torch.float64, device="cuda").view(4, 3) / 7]
+    plain += [torch.full((3,), 0.3 * k, dtype=torch.float64, device="cuda") for k in range(4)]
+    for full in (1, 25 << 20):
+        leaves = [one.clone().requires_grad_() for one in plain]
+        rows = shard_tensor(plain[0], ChunkShardingSpec(0, where)).requires_grad_()
+        shared = shard_tensor(plain[1], ReplicatedShardingSpec(where)).requires_grad_()
+        ours = [rows, shared, *(one.clone().requires_grad_() for one in plain[2:])]
+        with mock.patch.object(gradient_buckets, "FULL", full):
+            for table, scale, *biases in (leaves, ours):
+                for _ in range(2):
+                    x = table * scale
+                    for bias in biases:
+                        x = torch.tanh(x * bias + bias)
+                    (x * x).sum().backward()
+        for one, other in zip(ours, leaves, strict=True):
+            grad = one.grad.full_tensor() if hasattr(one, "full_tensor") else one.grad
+            assert_close(grad, other.grad)

@@ -178,7 +178,8 @@ def put_off(node: Any, layout: Layout, group: ProcessGroup, dtype: torch.dtype, 
         torch.autograd.Variable._execution_engine.queue_callback(settings.carried(record.carried(backward.finish)))
     tensors = [one.variable for one in accumulators]
     leaves = [tensors[k] for (k,) in holding.numbers]
-    entry = _Entry(holding, layout.outline, leaves, [grads[k].detach() for (k,) in holding.numbers])
+    # The very tensors, not views: so autograd knows that somebody has them, and gives none of them to another leaf.
+    entry = _Entry(holding, layout.outline, leaves, [grads[k] for (k,) in holding.numbers])
     backward.put(id(tensors[0]), entry, group, dtype)
     return True
 

@@ -94,10 +94,11 @@ class AllReduce:
         self._teams, self._tensors, self._group, self._dtype = teams, tensors, group, dtype
         self._way: UnderWay | None = None  # what is waited for next
         self._then: Callable[[], None] = self._finish
-        self._sums: Sequence[torch.Tensor] = [tensor.detach().clone() for tensor in tensors]
+        self._sums: Sequence[torch.Tensor] = ()
         traced = record.running and (talks(group) or record.is_forecast())
         self._traced = _begin_traced(holding, tensors, dtype.itemsize, group.size()) if traced else None
         if not talks(group):
+            self._sums = [tensor.detach().clone() for tensor in tensors]
             return
         self._members = group_ranks(group)
         self._wire = wire_device(holding.device_types, group)
@@ -121,29 +122,34 @@ class AllReduce:
                 self._then = self._add_parts
 
     def advance(self) -> None:
-        """Wait for the exchange that is under way, and begin the next one if there is one."""
-        if self._way is not None:
-            way, self._way = self._way, None
-            way.wait()
-            with torch.no_grad(), failing_together(self._group):
-                self._then()
+        """If another exchange comes after the one that is under way, wait for that one, and begin the other."""
+        if self._then == self._add_parts:
+            self._go_on()
 
     def wait(self) -> list[torch.Tensor]:
         """Finish, and give the sum for each tensor."""
         if self._traced is not None:
             self._traced.waits()
         while self._way is not None:
-            self.advance()
+            self._go_on()
         traced, self._traced = self._traced, None
         if traced is not None:
             traced.end()
         return [one.view(old.shape).to(old.device) for one, old in zip(self._sums, self._tensors, strict=True)]
 
+    def _go_on(self) -> None:
+        if self._way is not None:
+            way, self._way = self._way, None
+            way.wait()
+            with torch.no_grad(), failing_together(self._group):
+                self._then()
+
     def _finish(self) -> None:
         """The sums are there."""
 
     def _add_whole(self) -> None:
-        self._sums = [add_in_order(each) for each in self._came]
+        # What only this rank holds is its own sum: in memory of its own, as all are.
+        self._sums = [add_in_order(each) if len(each) > 1 else each[0].clone() for each in self._came]
 
     def _add_parts(self) -> None:
         """Give the sum of the part that is added up here to all holders."""
