@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import boxes, checkpoint, layers, ops, optimizers, tensors, transfers
+from benchmarks import boxes, checkpoint, layers, ops, optimizers, tensors, training, transfers
 from benchmarks.scale.processes import Request, measure
 from benchmarks.table import show, show_fractions
 from shardwise.testing import run_on_ranks
@@ -35,6 +35,7 @@ def main() -> int:
     trained = run_on_ranks(4, layers.linear, timeout=300, fresh=True)[0]
     trained += run_on_ranks(4, layers.training, timeout=550, fresh=True)[0]
     show("Tensor parallelism (DTensor by torch.distributed.tensor.parallel; by hand: plain parts, all_reduce)", trained)
+    trained += [training.run(plan) for plan in training.PLANS]
     stepped = run_on_ranks(1, optimizers.step, timeout=550, fresh=True)[0]
     show("Optimizers on one rank (plain: torch.optim on the same local tensors)", stepped)
     kept = run_on_ranks(4, checkpoint.save_and_load, timeout=300, fresh=True)[0]

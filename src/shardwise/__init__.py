@@ -5,6 +5,7 @@ from shardwise.api import collect_local_shard, fill_buffers, reshard_output, sha
 from shardwise.checkpoint import load, save
 from shardwise.dispatch import custom_sharded_op_impl, custom_sharding_spec_op
 from shardwise.errors import ShardwiseError
+from shardwise.explanation import explain
 from shardwise.interop import from_dtensor, to_dtensor
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
@@ -45,6 +46,7 @@ from shardwise.sharding_spec import (
     ShardingSpec,
     infer_sharding_spec,
 )
+from shardwise.tracing import trace
 from shardwise.transfer import Plan, make_plan, relabel
 
 __version__ = "0.1.0"
@@ -81,6 +83,7 @@ __all__ = [
     "custom_sharding_spec_op",
     "empty",
     "errors",
+    "explain",
     "fill_buffers",
     "from_dtensor",
     "from_local",
@@ -110,6 +113,7 @@ __all__ = [
     "shard_tensor",
     "state_dict_hook",
     "to_dtensor",
+    "trace",
     "validation",
     "viz",
     "zeros",

@@ -23,6 +23,7 @@ from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import Way, moved_locals
 from shardwise.sharded_tensor.movement import everyone_on
 from shardwise.sharding_spec import ChunkShardingSpec, FixedShardingSpec, ShardingSpec
+from shardwise.tracing import record
 from shardwise.transfer import make_plan
 
 REDUCTIONS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -168,7 +169,8 @@ class ReplicatedTensor(torch.Tensor):
         in_step(self._process_group, work)
         ranks = group_ranks(self._process_group)
         everyone = [torch.empty_like(plain) for _ in ranks]
-        dist.all_gather(everyone, plain, group=self._process_group)
+        with record.waiting("all-gather", *[plain.nbytes * (len(ranks) - 1)] * 2):
+            dist.all_gather(everyone, plain, group=self._process_group)
         for rank, other in zip(ranks, everyone, strict=True):
             same = torch.equal(other.reshape(-1).view(torch.uint8), everyone[0].reshape(-1).view(torch.uint8))
             if not same:

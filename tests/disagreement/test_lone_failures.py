@@ -14,7 +14,7 @@ from tests.disagreement.given import impatient
 
 from shardwise import ShardedOptimizer, shard_tensor
 from shardwise.testing import ranks
-from shardwise.transfer.carrier import Carrier
+from shardwise.transfer import carrier
 
 PLAIN = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
 
@@ -58,7 +58,7 @@ def test_no_memory_where_all_had_agreed() -> None:
             def fails(*_: Any) -> None:
                 raise torch.OutOfMemoryError("no memory\nat all")
 
-            patch.setattr(Carrier, "_fits", fails)
+            patch.setattr(carrier.Carrier, "_fits", fails)
         for rounds in (None, 8):
             found = message_of(lambda rounds=rounds: x.detach().redistribute(chunks(1, 1, 0), max_bytes=rounds))
             assert "no memory\nat all" in found

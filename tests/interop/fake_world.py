@@ -64,6 +64,12 @@ def on_meta() -> None:
     assert weight.local_tensor().shape == (1024, 65536)
     plan = make_plan(ROWS.layout(weight.shape), COLUMNS.layout(weight.shape))
     assert sum(count for (src, dst), count in plan.traffic.items() if src != dst) == 65536 * 65536 * 63 // 64
+    explained = shardwise.explain(lambda x: model(x).sum().backward(), torch.empty(8, 65536, device="meta"))
+    first = explained.events[0]
+    assert (first.kind, first.module, first.in_all) == ("all-gather", "1", 8 * 65536 * 4 * 63)
+    assert any(one.op.startswith("backward of") for one in explained.events)
+    assert weight.is_meta
+    assert weight.grad is None
 
 
 def without_any() -> None:

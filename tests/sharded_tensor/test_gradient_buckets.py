@@ -131,7 +131,7 @@ def test_who_looks_at_a_gradient_within_the_backward_gets_it_there() -> None:
     seen: list[torch.Tensor] = []
     for model in (ours, plain):
         seen.clear()
-        model.weights[0].register_hook(lambda grad: seen.append(grad.clone()) or 2 * grad)
+        model.weights[0].register_hook(lambda grad: (seen.append(grad.clone()), 2 * grad)[1])  # type: ignore[func-returns-value]
         model.biases[0].register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.clone()))
         model.scales[0].register_hook(lambda grad: 3 * grad)
         if model is ours:

@@ -21,6 +21,7 @@ from shardwise.meeting import post
 from shardwise.meeting.chain import traffic
 from shardwise.meeting.group import collective_device, is_large, is_tagged, listed, lost, ranks_of
 from shardwise.meeting.post import Look, Post
+from shardwise.tracing import record
 
 # torch 2.13 gave the collective a new name and deprecated the old one, the only one before.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,8 +32,9 @@ HEADER = 128  # bytes of a header; what is no longer goes to each rank at once, 
 class _Exchange:
     """What both kinds have in common."""
 
-    def __init__(self, process_group: ProcessGroup, tag: int) -> None:
+    def __init__(self, process_group: ProcessGroup, tag: int, size: int) -> None:
         traffic.count += 1
+        self._traced = record.begin("meeting", size, size) if record.running and size else None
         self._group, self._tag, self._size = process_group, tag, process_group.size()
         self._here = process_group.rank()
 
@@ -42,6 +44,14 @@ class _Exchange:
         message.receive(take, source % self._size, self._tag)
         message.send(give, to % self._size, self._tag)
         return message
+
+    def _ended(self, complete: Callable[[], Any]) -> None:
+        """Wait for it."""
+        if self._traced is not None:
+            self._traced.waits()
+        self._attempt(complete)
+        if self._traced is not None:
+            self._traced.end()
 
     def _attempt(self, function: Callable[[], Any]) -> Any:
         try:
@@ -70,7 +80,7 @@ class Gathering(_Exchange):
     """What every rank gives, on every rank: bytes, filled up to the same length."""
 
     def __init__(self, process_group: ProcessGroup, data: bytes, longest: int, tag: int) -> None:
-        super().__init__(process_group, tag)
+        super().__init__(process_group, tag, longest * (process_group.size() - 1))
         self._longest, self._device = longest, collective_device(process_group)
         if longest:
             self._mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(self._device)
@@ -100,7 +110,7 @@ class Gathering(_Exchange):
         longest = self._longest
         if longest == 0:
             return [b""] * self._size
-        self._attempt(lambda: self._complete(look, patience))
+        self._ended(lambda: self._complete(look, patience))
         found = bytes(self._all.cpu().numpy())
         return [found[begin : begin + longest] for begin in range(0, self._size * longest, longest)]
 
@@ -130,7 +140,7 @@ class Reduction(_Exchange):
     """The largest of each of a few numbers: what a rank pays hardly grows with the group."""
 
     def __init__(self, process_group: ProcessGroup, numbers: Sequence[int], tag: int) -> None:
-        super().__init__(process_group, tag)
+        super().__init__(process_group, tag, 8 * len(numbers) * (process_group.size() - 1).bit_length())
         self._device = collective_device(process_group)
         self._numbers = torch.tensor(numbers, dtype=torch.int64).to(self._device)
         self._attempt(self._begin)
@@ -150,7 +160,7 @@ class Reduction(_Exchange):
 
     def wait(self, look: Look | None, patience: float | None = None) -> list[int]:
         """The largest that any rank has given, for each number."""
-        self._attempt(lambda: self._complete(look, patience))
+        self._ended(lambda: self._complete(look, patience))
         return self._numbers.tolist()
 
     def _complete(self, look: Look | None, patience: float | None) -> None:

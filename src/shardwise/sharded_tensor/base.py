@@ -27,6 +27,7 @@ from shardwise.sharded_tensor.gradients import new_anchor
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.sparse_gradient import make_dense
 from shardwise.sharding_spec import ShardingSpec
+from shardwise.tracing import record
 from shardwise.viz import layout_html
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -435,6 +436,7 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
                 raise unsupported(func, args, kwargs, "no sharded tensor was found among the arguments")
         frame = tensor._frame
         handler = registry.find(func, frame.spec_class)
+        entered = record.enter(func) if record.running else None
         try:
             if handler is None:
                 return registry.verbs["descend"](func, args, kwargs or {})
@@ -447,6 +449,9 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
         except Exception as error:
             leaves(error, frame.process_group)
             raise
+        finally:
+            if entered is not None:
+                entered.leave()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's is no method

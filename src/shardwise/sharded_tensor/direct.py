@@ -10,6 +10,7 @@ import torch
 from shardwise.dispatch import registry
 from shardwise.sharded_tensor.base import ShardedTensorBase
 from shardwise.sharded_tensor.failure import ENTRANCES, leaves
+from shardwise.tracing import record
 
 
 def call_directly(name: str) -> None:
@@ -26,6 +27,7 @@ def call_directly(name: str) -> None:
     def direct(self: ShardedTensorBase, *args: Any, **kwargs: Any) -> Any:
         frame = self._frame
         handler = registry.find(method, frame.spec_class)
+        entered = record.enter(method) if record.running else None
         try:
             if handler is None or mode_is_active() or not dispatches():
                 return method(self, *args, **kwargs)
@@ -33,6 +35,9 @@ def call_directly(name: str) -> None:
         except Exception as error:
             leaves(error, frame.process_group)
             raise
+        finally:
+            if entered is not None:
+                entered.leave()
 
     ENTRANCES.add(direct.__code__)  # type: ignore[attr-defined] # a function
     direct.__doc__ = f"As `torch.Tensor.{name}`, of the whole tensor."

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise import settings
 from shardwise.layout import Layout
 from shardwise.process_group import Fields, Said, step_of_op, talks
+from shardwise.tracing import record
 from shardwise.transfer.all_reduce import AllReduce, Holding, Team, holding_of
 
 FULL = 25 << 20  # bytes of a bucket that begins to travel
@@ -163,7 +164,8 @@ def put_off(node: Any, layout: Layout, group: ProcessGroup, dtype: torch.dtype, 
 
     These are the local tensors of a layout, one for each shard; on a rank without any, what stands for them.
     """
-    if torch.is_grad_enabled() or not talks(group) or any(grad.layout != torch.strided for grad in grads):
+    talking = talks(group) or record.is_forecast()
+    if torch.is_grad_enabled() or not talking or any(grad.layout != torch.strided for grad in grads):
         return False
     holding = holding_of(layout, dist.get_rank(), group.size())
     accumulators = [_behind_aliases(function) for function, _ in node.next_functions[: max(len(grads), 1)]]
@@ -173,7 +175,7 @@ def put_off(node: Any, layout: Layout, group: ProcessGroup, dtype: torch.dtype, 
     backward = _running.get(task)
     if backward is None:
         backward = _running[task] = _Backward()
-        torch.autograd.Variable._execution_engine.queue_callback(settings.carried(backward.finish))
+        torch.autograd.Variable._execution_engine.queue_callback(settings.carried(record.carried(backward.finish)))
     tensors = [one.variable for one in accumulators]
     leaves = [tensors[k] for (k,) in holding.numbers]
     entry = _Entry(holding, layout.outline, leaves, [grads[k].detach() for (k,) in holding.numbers])

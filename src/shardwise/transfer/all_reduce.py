@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.layout import Layout
 from shardwise.process_group import Said, group_ranks, talks
+from shardwise.tracing import record
 from shardwise.transfer.collectives import REDUCED, begin_all_reduce
 from shardwise.transfer.exchange import Ready, UnderWay, counted_on, exchanged, failing_together, wire_device
 from shardwise.transfer.sums import add_in_order
@@ -94,6 +95,8 @@ class AllReduce:
         self._way: UnderWay | None = None  # what is waited for next
         self._then: Callable[[], None] = self._finish
         self._sums: Sequence[torch.Tensor] = [tensor.detach().clone() for tensor in tensors]
+        traced = record.running and (talks(group) or record.is_forecast())
+        self._traced = _begin_traced(holding, tensors, dtype.itemsize, group.size()) if traced else None
         if not talks(group):
             return
         self._members = group_ranks(group)
@@ -127,8 +130,13 @@ class AllReduce:
 
     def wait(self) -> list[torch.Tensor]:
         """Finish, and give the sum for each tensor."""
+        if self._traced is not None:
+            self._traced.waits()
         while self._way is not None:
             self.advance()
+        traced, self._traced = self._traced, None
+        if traced is not None:
+            traced.end()
         return [one.view(old.shape).to(old.device) for one, old in zip(self._sums, self._tensors, strict=True)]
 
     def _finish(self) -> None:
@@ -166,6 +174,17 @@ class AllReduce:
         given = _packed(list(sent.values()), buffer.new_empty(0))
         self._tag = ready()
         self._way = exchanged(self._group, given, taken, self._tag)
+
+
+def _begin_traced(
+    holding: Holding, tensors: Sequence[torch.Tensor], itemsize: int, members: int
+) -> record.Begun | None:
+    """Let the trace that is on know how much this rank sends, and gets."""
+    once = holding.most * itemsize * members <= AT_ONCE
+    shares = [(len(team) - 1) * (1 if once else 2 / len(team)) for team in holding.teams]
+    sent = sum(share * tensor.numel() * itemsize for share, tensor in zip(shares, tensors, strict=True))
+    in_all = int(sent * members) if holding.everywhere else None
+    return record.begin("all-reduce", sent, sent, in_all=in_all, least=in_all)
 
 
 def _packed(messages: Sequence[Sequence[torch.Tensor]], nothing: torch.Tensor) -> list[torch.Tensor]:

@@ -38,15 +38,21 @@ class AllToAll(Carrier):
         self._targets = target_views(in_coming.pieces, plan, outs)
         self._alike = in_coming.pieces.meetings if plan.sums else None
         given = self._given(out_going, sources)
+        here, there = (side.run_of(self._rank) for side in (out_going, in_coming))
+        own = sources[here]
+        # What lies apart is added up slowly: it is packed among what arrives.
+        apart = plan.sums and not all(piece.view.is_contiguous() for piece in own)
         # What the caller owns is not received into: after an error, messages that are late might still come.
-        taken = self._taken(in_coming, straight=owned and not plan.sums)
+        taken = self._taken(in_coming, straight=owned and not plan.sums, with_own=apart)
         tag = ready()
         self._way: UnderWay | None = self._begin(given, taken, tag)
         # Our own pieces are not sent, which would only copy them.
-        here, there = (side.run_of(self._rank) for side in (out_going, in_coming))
-        self._own = there, sources[here]
-        if not plan.sums:
-            for target, source in zip(self._targets[there], sources[here], strict=True):
+        self._own = (slice(0), []) if apart else (there, own)
+        if apart:
+            place = next(buffer for run, buffer in self._arrived if run == there)
+            self._pack(place, own)
+        elif not plan.sums:
+            for target, source in zip(self._targets[there], own, strict=True):
                 copy(target.view, source.view)
 
     def _begin(self, given: list[torch.Tensor], taken: list[torch.Tensor], tag: int) -> UnderWay:
@@ -65,14 +71,17 @@ class AllToAll(Carrier):
             given[number] = packed[first]
         return given
 
-    def _taken(self, side: Ordered, *, straight: bool) -> list[torch.Tensor]:
-        """Where the message of each rank goes: into its place if it lies there whole, else into a buffer."""
+    def _taken(self, side: Ordered, *, straight: bool, with_own: bool) -> list[torch.Tensor]:
+        """Where the message of each rank goes: into its place if it lies there whole, else into a buffer.
+
+        The buffers lie one behind another, if asked for with room for this rank's own pieces among them.
+        """
         taken, mine = [self._empty(0)] * len(side.members), side.number_of(self._rank)
         far = []
         for number, run in side.runs:
-            place = self._straight(self._targets[run]) if straight else None
-            if number == mine:
+            if number == mine and not with_own:
                 continue
+            place = self._straight(self._targets[run]) if straight else None
             if place is None:
                 far.append((number, run))
             else:
@@ -81,8 +90,9 @@ class AllToAll(Carrier):
         buffers = self._empty(sum(counts)).split_with_sizes(counts) if counts else ()
         self._arrived: list[tuple[slice, torch.Tensor]] = []
         for (number, run), buffer in zip(far, buffers, strict=True):
-            taken[number] = buffer
             self._arrived.append((run, buffer))
+            if number != mine:
+                taken[number] = buffer
         return taken
 
     def _straight(self, pieces: Sequence[Piece]) -> torch.Tensor | None:

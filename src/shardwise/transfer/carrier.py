@@ -38,11 +38,14 @@ class Carrier:
 
     def _packed(self, pieces: Sequence[Piece]) -> torch.Tensor:
         buffer = self._empty(sum(piece.count for piece in pieces))
+        self._pack(buffer, pieces)
+        return buffer
+
+    def _pack(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
         position = 0
         for piece in pieces:
             copy(buffer[position : position + piece.count].view(piece.view.shape), piece.view)
             position += piece.count
-        return buffer
 
     def _unpack(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
         position = 0

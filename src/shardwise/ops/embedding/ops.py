@@ -25,11 +25,13 @@ from shardwise.dispatch import Distributed, Op, registry
 from shardwise.ops.embedding.bags import bags_of
 from shardwise.ops.embedding.lookup import Found, Options, Wanted, look_up, require_rows, row_of
 from shardwise.ops.embedding.portion import flat, outlines, portion_of, wrapped
+from shardwise.ops.embedding.unknown import unknown_rows
 from shardwise.ops.engine.descent import descend
 from shardwise.ops.engine.gathered import is_everywhere, require_budget
 from shardwise.partial import ReplicatedTensor
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.gradients import counted_once
+from shardwise.tracing import record
 
 Plain = Callable[..., Any]  # torch's own op on plain ids and a plain table
 
@@ -43,7 +45,8 @@ def _embedding_of_all(op: Op, ids: Any, weight: ShardedTensor, options: Options)
     if isinstance(ids, ReplicatedTensor):
         ids = ids.as_subclass(torch.Tensor)
     if not isinstance(ids, Distributed) and _can_stay(weight, options):
-        if ids.device.type == "cpu" and not ids.is_meta:  # elsewhere that would have to be waited for
+        readable = ids.device.type == "cpu" and not ids.is_meta  # elsewhere that would have to be waited for
+        if readable and not record.is_forecast():
             require_rows(ids, weight.shape[0])
         rest = (options.padding_idx, options.max_norm, options.norm_type, options.scale_grad_by_freq, options.sparse)
         return descend(functional.embedding, (ids, weight, *rest), {})
@@ -51,6 +54,8 @@ def _embedding_of_all(op: Op, ids: Any, weight: ShardedTensor, options: Options)
     if weight.is_meta:
         count = sum(one.numel() for one in portion.tensors)
         return wrapped(portion.layout, torch.empty(count, weight.shape[1], dtype=weight.dtype, device="meta"), weight)
+    if record.is_forecast():
+        return wrapped(portion.layout, unknown_rows(weight, sum(one.numel() for one in portion.tensors)), weight)
 
     def want() -> Wanted:
         mine = flat(portion.tensors, weight.device)

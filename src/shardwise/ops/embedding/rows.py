@@ -24,6 +24,7 @@ from shardwise.process_group import Said, begin_sending, is_fake
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.gradient_buckets import compared
 from shardwise.sharded_tensor.gradients import new_anchor, wants_graph
+from shardwise.tracing import record
 from shardwise.transfer.exchange import wire_device
 from shardwise.transfer.views import as_bytes
 from shardwise.transfer.wire import exchange
@@ -49,9 +50,10 @@ class Table:
         sent = as_bytes(given.to(self.wire).resolve_conj().resolve_neg().contiguous())
         came, went = ((counts * given.element_size()).tolist() for counts in (into, out))
         try:
-            tag = begin_sending(self.group, self._said)
+            tag, here = begin_sending(self.group, self._said), self.route.here
             messages = as_bytes(taken).split_with_sizes(came), sent.split_with_sizes(went)
-            exchange(self.group, *messages, tag).wait()
+            with record.waiting("exchange", sum(went) - went[here], sum(came) - came[here]):
+                exchange(self.group, *messages, tag).wait()
         except (RuntimeError, TimeoutError) as error:
             if hasattr(error, "told_to"):
                 raise

@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 
 from shardwise.dispatch import op_name
 from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.moved_once import kept_layout, passes
 
 Aten = Any  # an OpOverload of torch.ops.aten
 
@@ -58,7 +57,8 @@ class Call:
 
     def run(self, operands: Sequence[torch.Tensor], **changes: Any) -> Any:
         """The op on these tensors in place of its operands."""
-        return self.op(**self.bound(operands, **changes))
+        by_position, by_name = self.as_given(self.bound(operands, **changes))
+        return self.op(*by_position, **by_name)
 
     def bound(self, operands: Sequence[torch.Tensor], **changes: Any) -> dict[str, Any]:
         """The arguments with these tensors in place of the operands."""
@@ -71,10 +71,10 @@ class Call:
             position += 1 if length < 0 else length
         return {**arguments, **changes}
 
-    def as_given(self) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments by position and, those that have no other way, by name."""
-        named = {a.name for a in self.op._schema.arguments if a.kwarg_only}
-        values = self.arguments.items()
+    def as_given(self, arguments: dict[str, Any] | None = None) -> tuple[list[Any], dict[str, Any]]:
+        """Its arguments, or these, by position and, those that have no other way, by name."""
+        named = _only_by_name(self.op)
+        values = (self.arguments if arguments is None else arguments).items()
         return [v for name, v in values if name not in named], {name: v for name, v in values if name in named}
 
     def written(self) -> list[int]:
@@ -87,25 +87,6 @@ class Call:
         ]
         return [number for number, k in enumerate(self._at) if flat[k]]
 
-    def where(self) -> tuple[Any, ...]:
-        """The same, and where each operand lies: all that a schedule depends on; raises if unhashable."""
-        rest = tuple(
-            (
-                leaf._frame.layout,
-                leaf.dtype,
-                leaf._frame.process_group,
-                leaf.requires_grad,
-                passes(leaf),
-                kept_layout(leaf),
-            )
-            if isinstance(leaf, ShardedTensorBase)
-            else (leaf.shape, leaf.dtype, leaf.device)
-            if isinstance(leaf, torch.Tensor)
-            else (type(leaf), leaf)
-            for leaf in self._leaves
-        )
-        return (self.op, rest, tuple(self._lengths), torch.get_default_dtype(), torch.is_grad_enabled())
-
     def key(self) -> tuple[Any, ...]:
         """What tells this call from others of the same op but for its operands' values; raises if unhashable."""
         rest = tuple(
@@ -117,11 +98,6 @@ class Call:
     def settings(self) -> str:
         """The arguments that are no tensors, as all ranks must have them."""
         return plain_values(self._leaves)
-
-
-def _way_of(operand: ShardedTensorBase) -> tuple[Any, ...]:
-    """What the cost of moving an operand depends on."""
-    return operand.requires_grad, passes(operand), kept_layout(operand)
 
 
 def plain_values(leaves: Sequence[Any]) -> str:
@@ -150,6 +126,11 @@ PLAIN = (bool, int, float, complex, str, torch.dtype)
 
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+@lru_cache(maxsize=4096)
+def _only_by_name(op: Aten) -> frozenset[str]:
+    return frozenset(argument.name for argument in op._schema.arguments if argument.kwarg_only)
 
 
 @lru_cache(maxsize=4096)

@@ -19,9 +19,10 @@ from shardwise.errors import ProcessGroupError, UnsupportedOpError
 from shardwise.layout import Layout, Places
 from shardwise.meeting import leave_word
 from shardwise.ops.engine.call import Call, function
+from shardwise.ops.engine.recorder import watch
 from shardwise.ops.engine.rule import Reduction, Rule
 from shardwise.ops.engine.schedule import Operand, Schedule, make_joining, make_schedule, size_of
-from shardwise.ops.engine.steps import Bring, Move, Recorded, Shared, Tied, brought, done
+from shardwise.ops.engine.steps import Bring, Move, OpSaid, Recorded, Shared, Tied, brought, done
 from shardwise.process_group import Fields, Said, in_op, in_step_telling, is_member, kept_for, rank_array, room, talks
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.drawing import drawn_apart
@@ -29,6 +30,7 @@ from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import new_anchor, note_write
 from shardwise.sharded_tensor.moved_once import kept_layout, passes
 from shardwise.sharded_tensor.recorded_backward import tie
+from shardwise.tracing import record
 from shardwise.transfer import make_plan
 
 Tensors = list[torch.Tensor]
@@ -113,7 +115,7 @@ class _Computation:
             assert self.group is not None
             record = torch.is_grad_enabled() and operand.requires_grad
             plan = make_plan(operand._layout, target)
-            found = brought(Bring(plan, self.group, Said(fields_of(self.call)), record), operand)
+            found = brought(Bring(plan, self.group, said_of(self.call), record), operand)
         elif number != self.lead and operand._layout.has_replicas:
             found = done(Recorded(), operand)
         else:  # as it is, not a view of it
@@ -168,7 +170,7 @@ class _Computation:
             parts = [part.contiguous() for part in parts]
             record, tells = self.records and _differentiable(dtype), self.tells and k == 0
             fill = reduction.fills(dtype)[k]
-            move = Move(joining.plan, group, Said(fields_of(self.call)), record, dtype, fill, tells)
+            move = Move(joining.plan, group, said_of(self.call), record, dtype, fill, tells)
             arrived = done(move, anchor, *parts)
             joined.append(arrived[:count])
             self.anchors += arrived[count:]
@@ -282,7 +284,8 @@ def raised(error: Exception) -> NoReturn:
 
 def _can_tell(call: Call, schedule: Schedule, everyone: Places, group: ProcessGroup | None) -> bool:
     """Whether there is somebody to tell the partial results to, and they are so small that they can be told."""
-    if group is None or not talks(group) or everyone.device_types != {"cpu"}:  # whose values the host need not wait for
+    asked = group is not None and (talks(group) or record.is_forecast())
+    if group is None or not asked or everyone.device_types != {"cpu"}:  # whose values the host need not wait for
         return False
     source = make_joining(schedule, everyone).plan.src
     assert schedule.rule.reduction is not None
@@ -290,9 +293,15 @@ def _can_tell(call: Call, schedule: Schedule, everyone: Places, group: ProcessGr
     return source.most_elements * itemsize <= room(group)
 
 
-def fields_of(call: Call) -> Fields:
+def said_of(call: Call) -> OpSaid:
     """What must be the same on every rank of a call."""
-    fields: dict[str, object] = {"op": call.name, "arguments": call.settings(), "function": str(function)}
+    recorder = watch.current
+    inside = recorder is not None and recorder.inside
+    return OpSaid(Said(_fields(call)), None if inside else str(function))
+
+
+def _fields(call: Call) -> Fields:
+    fields: dict[str, object] = {"op": call.name, "arguments": call.settings()}
     fields["gather_budget"] = settings.current().gather_budget
     for k, operand in enumerate(call.operands):
         about = operand._layout.outline if isinstance(operand, ShardedTensorBase) else tuple(operand.shape)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.meeting import traffic
+from shardwise.ops.engine.call import function
 from shardwise.ops.engine.kind import Unfit, kind_of
 from shardwise.ops.engine.program import Program
 from shardwise.ops.engine.recorder import Recorder, recording, watch
@@ -46,7 +47,7 @@ _UNKNOWN: Any = object()
 
 
 def _first_time(kind: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any], long_way: Callable[..., Any]) -> Any:
-    recorder = Recorder(args, kwargs)
+    recorder = Recorder(args, kwargs, inside=function.called is not None)
     drawn, talked = _random_states(), traffic.count
     with recording(recorder):
         result = long_way(op, args, kwargs)

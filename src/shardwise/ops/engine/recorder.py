@@ -70,8 +70,9 @@ class Recorder(TorchFunctionMode):
     Of transfers it is told.
     """
 
-    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], *, inside: bool) -> None:
         super().__init__()
+        self.inside = inside  # whether it is within another call, which is not watched
         self.given: list[Any] = list(tensors_in(args, kwargs))
         self.plainly = len(self.given) == sum(isinstance(arg, torch.Tensor) for arg in args)
         if self.plainly:

@@ -7,6 +7,7 @@ watched notes it, so that its program does the same again.
 from __future__ import annotations
 
 import functools
+import hashlib
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,9 +16,11 @@ from torch.distributed import ProcessGroup
 
 from shardwise import settings
 from shardwise.meeting import traffic
+from shardwise.meeting.chain import DIGEST
+from shardwise.ops.engine.call import function as running
 from shardwise.ops.engine.plain_operand import shared_plain
 from shardwise.ops.engine.recorder import Recorder, watch
-from shardwise.process_group import Said, follow, in_step, in_step_telling
+from shardwise.process_group import Fields, Said, follow, in_step, in_step_telling
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradients import Way, moved_locals, recorded
 from shardwise.sharded_tensor.moved_once import kept_layout, moved_once
@@ -28,12 +31,28 @@ from shardwise.transfer import Plan
 Tensors = list[torch.Tensor]
 
 
+class OpSaid(NamedTuple):
+    """What a rank says of an op: the call, and the function of torch that it belongs to."""
+
+    call: Said
+    function: str | None  # None: the one that is running, for many may come down to this call
+
+    def whole(self) -> Said:
+        """Both."""
+        name = str(running) if self.function is None else self.function
+
+        def fields() -> Fields:
+            return {**self.call.fields, "function": name}
+
+        return Said(fields, hashlib.blake2b(self.call.digest + name.encode(), digest_size=DIGEST).digest())
+
+
 class Bring(NamedTuple):
     """A sharded operand as another layout has it: moved, or what was moved before."""
 
     plan: Plan
     group: ProcessGroup
-    said: Said
+    said: OpSaid
     record: bool
 
     def __call__(self, operand: ShardedTensorBase) -> Tensors:
@@ -48,7 +67,7 @@ class Move(NamedTuple):
 
     plan: Plan
     group: ProcessGroup
-    said: Said
+    said: OpSaid
     record: bool
     dtype: torch.dtype
     fill: Any = None
@@ -129,14 +148,14 @@ def _noted(recorder: Recorder, step: Steps, does: Steps, given: Any, noted: Any)
 # Before anything is sent ----------------------------------------------------------------------------------------------
 
 
-def agree(group: ProcessGroup, said: Said) -> None:
+def agree(group: ProcessGroup, said: OpSaid) -> None:
     """All ranks are about to do the same."""
     if settings.current().strict:
-        in_step(group, lambda: (None, said))
+        in_step(group, lambda: (None, said.whole()))
     else:
-        follow(group, said)
+        follow(group, said.whole())
 
 
-def tell(group: ProcessGroup, said: Said, brought: bytes) -> list[bytes]:
+def tell(group: ProcessGroup, said: OpSaid, brought: bytes) -> list[bytes]:
     """The same, and at once tell all ranks a few bytes."""
-    return in_step_telling(group, lambda: (None, said, brought))[1]
+    return in_step_telling(group, lambda: (None, said.whole(), brought))[1]
