@@ -61,9 +61,13 @@ def test_ops_that_differ_are_found_out_by_the_watchdog_or_at_the_next_meeting() 
     """Though no header was sent, and nobody waits on the host; no wrong value survives."""
     group = dist.new_group([0, 1])
     one = shard_tensor(PLAIN.to("cuda:0"), ROWS, process_group=group)
-    _ = one.softmax(0) if dist.get_rank() else one @ one.t()
-    with pytest.raises(RankMismatchError, match=r"out of step: rank 0 .* rank 1"):
+
+    def differ() -> None:
+        _ = one.softmax(0) if dist.get_rank() else one @ one.t()
         check(group)
+
+    with pytest.raises(RankMismatchError, match=r"out of step: rank 0 .* rank 1"):
+        differ()
 
 
 @ranks(2, backend="nccl")

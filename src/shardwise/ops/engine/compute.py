@@ -48,7 +48,7 @@ def compute(call: Call, rule: Rule, *, lead: int | None = None) -> Any:
     schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
     if schedule is None:
         return NotImplemented
-    return _Computation(call, schedule, group, everyone, expected, lead).run()
+    return _Computation(call, rule, schedule, group, everyone, expected, lead).run()
 
 
 def _known(operand: torch.Tensor) -> Operand:
@@ -74,13 +74,14 @@ class _Computation:
     def __init__(
         self,
         call: Call,
+        rule: Rule,
         schedule: Schedule,
         group: ProcessGroup | None,
         everyone: Places,
         expected: list[tuple[torch.Size, torch.dtype]],
         lead: int | None,
     ) -> None:
-        self.call, self.schedule, self.rule = call, schedule, schedule.rule
+        self.call, self.rule, self.schedule = call, rule, schedule  # which may have been made for a rule that is equal
         self.group, self.everyone, self.expected, self.lead = group, everyone, expected, lead
         # Whether partial results are so small that they are told to all while the ranks agree.
         self.tells = schedule.partial and not schedule.moved and _can_tell(call, schedule, everyone, group)
