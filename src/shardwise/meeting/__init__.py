@@ -15,9 +15,10 @@ from shardwise.meeting.chain import DIGEST, Entry, Fields, Ledger, Said, begin_a
 from shardwise.meeting.exchange import HEADER, Gathering, Reduction, wait_for_data
 from shardwise.meeting.group import collective_device, is_large, is_tagged, listed, lost, ranks_of
 from shardwise.meeting.post import Look, Post
-from shardwise.meeting.watchdog import end, watch
+from shardwise.meeting.watchdog import BEGINNING, end, watch
 
 __all__ = [
+    "BEGINNING",
     "DIGEST",
     "HEADER",
     "Entry",

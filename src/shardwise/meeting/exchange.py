@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.errors import TransferError
 from shardwise.meeting import post
+from shardwise.meeting.aside import require_sound
 from shardwise.meeting.chain import traffic
 from shardwise.meeting.group import collective_device, is_large, is_tagged, listed, lost, ranks_of
 from shardwise.meeting.post import Look, Post
@@ -59,6 +60,7 @@ class _Exchange:
         except (RuntimeError, TimeoutError) as error:
             if isinstance(error, TransferError) or hasattr(error, "told_to"):
                 raise
+            require_sound(self._group)  # a watchdog may have ended it, and knows why
             what = f"compare with ranks {listed(ranks_of(self._group))} what they are about to do"
             raise lost(what, error, self._group) from error
 

@@ -23,6 +23,17 @@ LONG = 5.0  # seconds after which a collective that was begun before an error of
 PAUSE = 0.1  # seconds between two glances at collectives that are under way
 
 
+class _Beginning:
+    """Stands for a collective that is not begun yet."""
+
+    def is_completed(self) -> bool:
+        """No."""
+        return False
+
+
+BEGINNING = _Beginning()
+
+
 class _Watched(NamedTuple):
     """A collective, when it was begun and looked for last, and in which epoch."""
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import TransferError
-from shardwise.meeting import Said, leave_word, lost
+from shardwise.meeting import Said, leave_word, lost, require_sound
 from shardwise.process_group import begin_sending
 from shardwise.transfer.views import as_bytes
 from shardwise.transfer.wire import Exchanging, Messages, exchange
@@ -74,6 +74,7 @@ class UnderWay:
         except (RuntimeError, TimeoutError) as error:
             if isinstance(error, TransferError) or hasattr(error, "told_to"):
                 raise
+            require_sound(self._group)  # a watchdog may have ended it, and knows why
             what = f"exchange {self._size:,} bytes of a tensor on its way to other ranks"
             raise lost(what, error, self._group) from error
 

@@ -17,7 +17,18 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.layout import Layout
-from shardwise.meeting import Post, Said, break_off, find_verdict, is_tagged, ledger_of, look, wait_for_data, watch
+from shardwise.meeting import (
+    BEGINNING,
+    Post,
+    Said,
+    break_off,
+    find_verdict,
+    is_tagged,
+    ledger_of,
+    look,
+    wait_for_data,
+    watch,
+)
 from shardwise.meeting.chain import DIGEST
 from shardwise.transfer.plan import Plan
 
@@ -64,6 +75,8 @@ class Collective:
 
     def __init__(self, group: ProcessGroup, wire: torch.device, begin: Callable[..., Any], *args: Any) -> None:
         self._group, self._wire, self._memory = group, wire, args  # which must live until it is sent
+        if wire.type != "cpu":
+            watch(BEGINNING, group)  # which may block already, when a backend connects ranks for the first time
         self._work = begin(*args, group=group, async_op=True)
         assert self._work is not None, "only an outsider of the group gets no work"
         if wire.type != "cpu":
