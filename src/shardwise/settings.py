@@ -77,7 +77,9 @@ def gather_budget(max_bytes: int) -> Iterator[None]:
 
     An op without a rule that leaves shards apart is computed on the whole operands when they are within the budget, and
     raises otherwise. 0 means never. What does not count is an operand that is broadcast along what is cut and is no
-    larger than a rank's share of the result: every rank needs all of it. Must be the same on every rank.
+    larger than a rank's share of the result: every rank needs all of it. Nor does, unless the budget is 0, what another
+    op has made if it is multiplied by a matrix and is no larger than the product: layers whose weights lie apart need
+    all of what comes in, however large it is. Must be the same on every rank.
     """
     with changed(gather_budget=int(max_bytes)):
         yield

@@ -24,6 +24,7 @@ from shardwise.sharded_tensor.checkpointable import Checkpointable
 from shardwise.sharded_tensor.failure import ENTRANCES, leaves
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import new_anchor
+from shardwise.sharded_tensor.moved_once import count_write, writes_of
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.sparse_gradient import make_dense
 from shardwise.sharding_spec import ShardingSpec
@@ -56,7 +57,7 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
     _sparse_of: list[torch.Tensor] | None = None  # the leaves whose gradients are its shards, if any of them is sparse
     _view_of: ShardedTensorBase | None = None  # the tensor whose memory it shows, or a part of
     _passes = True  # whether an op has made it, and nobody to keep it
-    _writes = 0  # how often it was changed in place, or a view of it
+    _writes: list[int] | None = None  # how often it was changed in place, or a view of it, since somebody counts
     _arrived: Any = None  # what came of it in another layout, for which an op has moved it
     _init_rrefs = False
     _sharded_tensor_id: int | None = None
@@ -114,7 +115,7 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
         base = self
         while base._view_of is not None:
             base = base._view_of
-        base._writes += 1
+        count_write(base)
         if base is not self and torch.is_grad_enabled() and base.requires_grad and base.is_leaf:
             raise ViewWriteError(
                 "a view of a leaf that requires grad cannot be written into while that is recorded: use torch.no_grad()"
@@ -311,7 +312,7 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
     def requires_grad(self, requires_grad: bool) -> None:
         for tensor in self._local_tensors() or [torch.empty(0, dtype=self.dtype)]:  # which refuses what shards would
             tensor.requires_grad = requires_grad
-        self._wants_grad = requires_grad
+        self._wants_grad, self._arrived = requires_grad, None
         self._anchor, self._root = (self._anchor, self._root) if requires_grad else (None, None)
         if requires_grad and self._hooks is not None:
             self._hooks.follow(self)
@@ -397,6 +398,7 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
     def __copy__(self) -> Any:
         new = self._like(list(self._local_tensors()))
         new._anchor = self._anchor
+        writes_of(self)  # which both have
         new.__dict__.update({name: value for name, value in vars(self).items() if name not in vars(new)})
         return new
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import Parameter
 
-from shardwise.errors import ViewWriteError
+from shardwise.errors import RankMismatchError
 from shardwise.layout import Layout
+from shardwise.meeting import leave_word
 from shardwise.sharded_tensor.gradients import Way, moved_locals, recorded
 from shardwise.transfer import Plan
 
@@ -41,6 +42,24 @@ def root_of(tensor: ShardedTensorBase) -> ShardedTensorBase:
     return tensor
 
 
+def writes_of(tensor: ShardedTensorBase) -> list[int]:
+    """How often the memory of a tensor was written into since somebody began to count: one number, of all its aliases.
+
+    A tensor that is detached has the count of the one that it was made of, but does not keep that and its graph.
+    """
+    root = root_of(tensor)
+    if root._writes is None:
+        root._writes = [0]
+    return root._writes
+
+
+def count_write(tensor: ShardedTensorBase) -> None:
+    """The memory of a tensor is about to be written into. Every rank says so, whatever it holds."""
+    writes = root_of(tensor)._writes
+    if writes is not None:
+        writes[0] += 1
+
+
 def passes(tensor: ShardedTensorBase) -> bool:
     """Whether a tensor was made by an op on its way, and is no parameter or the like. The same on every rank."""
     root = root_of(tensor)
@@ -56,28 +75,33 @@ def kept_layout(tensor: ShardedTensorBase) -> Layout | None:
 
 
 def moved_once(
-    tensor: ShardedTensorBase, plan: Plan, way: Way, *, record: bool
+    tensor: ShardedTensorBase, plan: Plan, way: Way, *, record: bool, keeps: bool = True
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """The local tensors of the plan's destination and, if recorded, an anchor; moved now unless they were before."""
+    """The local tensors of the plan's destination and, if recorded, an anchor; moved now unless they were before.
+
+    Only what nobody writes into is kept for others, and taken from them.
+    """
     kept = tensor._arrived
-    if kept is not None and kept.layout == plan.dst and kept.when == _now(tensor):
+    if keeps and kept is not None and kept.layout == plan.dst and kept.when == _now(tensor):
         if kept.versions != _versions(tensor):
-            raise ViewWriteError(
-                "the shards of a tensor were changed in place behind its back after it had been moved for an op: write "
-                "through the tensor itself, or into a clone()"
+            error = RankMismatchError(
+                "the shards of a tensor were changed in place behind its back after it had been moved for an op, so "
+                "other ranks compute with what they were before: write through the tensor itself, or into a clone()"
             )
+            leave_word(way.group, error)  # those without shards do not find it
+            raise error
         return kept.tensors, kept.anchor
     tensors, anchor = recorded(tensor)
     moved, anchor = moved_locals(tensors, anchor, plan, way, tensor.dtype, record=record)
-    if passes(tensor):
+    if keeps and passes(tensor):
         tensor._arrived = Arrived(plan.dst, _now(tensor), _versions(tensor), moved, anchor)
     return moved, anchor
 
 
 def _now(tensor: ShardedTensorBase) -> tuple[Any, ...]:
     """What must not have changed since: what was written, whether it is recorded, and who looks at what is saved."""
-    return root_of(tensor)._writes, torch.is_grad_enabled(), hooks_on_saved(True)
+    return writes_of(tensor)[0], torch.is_grad_enabled(), hooks_on_saved(True)
 
 
 def _versions(tensor: ShardedTensorBase) -> list[int]:
-    return [local._version for local in tensor._local_tensors()]
+    return [0 if local.is_inference() else local._version for local in tensor._local_tensors()]

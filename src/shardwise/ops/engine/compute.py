@@ -44,19 +44,27 @@ def compute(call: Call, rule: Rule, *, lead: int | None = None) -> Any:
     expected = expect(call)
     _require_agreement_of(rule, expected, call)
     group, everyone = meeting(call)
-    operands = tuple(map(_known, call.operands))
+    keeps = not gives_its_operand(call.op)
+    operands = tuple(_known(operand, keeps=keeps) for operand in call.operands)
     schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
     if schedule is None:
         return NotImplemented
     return _Computation(call, rule, schedule, group, everyone, expected, lead).run()
 
 
-def _known(operand: torch.Tensor) -> Operand:
+def _known(operand: torch.Tensor, *, keeps: bool) -> Operand:
     """What every rank knows of an operand."""
     if not isinstance(operand, ShardedTensorBase):
         return Operand(None, operand.dtype.itemsize)
     returns = torch.is_grad_enabled() and operand.requires_grad
-    return Operand(operand._layout, operand.dtype.itemsize, returns, passes(operand), kept_layout(operand))
+    also = kept_layout(operand) if keeps else None
+    return Operand(operand._layout, operand.dtype.itemsize, returns, passes(operand), also)
+
+
+@lru_cache(maxsize=4096)
+def gives_its_operand(op: Any) -> bool:
+    """Whether a result may be the memory of an operand, as of a view or a reshape. Then nobody else may have that."""
+    return any(one.alias_info is not None for one in op._schema.returns)
 
 
 def draws(call: Call) -> bool:
@@ -116,7 +124,8 @@ class _Computation:
             assert self.group is not None
             record = torch.is_grad_enabled() and operand.requires_grad
             plan = make_plan(operand._layout, target)
-            found = brought(Bring(plan, self.group, said_of(self.call), record), operand)
+            keeps = not gives_its_operand(self.call.op)
+            found = brought(Bring(plan, self.group, said_of(self.call), record, keeps), operand)
         elif number != self.lead and operand._layout.has_replicas:
             found = done(Recorded(), operand)
         else:  # as it is, not a view of it

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from shardwise import settings
 from shardwise.dispatch import registry
+from shardwise.ops.engine.call import function
 from shardwise.ops.engine.recorder import is_pure
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.moved_once import kept_layout, passes
@@ -71,7 +72,7 @@ def kind_of(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, 
     """What tells a call from those that come down to something else."""
     if not is_pure(op):
         raise Unfit
-    parts = [op, *ambient(op)]
+    parts = [op, function.called is not None, *ambient(op)]
     teller = _Teller(parts, op in BLIND)
     for value in args:
         teller.tell(value)
@@ -139,4 +140,5 @@ class _Teller:
         if not value.ndim:
             raise Unfit  # it may be taken for a number
         self.tensors.append(value)
-        self.parts += (value.shape, value.stride(), value.dtype, value.device, self.grad and value.requires_grad)
+        records = self.grad and value.requires_grad
+        self.parts += (value.shape, value.stride(), value.dtype, value.device, records, records and value.is_leaf)

@@ -54,7 +54,7 @@ def _first_time(kind: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any],
     again = traffic.count == talked + recorder.talked and _same(drawn, _random_states())
     if len(_programs) >= MOST:
         for old in list(_programs)[: MOST // 4]:
-            del _programs[old]
+            _programs.pop(old, None)
     _programs[kind] = recorder.program(result) if again else None
     return result
 

@@ -25,7 +25,7 @@ HARMLESS |= {"stride", "storage_offset"}
 TELLING = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_meta", "grad_fn", "itemsize"}
 ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}  # that are tensors
 # Of a wrapper with shards here.
-ORDINARY = {"_frame", "_tensors", "_shards", "_pinned", "_wants_grad", "_anchor", "_view_of", "_passes", "_writes"}
+ORDINARY = {"_frame", "_tensors", "_shards", "_pinned", "_wants_grad", "_anchor", "_view_of", "_passes"}
 MARKS = ("_moved", "_copy_of_view")
 
 

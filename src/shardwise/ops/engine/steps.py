@@ -55,12 +55,13 @@ class Bring(NamedTuple):
     group: ProcessGroup
     said: OpSaid
     record: bool
+    keeps: bool = True  # whether it may be what was moved before; not if the result is the same memory
 
     def __call__(self, operand: ShardedTensorBase) -> Tensors:
         """Its local tensors there and, if recorded, an anchor."""
         require_movable(operand)
         way = Way(self.group, ready=functools.partial(agree, self.group, self.said))
-        return _with_anchor(*moved_once(operand, self.plan, way, record=self.record))
+        return _with_anchor(*moved_once(operand, self.plan, way, record=self.record, keeps=self.keeps))
 
 
 class Move(NamedTuple):
@@ -147,7 +148,7 @@ def brought(bring: Bring, operand: ShardedTensorBase) -> Tensors:
         return bring(operand)
     if recorder.knows(operand):
         return _noted(recorder, bring, bring, (operand,), (operand,))
-    if kept_layout(operand) == bring.plan.dst:
+    if bring.keeps and kept_layout(operand) == bring.plan.dst:
         return bring(operand)  # noted when it was moved
     move = Move(bring.plan, bring.group, bring.said, bring.record, operand.dtype)
     return _noted(recorder, move, bring, (operand,), (operand._anchored(), *operand._local_tensors()))

@@ -11,6 +11,7 @@ from shardwise.ops.engine.descent import descend
 from shardwise.ops.engine.table import TABLE
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.direct import call_directly
+from shardwise.sharded_tensor.moved_once import writes_of
 from shardwise.sharded_tensor.movement import copy_into
 from shardwise.sharding_spec import ShardingSpec
 
@@ -35,6 +36,7 @@ def _detach(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     tensor = args[0]
     tensors = [local.detach() for local in tensor._local_tensors()]
     detached = tensor._like(tensors)
+    detached._writes = writes_of(tensor)
     if not tensors:
         detached._wants_grad, detached._anchor = False, None
     return detached
@@ -79,7 +81,7 @@ def _set_data(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
         tensor._become(data._frame, [other.detach().requires_grad_(wants_grad) for other in others])
     with torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined] # a property to Python
-    tensor._frame, tensor._known_metadata = data._frame.with_spec(spec), None
+    tensor._frame, tensor._known_metadata, tensor._arrived = data._frame.with_spec(spec), None, None
 
 
 def _data_of(tensor: Any, data: Any) -> tuple[ShardingSpec, list[torch.Tensor]]:

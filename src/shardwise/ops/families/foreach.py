@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from shardwise.dispatch import Op, registry
 from shardwise.errors import PropertyError
 from shardwise.ops.engine.rule import broadcast_shapes
 from shardwise.ops.families.pointwise import is_pointwise
 from shardwise.sharded_tensor import ShardedTensor, ShardedTensorBase
+from shardwise.sharded_tensor.moved_once import count_write
 
 aten = torch.ops.aten
 ALSO = ("clone", "copy", "zero")  # element by element, though no tag says so
@@ -73,6 +75,9 @@ def _together(op: Op, lists: list[Any], rest: dict[str, Any], *, in_place: bool)
     for one in first if in_place else ():
         if isinstance(one, ShardedTensorBase) and (one._view_of is not None or one._copy_of_view):
             one._require_writable()
+    for one in pytree.tree_leaves((lists, rest)) if in_place else ():  # an optimizer's state is written into as well
+        if isinstance(one, ShardedTensorBase):
+            count_write(one)
 
     def flat(arg: Any) -> Any:
         """A list for each tensor as a list for each shard."""

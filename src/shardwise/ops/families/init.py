@@ -19,6 +19,7 @@ from shardwise.ops.engine.descent import descend
 from shardwise.random import TileGenerator, current_generator
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.drawing import drawn_apart, drawn_here
+from shardwise.sharded_tensor.moved_once import count_write
 from shardwise.sharded_tensor.replicas import make_alike
 
 RANDOM = (
@@ -90,7 +91,7 @@ def _initialise(function: Op, whole: Op) -> None:
         tensor = args[0] if args else kwargs["tensor"]
         options = {name: value for name, value in kwargs.items() if name != "tensor"}
         generator = options.get("generator") or current_generator()
-        tensor._writes += 1
+        count_write(tensor)
         if isinstance(generator, TileGenerator):
             with torch.no_grad():
                 whole(tensor, *args[1:], **{**options, "generator": generator})

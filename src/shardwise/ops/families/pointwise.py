@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from shardwise.ops.engine.rule import Rule, broadcast
 from shardwise.ops.engine.table import TABLE
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.direct import call_directly
+from shardwise.sharded_tensor.moved_once import count_write
 
 aten = torch.ops.aten
 
@@ -113,10 +115,14 @@ def _changes_what_is_saved(op: Any, target: ShardedTensorBase, operands: Sequenc
 
 def _register(op: Op, *, in_place: bool) -> None:
     """Call the op on the shards of its operands; whatever is not as simple as that goes the long way."""
+    names = op.__code__.co_varnames[: op.__code__.co_argcount] if isinstance(op, FunctionType) else ()
+    asked = names.index("inplace") if "inplace" in names else None  # where it is told to write, by position
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         first = args[0]
         if not isinstance(first, ShardedTensorBase):
+            return descend(op, args, kwargs)
+        if asked is not None and (kwargs.get("inplace") or (len(args) > asked and args[asked])):
             return descend(op, args, kwargs)
         frame = first._frame
         through_view = in_place and (first._view_of is not None or first._moved or first._copy_of_view)
@@ -134,7 +140,7 @@ def _register(op: Op, *, in_place: bool) -> None:
                     one = op(mine, other._tensors[0])
             if one is not None and one is not NotImplemented:
                 if in_place:
-                    first._writes += 1
+                    count_write(first)
                     return first
                 return first._like([one], one.dtype)
         layout = first._frame.layout
