@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,8 @@ import pytest
 import torch.distributed as dist
 from tests.cases import chunks
 
-from shardwise import ChunkShardingSpec, meeting, validation
-from shardwise.errors import RankMismatchError, RpcError, ShardCountError
+from shardwise import ChunkShardingSpec, check, meeting, validation
+from shardwise.errors import RankMismatchError, RpcError, ShardCountError, TransferError
 from shardwise.placement import parse
 from shardwise.process_group import (
     current_process_group,
@@ -375,3 +377,15 @@ def test_texts_name_a_few_of_many_ranks() -> None:
     """And say how many there are."""
     assert meeting.listed(range(16)) == str(list(range(16)))
     assert meeting.listed(range(100, 16484)) == "[100, 101, 102, 103, 104, 105, 106, 107, ... 16384 in all]"
+
+
+@ranks(2)
+def test_a_rank_waits_as_long_as_the_group_allows_and_no_longer() -> None:
+    """However seldom it looks what the other does, which never comes."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1.2))
+    done, begun = dist.new_group([0, 1]), time.monotonic()
+    if dist.get_rank() == 0:
+        with pytest.raises(TransferError, match="taken longer than the group's timeout"):
+            check(group)
+        assert 1.1 < time.monotonic() - begun < 2.3
+    dist.barrier(done)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import shardwise
-from shardwise import from_local, shard_tensor
+from shardwise import check, errors, from_local, shard_tensor, trace, validation
 from shardwise.testing import ranks
 
 WRITES: dict[str, Callable[[Any, Any], Any]] = {
@@ -75,3 +75,25 @@ def test_packed_sequences_there_and_back(kind: Any) -> None:
                 loss_of(twin, batch).backward()
                 for one, other in zip(twin.parameters(), plain.parameters(), strict=True):
                     assert_close(one.grad.full_tensor(), other.grad)
+
+
+@ranks(2)
+def test_a_plain_tensor_takes_a_sharded_number_without_a_header() -> None:
+    """As clipping does with gradients of plain parameters: a number that every rank has is just read."""
+    plain, twin = torch.ones(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    x = shard_tensor(torch.arange(6.0, dtype=torch.float64), chunks(0, 0, 1))
+    number = x.sum()
+    with trace() as t:
+        plain.mul_(number)
+        plain += number
+        plain[1] = number
+    assert not t.events, t
+    twin.mul_(15.0).add_(15.0)[1] = 15.0
+    assert torch.equal(plain, twin)
+    with validation(strict=True), trace() as t:
+        plain.mul_(number)
+    assert [one.kind for one in t.events] == ["meeting"]
+    if dist.get_rank():
+        plain.mul_(number)  # once more than the other: found where they meet
+    with pytest.raises(errors.RankMismatchError, match=r"(?s)full_tensor .*test_plain_writes\.py"):
+        check()

@@ -15,7 +15,16 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedOptimizer, errors, from_local, shard_tensor
+from shardwise import (
+    ReplicatedShardingSpec,
+    ReplicatedTensor,
+    ShardedOptimizer,
+    check,
+    errors,
+    from_local,
+    shard_tensor,
+    trace,
+)
 from shardwise.testing import ranks
 
 
@@ -290,3 +299,27 @@ def test_parameters_on_a_sub_group() -> None:
         if dist.get_rank() in (0, 2):
             assert_close(whole(some), plains[0].detach())
         assert ours.state_dict()["state"]["some"].keys() == ours.state_dict()["state"]["all"].keys()
+
+
+@ranks(2)
+def test_ranks_that_do_not_step_alike_are_found_where_they_meet() -> None:
+    """One skips a step, or steps another optimizer; nothing is sent for it, and all go on afterwards."""
+    plain, twin = pair()
+    ours, other = (ShardedOptimizer(named(twin), kind, lr=0.1) for kind in (SGD, AdamW))
+    rank = dist.get_rank()
+    for steps, said in (
+        ([ours] if rank else [], "rank 0 .* check .*test_use.*rank 1 .* step .*test_use"),
+        ([ours if rank else other], "in step .*test_use.*: optimizer_class=AdamW on rank 0, optimizer_class=SGD on"),
+    ):
+        loss_of(twin, batches(1)[0]).backward()
+        with trace() as t:
+            for one in steps:
+                one.step()
+        assert not t.events
+        with pytest.raises(errors.RankMismatchError, match=said):
+            check()
+    SGD(plain.parameters(), lr=0.1).step()  # of plain parameters: each rank's own affair
+    if rank:
+        ShardedOptimizer(named(plain), SGD, lr=0.1).step()
+    ours.step()
+    check()

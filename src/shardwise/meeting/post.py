@@ -57,13 +57,14 @@ class Post:
             raise job.error
 
     def _wait_long(self, job: _Job, look: Look, patience: float) -> None:
-        end = time.monotonic() + timeout_of(self._group).total_seconds()
+        end = time.monotonic() - patience + timeout_of(self._group).total_seconds()
         while True:
             look([peer for _, peer, _ in job.works[job.at :]])
-            if time.monotonic() > end:
+            left = end - time.monotonic()
+            if left <= 0:
                 raise TimeoutError
             patience = min(1.5 * patience, AT_MOST)
-            if job.done.acquire(timeout=patience):
+            if job.done.acquire(timeout=min(patience, left)):
                 return
 
 

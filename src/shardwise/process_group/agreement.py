@@ -299,7 +299,7 @@ class _Meeting:
         failure = None if self._error is None else [type(self._error).__name__, str(self._error)]
         said = {name: str(value) for name, value in self._said.fields.items()}
         call = "" if self._entry is None else self._entry.described()["call"]
-        before = {entry.number: {**entry.described(), "fields": {}} for entry in self._before}
+        before = {entry.number: entry.described() for entry in self._before}
         report = json.dumps([said, failure, self._subject, before, call]).encode()
         if self._sizes is None:
             self._sizes = Gathering(self._group, len(report).to_bytes(8, "little"), 8, self._tag(SIZES))

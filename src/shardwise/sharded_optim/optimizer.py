@@ -89,6 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for key in group:
                 if key != "params" and key != "param_names":
                     inner[key] = group[key]
+        roster.note_step()
         try:
             if not roster.visitors:
                 loss = step_in_place(roster, closure)

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.dispatch import summary
 from shardwise.errors import OptimizerError
-from shardwise.process_group import Fields, in_step, or_default
+from shardwise.process_group import Fields, Said, follow, in_step, or_default
 from shardwise.sharded_optim import naming, state
 from shardwise.sharded_optim.member import Member, homes_of, needs_home, new_member
 from shardwise.sharded_optim.scope import Scope, undeclared
@@ -110,6 +110,15 @@ class Roster:
         self.sharded = [member for member in self.members if member.frame is not None]
         self.visitors = [member for member in self.members if member.home is not None]
         self.several = [m for m in self.sharded if m.home is None and len(m.leaves) > 1]
+        names = [member.name for member in self.members]
+        self._said = Said({"verb": "step", "optimizer_class": self.optimizer_class.__name__, "parameters": names})
+        self._in_one_group = len({id(member.parameter._process_group) for member in self.sharded}) == 1  # type: ignore[attr-defined] # sharded
+
+    def note_step(self) -> None:
+        """This rank begins a step: nothing is sent, but ranks that do not all step find out when they meet, or wait."""
+        if self.sharded:
+            one = self.sharded[0].parameter._process_group if self._in_one_group else None  # type: ignore[attr-defined] # sharded
+            follow(or_default(one), self._said)
 
     @property
     def named(self) -> dict[str, torch.Tensor]:

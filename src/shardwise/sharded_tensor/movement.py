@@ -111,7 +111,7 @@ def scattered(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_g
         source = global_rank(src_rank, group, "src_rank")
         if tensor.is_meta and source == dist.get_rank() and layout.some_device.type != "meta":
             raise PropertyError("the tensor on the source rank has no data: it is on the meta device")
-        return (layout, source), {"src_rank": src_rank, **fields_of(layout, spec, properties)}
+        return (layout, source), {"verb": "shard_tensor", "src_rank": src_rank, **fields_of(layout, spec, properties)}
 
     layout, source = in_step(group, work)
     rows = layout.rows_on(dist.get_rank())
@@ -195,8 +195,8 @@ def gather(
         torch.autograd.graph.increment_version(out)  # it was written below autograd
 
 
-def full_tensor(tensor: ShardedTensor) -> torch.Tensor:
-    """The whole tensor on every rank. See `ShardedTensor.full_tensor`."""
+def full_tensor(tensor: ShardedTensor, *, in_op: bool = False) -> torch.Tensor:
+    """The whole tensor on every rank. See `ShardedTensor.full_tensor`. Asked for by an op, no header is sent."""
     group = tensor._process_group
     if not is_member(group):
         raise ProcessGroupError("full_tensor: this rank is not in the tensor's process group")
@@ -205,7 +205,7 @@ def full_tensor(tensor: ShardedTensor) -> torch.Tensor:
         require_movable(tensor)
         return None, {"verb": "full_tensor", **about(tensor), "requires_grad": wants_graph(tensor)}
 
-    step = Step(group, work)
+    step = (step_of_op if in_op else Step)(group, work)
     device = tensor.device
     places = everyone_on(group, device)
     plan, way = make_plan(tensor._layout, Layout.whole(tensor.shape, places)), Way(group, ready=step.finish)

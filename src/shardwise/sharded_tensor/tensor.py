@@ -212,6 +212,10 @@ class ShardedTensor(ShardedTensorBase):
         """
         return movement.full_tensor(self)
 
+    def _full_for_op(self) -> torch.Tensor:
+        """The same for an op."""
+        return movement.full_tensor(self, in_op=True)
+
     def redistribute(
         self,
         sharding_spec: ShardingSpec,

@@ -118,7 +118,7 @@ def _fills_plain(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 
 def _whole(values: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, ShardedTensorBase) else leaf, values)  # type: ignore[attr-defined] # on a group
+    return pytree.tree_map(lambda leaf: leaf._full_for_op() if isinstance(leaf, ShardedTensorBase) else leaf, values)  # type: ignore[attr-defined] # on a group
 
 
 def aten(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
