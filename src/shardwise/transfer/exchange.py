@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 from shardwise.errors import TransferError
 from shardwise.meeting import Said, leave_word, lost
 from shardwise.process_group import begin_sending
-from shardwise.transfer.views import as_bytes
 from shardwise.transfer.wire import Exchanging, Messages, exchange
 
 Ready = Callable[[], int]  # called once, after packing and before anything is sent; gives the tag of the data
@@ -28,30 +27,31 @@ def wire_device(kinds: frozenset[str], process_group: ProcessGroup) -> torch.dev
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-@contextmanager
-def counted_on(group: ProcessGroup, ready: Callable[[], object], said: Said) -> Iterator[Ready]:
-    """Within it, a transfer is prepared and begun: the others count on this rank, and hear of what it raises.
+class failing_together:  # noqa: N801 # a context, in words
+    """Let the others know that data will not come, such as for lack of memory; unless they know, or a rank is gone."""
 
-    What it gives is to be called before anything is sent.
-    """
+    __slots__ = ("_group",)
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Leave word."""
+        if isinstance(error, Exception) and not hasattr(error, "told_to") and not isinstance(error, TransferError):
+            leave_word(self._group, error)
+
+
+def when_ready(group: ProcessGroup, ready: Callable[[], object], said: Said) -> Ready:
+    """To be called before anything is sent: the ranks have said that they are ready, and which transfer this is."""
 
     def all_are_ready() -> int:
         ready()
         return begin_sending(group, said)
 
-    with failing_together(group), torch.no_grad():
-        yield all_are_ready
-
-
-@contextmanager
-def failing_together(group: ProcessGroup) -> Iterator[None]:
-    """Let the others know that data will not come, such as for lack of memory; unless they know, or a rank is gone."""
-    try:
-        yield
-    except Exception as error:
-        if not hasattr(error, "told_to") and not isinstance(error, TransferError):
-            leave_word(group, error)
-        raise
+    return all_are_ready
 
 
 class UnderWay:
@@ -59,26 +59,26 @@ class UnderWay:
 
     def __init__(self, group: ProcessGroup, size: int, begin: Callable[[], Exchanging]) -> None:
         self._group, self._size = group, size
-        with self._telling():
+        try:
             self._exchange = begin()
+        except (RuntimeError, TimeoutError) as error:
+            self._raise(error)
 
     def wait(self) -> None:
         """On the CPU until it is over; of an accelerator, what its stream does next comes after it."""
-        with self._telling():
-            self._exchange.wait()
-
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
         try:
-            yield
+            self._exchange.wait()
         except (RuntimeError, TimeoutError) as error:
-            if isinstance(error, TransferError) or hasattr(error, "told_to"):
-                raise
-            what = f"exchange {self._size:,} bytes of a tensor on its way to other ranks"
-            raise lost(what, error, self._group) from error
+            self._raise(error)
+
+    def _raise(self, error: RuntimeError | TimeoutError) -> NoReturn:
+        """What was lost, unless the error says it."""
+        if isinstance(error, TransferError) or hasattr(error, "told_to"):
+            raise error
+        what = f"exchange {self._size:,} bytes of a tensor on its way to other ranks"
+        raise lost(what, error, self._group) from error
 
 
 def exchanged(group: ProcessGroup, given: Messages, taken: Messages, tag: int) -> UnderWay:
-    """Begin to send these messages, and to receive those: to and from each rank of the group, in its order."""
-    out, into = [as_bytes(each) for each in given], [as_bytes(each) for each in taken]
-    return UnderWay(group, sum(each.numel() for each in out), lambda: exchange(group, into, out, tag))
+    """Begin to send these bytes, and to receive those: to and from each rank of the group, in its order."""
+    return UnderWay(group, sum(each.numel() for each in given), lambda: exchange(group, taken, given, tag))

@@ -19,7 +19,7 @@ from shardwise.meeting import is_tagged
 from shardwise.process_group import is_fake, sends, without_data
 from shardwise.transfer.all_to_all import AllToAll
 from shardwise.transfer.collectives import own_collective
-from shardwise.transfer.exchange import counted_on
+from shardwise.transfer.exchange import failing_together, when_ready
 from shardwise.transfer.plan import Plan
 from shardwise.transfer.rounds import PointToPoint
 from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
@@ -79,7 +79,8 @@ def _begun(
 ) -> Moving:
     """A transfer in which something is sent. The other ranks count on this one from now on."""
     owned = outs is None or not is_tagged(group)
-    with counted_on(group, ready, said_of(plan, dtype, max_bytes, verb)) as all_are_ready:
+    all_are_ready = when_ready(group, ready, said_of(plan, dtype, max_bytes, verb))
+    with failing_together(group), torch.no_grad():
         if outs is None:
             outs = empty_tensors(plan.dst, dtype, fill=None if plan.sums else fill)
         if max_bytes is None or not sends(group):
