@@ -24,8 +24,8 @@ class Carrier:
         self.outs = outs
         self._plan, self._group, self._dtype = plan, group, dtype
         self._rank = dist.get_rank()
-        self._wire = wire_device(device_types(plan), group)
-        self._staged = self._wire.type == "cpu" and "cuda" in device_types(plan)  # through pinned memory of the host
+        self._wire = wire_device(plan.device_types, group)
+        self._staged = self._wire.type == "cpu" and "cuda" in plan.device_types  # through pinned memory of the host
         self._write: Write = torch.Tensor.add_ if plan.sums else copy
 
     def _empty(self, count: int) -> torch.Tensor:
@@ -52,8 +52,3 @@ class Carrier:
     def _lost(self, what: str, count: int, error: Exception) -> TransferError:
         size = count * self._dtype.itemsize
         return lost(f"{what} {size:,} bytes of a tensor on its way to another layout", error, self._group)
-
-
-def device_types(plan: Plan) -> frozenset[str]:
-    """The types of devices that a plan moves between: every rank knows them."""
-    return plan.src.places.device_types | plan.dst.places.device_types

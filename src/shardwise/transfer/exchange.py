@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,15 +17,27 @@ from shardwise.transfer.wire import Exchanging, Messages, exchange
 
 Ready = Callable[[], int]  # called once, after packing and before anything is sent; gives the tag of the data
 
+CPU = torch.device("cpu")
+_wires: WeakKeyDictionary[ProcessGroup, dict[frozenset[str], str]] = WeakKeyDictionary()  # by what is moved between
+
 
 def wire_device(kinds: frozenset[str], process_group: ProcessGroup) -> torch.device:
     """Where buffers must lie to be sent: decided by the types of devices and the group, so the same at both ends."""
+    known = _wires.get(process_group)
+    if known is None:
+        known = _wires[process_group] = {}
+    kind = known.get(kinds)
+    if kind is None:
+        kind = known[kinds] = _wire_type(kinds, process_group)
+    return CPU if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _wire_type(kinds: frozenset[str], process_group: ProcessGroup) -> str:
     backends = {device.type for device in process_group._device_types}
     accelerators = backends - {"cpu"}
     if dist.get_backend(process_group) == "gloo" or (kinds == {"cpu"} and "cpu" in backends) or not accelerators:
-        return torch.device("cpu")  # gloo would abort if handed memory of another device
-    kind = accelerators.pop()
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+        return "cpu"  # gloo would abort if handed memory of another device
+    return accelerators.pop()
 
 
 class failing_together:  # noqa: N801 # a context, in words

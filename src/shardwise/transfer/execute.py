@@ -8,6 +8,7 @@ whole. Under a limit of extra memory they are cut into segments that go in round
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -96,8 +97,11 @@ def _begun(
 
 def empty_tensors(layout: Layout, dtype: torch.dtype, *, fill: Any = None) -> list[torch.Tensor]:
     """New local tensors for this rank's boxes of a layout, filled with a value if one is given."""
-    made = [
-        torch.empty(layout.extent(row), dtype=dtype, device=layout.place(row).device)
-        for row in layout.rows_on(dist.get_rank())
-    ]
+    made = [torch.empty(size, dtype=dtype, device=device) for size, device in _local_boxes(layout, dist.get_rank())]
     return made if fill is None else [tensor.fill_(fill) for tensor in made]
+
+
+@lru_cache(maxsize=1024)
+def _local_boxes(layout: Layout, rank: int) -> list[tuple[list[int], torch.device]]:
+    """The size of each box that a rank holds, and its device."""
+    return [(layout.extent(row), layout.place(row).device) for row in layout.rows_on(rank)]
