@@ -167,14 +167,15 @@ def break_off(process_group: ProcessGroup, error: Exception) -> None:
     )
 
 
-def require_sound(process_group: ProcessGroup) -> None:
-    """Raise what a watchdog has found; afterwards, that the group cannot be used."""
+def require_sound(process_group: ProcessGroup) -> Ledger:
+    """Raise what a watchdog has found; afterwards, that the group cannot be used. Gives this rank's ledger of it."""
     ledger = ledger_of(process_group)
     if ledger.verdict is not None:
         error, ledger.verdict = ledger.verdict, None
         raise error
     if ledger.broken:
         raise TransferError(ledger.broken)
+    return ledger
 
 
 def _key(ledger: Ledger, of: object) -> str:

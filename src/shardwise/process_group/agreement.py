@@ -38,7 +38,6 @@ from shardwise.meeting import (
     is_large,
     is_tagged,
     leave_word,
-    ledger_of,
     listed,
     look,
     require_sound,
@@ -152,14 +151,12 @@ def _attempt(
 def follow(process_group: ProcessGroup, said: Said) -> None:
     """Add a call to the chain of the group. Nothing is sent; ranks that differ find out when they meet, or wait."""
     if settings.current().validate and talks(process_group):
-        settle(process_group)
-        ledger_of(process_group).add(said)
+        settle(process_group).add(said)
 
 
 def begin_sending(process_group: ProcessGroup, said: Said) -> int:
     """Add a transfer to the chain, whether or not checks are on. Gives the tag of its data."""
-    settle(process_group)
-    ledger = ledger_of(process_group)
+    ledger = settle(process_group)
     ledger.add(said)
     return ledger.data_tag()
 
@@ -207,23 +204,26 @@ def check(process_group: ProcessGroup | None = None) -> None:
 # Meetings -------------------------------------------------------------------------------------------------------------
 
 
-def settle(process_group: ProcessGroup, *, tell: bool = True) -> None:
-    """Before this rank goes on: end the meetings that it has left, and tell the others what it has raised alone."""
-    require_sound(process_group)
-    ledger = ledger_of(process_group)
+def settle(process_group: ProcessGroup, *, tell: bool = True) -> Ledger:
+    """Before this rank goes on: end the meetings that it has left, and tell the others what it has raised alone.
+
+    Gives its ledger.
+    """
+    ledger = require_sound(process_group)
     if ledger.left is not None:
         ledger.left.end()
     if tell and ledger.failure is not None and settings.current().validate:
         error = same_kind(*ledger.failure)
         _Meeting(process_group, ledger, {}, error, b"", SUBJECT, told=True).end()
+    return ledger
 
 
 def _meet(
     process_group: ProcessGroup, fields: Fields | Said, error: Exception | None, brought: bytes, subject: str = SUBJECT
 ) -> _Meeting:
     """Begin a meeting, after those that this rank owes to the others."""
-    settle(process_group, tell=error is None)  # else it is told now
-    return _Meeting(process_group, ledger_of(process_group), fields, error, brought, subject)
+    ledger = settle(process_group, tell=error is None)  # else it is told now
+    return _Meeting(process_group, ledger, fields, error, brought, subject)
 
 
 class _Meeting:

@@ -91,7 +91,13 @@ def talks(process_group: ProcessGroup) -> bool:
 def is_fake(process_group: ProcessGroup) -> bool:
     """Whether this is a group of torch's `fake` backend, whose other ranks are not there."""
     _require_member(process_group)
-    return dist.get_backend(process_group) == "fake"
+    found = _fakes.get(process_group)
+    if found is None:
+        found = _fakes[process_group] = dist.get_backend(process_group) == "fake"
+    return found
+
+
+_fakes: WeakKeyDictionary[ProcessGroup, bool] = WeakKeyDictionary()
 
 
 _kept: WeakKeyDictionary[ProcessGroup, dict[Hashable, Any]] = WeakKeyDictionary()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +27,7 @@ def _at_once() -> None:
     """Nothing to wait for."""
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """How a transfer goes: in which group, under which limit, and after what."""
 
     group: ProcessGroup
@@ -44,13 +42,15 @@ class Way:
         if not plan.moved:
             return self
         if not settings.current().strict:  # the transfer says all of this
-            return replace(self, verb=IN_BACKWARD)
+            return self._replace(verb=IN_BACKWARD)
         fields = {"verb": IN_BACKWARD, "from": plan.src.outline, "to": plan.dst.outline}
-        return replace(self, ready=compared(self.group, {**fields, "dtype": dtype}), verb=IN_BACKWARD)
+        return self._replace(ready=compared(self.group, {**fields, "dtype": dtype}), verb=IN_BACKWARD)
 
     def kept(self) -> Way:
         """What a graph keeps of it: gradients are 0 where nothing is moved to."""
-        return replace(self, ready=_at_once, fill=None if self.fill is None else 0, tell=None)
+        if self.ready is _at_once and self.fill is None and self.tell is None:
+            return self
+        return self._replace(ready=_at_once, fill=None if self.fill is None else 0, tell=None)
 
     def options(self) -> dict[str, Any]:
         """As `move` takes them."""

@@ -20,8 +20,9 @@ from shardwise.layout import Layout
 from shardwise.process_group import Said, group_ranks, talks
 from shardwise.tracing import record
 from shardwise.transfer.collectives import REDUCED, begin_all_reduce
-from shardwise.transfer.exchange import Ready, UnderWay, counted_on, exchanged, failing_together, wire_device
+from shardwise.transfer.exchange import Ready, UnderWay, exchanged, failing_together, when_ready, wire_device
 from shardwise.transfer.sums import add_in_order
+from shardwise.transfer.views import as_bytes
 
 Team = tuple[int, ...]  # the ranks that hold one box, ascending
 Each = Sequence[Sequence[torch.Tensor]]  # a tensor for each box and each of its holders
@@ -102,7 +103,8 @@ class AllReduce:
             return
         self._members = group_ranks(group)
         self._wire = wire_device(holding.device_types, group)
-        with counted_on(group, ready, said) as all_are_ready:
+        all_are_ready = when_ready(group, ready, said)
+        with failing_together(group), torch.no_grad():
             flat = [tensor.detach().resolve_conj().resolve_neg().reshape(-1) for tensor in tensors]
             flat = [one.to(self._wire, dtype) for one in flat]
             if self._wire.type != "cpu" and dtype in REDUCED and holding.everywhere:
@@ -179,7 +181,8 @@ class AllReduce:
                 self._came[box][place] = part
         given = _packed(list(sent.values()), buffer.new_empty(0))
         self._tag = ready()
-        self._way = exchanged(self._group, given, taken, self._tag)
+        messages = [as_bytes(each) for each in given], [as_bytes(each) for each in taken]
+        self._way = exchanged(self._group, *messages, self._tag)
 
 
 def _begin_traced(

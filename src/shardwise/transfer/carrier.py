@@ -12,7 +12,7 @@ from shardwise.errors import TransferError
 from shardwise.meeting import lost
 from shardwise.transfer.exchange import wire_device
 from shardwise.transfer.plan import Plan
-from shardwise.transfer.views import Piece, copy, is_as_it_lies
+from shardwise.transfer.views import copy, is_as_it_lies, parts_of
 
 Write = Callable[[torch.Tensor, torch.Tensor], object]  # into a view of the destination, what arrived for it
 
@@ -24,8 +24,8 @@ class Carrier:
         self.outs = outs
         self._plan, self._group, self._dtype = plan, group, dtype
         self._rank = dist.get_rank()
-        self._wire = wire_device(device_types(plan), group)
-        self._staged = self._wire.type == "cpu" and "cuda" in device_types(plan)  # through pinned memory of the host
+        self._wire = wire_device(plan.device_types, group)
+        self._staged = self._wire.type == "cpu" and "cuda" in plan.device_types  # through pinned memory of the host
         self._write: Write = torch.Tensor.add_ if plan.sums else copy
 
     def _empty(self, count: int) -> torch.Tensor:
@@ -36,29 +36,19 @@ class Carrier:
         same = tensor.dtype == self._dtype and tensor.device.type == self._wire.type
         return same and tensor.is_contiguous() and is_as_it_lies(tensor)
 
-    def _packed(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        buffer = self._empty(sum(piece.count for piece in pieces))
+    def _packed(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        buffer = self._empty(sum(piece.numel() for piece in pieces))
         self._pack(buffer, pieces)
         return buffer
 
-    def _pack(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        position = 0
-        for piece in pieces:
-            copy(buffer[position : position + piece.count].view(piece.view.shape), piece.view)
-            position += piece.count
+    def _pack(self, buffer: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+        for part, piece in zip(parts_of(buffer, pieces), pieces, strict=True):
+            copy(part, piece)
 
-    def _unpack(self, buffer: torch.Tensor, pieces: Sequence[Piece]) -> None:
-        position = 0
-        for piece in pieces:
-            arrived = buffer[position : position + piece.count].view(piece.view.shape)
-            self._write(piece.view, arrived.to(piece.view.device) if self._plan.sums else arrived)
-            position += piece.count
+    def _unpack(self, buffer: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+        for arrived, piece in zip(parts_of(buffer, pieces), pieces, strict=True):
+            self._write(piece, arrived.to(piece.device) if self._plan.sums else arrived)
 
     def _lost(self, what: str, count: int, error: Exception) -> TransferError:
         size = count * self._dtype.itemsize
         return lost(f"{what} {size:,} bytes of a tensor on its way to another layout", error, self._group)
-
-
-def device_types(plan: Plan) -> frozenset[str]:
-    """The types of devices that a plan moves between: every rank knows them."""
-    return plan.src.places.device_types | plan.dst.places.device_types

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.process_group import rank_array
-from shardwise.transfer.carrier import Carrier, device_types
+from shardwise.transfer.carrier import Carrier
 from shardwise.transfer.exchange import Ready, UnderWay, failing_together, wire_device
 from shardwise.transfer.plan import Plan
 from shardwise.transfer.recognise import Collective, recognised
@@ -30,7 +30,7 @@ REDUCED |= {torch.int8, torch.uint8, torch.int32, torch.int64}
 
 def own_collective(plan: Plan, group: ProcessGroup, dtype: torch.dtype) -> type[OwnCollective] | None:
     """The carrier by the backend's own collective, if the plan is one, and the backend is fastest by it."""
-    if wire_device(device_types(plan), group).type == "cpu" or (plan.sums and dtype not in REDUCED):
+    if wire_device(plan.device_types, group).type == "cpu" or (plan.sums and dtype not in REDUCED):
         return None
     found = recognised(plan, rank_array(group))
     return None if found is None else carrier_of(found)

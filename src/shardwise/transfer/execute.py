@@ -8,6 +8,7 @@ whole. Under a limit of extra memory they are cut into segments that go in round
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from shardwise.meeting import is_tagged
 from shardwise.process_group import is_fake, sends, without_data
 from shardwise.transfer.all_to_all import AllToAll
 from shardwise.transfer.collectives import own_collective
-from shardwise.transfer.exchange import counted_on
+from shardwise.transfer.exchange import failing_together, when_ready
 from shardwise.transfer.plan import Plan
 from shardwise.transfer.rounds import PointToPoint
 from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
@@ -79,7 +80,8 @@ def _begun(
 ) -> Moving:
     """A transfer in which something is sent. The other ranks count on this one from now on."""
     owned = outs is None or not is_tagged(group)
-    with counted_on(group, ready, said_of(plan, dtype, max_bytes, verb)) as all_are_ready:
+    all_are_ready = when_ready(group, ready, said_of(plan, dtype, max_bytes, verb))
+    with failing_together(group), torch.no_grad():
         if outs is None:
             outs = empty_tensors(plan.dst, dtype, fill=None if plan.sums else fill)
         if max_bytes is None or not sends(group):
@@ -95,8 +97,11 @@ def _begun(
 
 def empty_tensors(layout: Layout, dtype: torch.dtype, *, fill: Any = None) -> list[torch.Tensor]:
     """New local tensors for this rank's boxes of a layout, filled with a value if one is given."""
-    made = [
-        torch.empty(layout.extent(row), dtype=dtype, device=layout.place(row).device)
-        for row in layout.rows_on(dist.get_rank())
-    ]
+    made = [torch.empty(size, dtype=dtype, device=device) for size, device in _local_boxes(layout, dist.get_rank())]
     return made if fill is None else [tensor.fill_(fill) for tensor in made]
+
+
+@lru_cache(maxsize=1024)
+def _local_boxes(layout: Layout, rank: int) -> list[tuple[list[int], torch.device]]:
+    """The size of each box that a rank holds, and its device."""
+    return [(layout.extent(row), layout.place(row).device) for row in layout.rows_on(rank)]

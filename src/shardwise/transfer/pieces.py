@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardwise.geometry import Boxes, IntArray, intersections
 from shardwise.layout import Layout
+
+if TYPE_CHECKING:
+    from shardwise.transfer.messages import Messages
 
 Spots = list[tuple[int, list[int], list[int]]]
 
@@ -66,18 +70,9 @@ class Pieces:
     def _asked(self) -> dict[int, Pieces]:
         return {}
 
-    def ordered(self, members: IntArray) -> Ordered:
-        """The same in the order in which a collective of a group takes them: that of its members."""
-        for known, found in self._ordered:
-            if known is members:
-                return found
-        made = Ordered.of(self, members)
-        if len(self._ordered) < MOST_ASKED and len(members) <= MOST_SPOTS:
-            self._ordered.append((members, made))
-        return made
-
     @cached_property
-    def _ordered(self) -> list[tuple[IntArray, Ordered]]:
+    def messages(self) -> list[tuple[IntArray, Messages]]:
+        """Those that were made of them, by the members of a group."""
         return []
 
     def spots(self, rows: IntArray, layout: Layout) -> Spots:
@@ -117,58 +112,6 @@ class Pieces:
     def back(self) -> Pieces:
         """The same on their way back."""
         return Pieces.sorted(self.boxes, self.dst_rows, self.src_rows, self.peers)
-
-
-@dataclass(frozen=True, eq=False)
-class Ordered:
-    """Pieces in the order of the members of a group, and how many elements go to, or come from, each of them."""
-
-    pieces: Pieces
-    members: IntArray
-    counts: list[int]
-
-    @staticmethod
-    def of(pieces: Pieces, members: IntArray) -> Ordered:
-        """Put pieces in order; whom they go to, or come from, must be in the group."""
-        order = np.argsort(members, kind="stable")
-        number = order[np.searchsorted(members[order], pieces.peers)]
-        counts = np.zeros(len(members), dtype=np.int64)
-        np.add.at(counts, number, pieces.boxes.volumes)
-        if (np.diff(number) < 0).any():
-            pieces = pieces.chosen(np.argsort(number, kind="stable"))
-        return Ordered(pieces, members, counts.tolist())
-
-    @cached_property
-    def runs(self) -> list[tuple[int, slice]]:
-        """The members that pieces go to, or come from, each with the run of its pieces."""
-        if not len(self.pieces):
-            return []
-        begins = np.flatnonzero(np.diff(self.pieces.peers, prepend=-2)).tolist()
-        number = {rank: k for k, rank in enumerate(self.members.tolist())}
-        spans = zip(begins, [*begins[1:], len(self.pieces)], strict=True)
-        return [(number[int(self.pieces.peers[begin])], slice(begin, end)) for begin, end in spans]
-
-    @cached_property
-    def alike(self) -> list[int]:
-        """For each run, the first one of the same pieces of the source: what all of these get is the same."""
-        known: dict[tuple[bytes, ...], int] = {}
-        pieces, found = self.pieces, []
-        for number, (_, run) in enumerate(self.runs):
-            arrays = (pieces.src_rows[run], pieces.boxes.offsets[run], pieces.boxes.sizes[run])
-            found.append(known.setdefault(tuple(array.tobytes() for array in arrays), number))
-        return found
-
-    def run_of(self, rank: int) -> slice:
-        """Where the pieces of one member are."""
-        return self._run_of.get(self.number_of(rank), slice(0))
-
-    @cached_property
-    def _run_of(self) -> dict[int, slice]:
-        return dict(self.runs)
-
-    def number_of(self, rank: int) -> int:
-        """Which member a rank is."""
-        return int(np.flatnonzero(self.members == rank)[0])
 
 
 def received_pieces(src: Layout, dst: Layout, rank: int) -> Pieces:

@@ -50,6 +50,11 @@ class Plan:
         """All ranks that hold a box before or after."""
         return sorted(set(self.src.ranks.tolist()) | set(self.dst.ranks.tolist()))
 
+    @cached_property
+    def device_types(self) -> frozenset[str]:
+        """The types of devices that it moves between: every rank knows them."""
+        return self.src.places.device_types | self.dst.places.device_types
+
     # What one rank has to do --------------------------------------------------------------------------------------
 
     def sends(self, rank: int) -> Pieces:

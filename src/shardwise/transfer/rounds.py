@@ -13,7 +13,7 @@ from shardwise.meeting import Post, given_up, is_tagged, ledger_of, look, watch
 from shardwise.transfer.carrier import Carrier
 from shardwise.transfer.exchange import Ready, failing_together
 from shardwise.transfer.plan import Plan
-from shardwise.transfer.views import Piece, as_bytes, source_views, target_views
+from shardwise.transfer.views import as_bytes, source_views, target_views
 
 
 @dataclass(slots=True)
@@ -21,13 +21,13 @@ class Segment:
     """Pieces that travel between this rank and one other in one go, and the buffer they travel in."""
 
     peer: int
-    pieces: list[Piece]
+    pieces: list[torch.Tensor]
     buffer: torch.Tensor | None = None
 
     @property
     def count(self) -> int:
         """Elements in all of its pieces."""
-        return sum(piece.count for piece in self.pieces)
+        return sum(piece.numel() for piece in self.pieces)
 
 
 # In the order in which they were begun, which is the same on every rank; ranks may be threads of one process.
@@ -108,7 +108,7 @@ class PointToPoint(Carrier):
             else:
                 self._start_each(receives, sends)
         for source, target in self._copies:
-            self._write(target.view, source.view)
+            self._write(target, source)
         self._copies = []
 
     def _start_each(self, receives: list[Segment], sends: list[Segment]) -> None:
@@ -160,14 +160,14 @@ class PointToPoint(Carrier):
         self._under_way = []
 
     def _send_buffer(self, segment: Segment) -> torch.Tensor:
-        if len(segment.pieces) == 1 and self._fits(segment.pieces[0].view):
-            return as_bytes(segment.pieces[0].view)
+        if len(segment.pieces) == 1 and self._fits(segment.pieces[0]):
+            return as_bytes(segment.pieces[0])
         segment.buffer = self._packed(segment.pieces)
         return as_bytes(segment.buffer)
 
     def _receive_buffer(self, segment: Segment) -> torch.Tensor:
-        if not self._plan.sums and len(segment.pieces) == 1 and self._fits(segment.pieces[0].view):
-            return as_bytes(segment.pieces[0].view)
+        if not self._plan.sums and len(segment.pieces) == 1 and self._fits(segment.pieces[0]):
+            return as_bytes(segment.pieces[0])
         segment.buffer = self._empty(segment.count)
         return as_bytes(segment.buffer)
 
@@ -177,14 +177,14 @@ class PointToPoint(Carrier):
             self._unpack(segment.buffer, segment.pieces)
 
 
-def _segments(peer: int, pieces: list[Piece], most: int) -> list[Segment]:
+def _segments(peer: int, pieces: list[torch.Tensor], most: int) -> list[Segment]:
     """A message in segments of at most so many elements."""
     segments: list[Segment] = []
     room = 0
     for piece in pieces:
-        if piece.count > room or not segments:
+        if piece.numel() > room or not segments:
             segments.append(Segment(peer, []))
             room = most
         segments[-1].pieces.append(piece)
-        room -= piece.count
+        room -= piece.numel()
     return segments

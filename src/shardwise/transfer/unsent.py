@@ -58,7 +58,7 @@ def _take_from(rank: int, plan: Plan, tensors: Sequence[torch.Tensor], outs: lis
     pieces = plan.receives(dist.get_rank()).of(rank)
     sources = source_views(pieces, plan, tensors, rank=rank)
     for one, other in zip(sources, target_views(pieces, plan, outs), strict=True):
-        write(other.view, one.view.to(other.view.device))
+        write(other, one.to(other.device))
 
 
 def _read(letter: bytes, sizes: list[list[int]], dtype: torch.dtype) -> list[torch.Tensor]:

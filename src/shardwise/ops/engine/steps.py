@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +78,7 @@ class Move(NamedTuple):
         """The local tensors there and, if recorded, an anchor."""
         way = Way(self.group, ready=functools.partial(agree, self.group, self.said), fill=self.fill)
         if self.tells:
-            way = replace(way, tell=functools.partial(tell, self.group, self.said))
+            way = way._replace(tell=functools.partial(tell, self.group, self.said))
         return _with_anchor(*moved_locals(tensors, anchor, self.plan, way, self.dtype, record=self.record))
 
 
