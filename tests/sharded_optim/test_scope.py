@@ -139,7 +139,7 @@ def test_a_step_that_fails_on_the_owner_fails_everywhere() -> None:
     weight = shard_tensor(torch.ones(4, 4), chunks(0, 0, 1, 2, 3)).requires_grad_()
     ours = ShardedOptimizer({"w": weight}, Scoped(Failing, "tensor"), lr=0.1)
     weight.sum().backward()
-    with pytest.raises(ArithmeticError, match="found on rank 0"):
+    with pytest.raises(ArithmeticError, match="not today"):
         ours.step()
     assert torch.equal(whole(weight), torch.ones(4, 4))
 
@@ -182,7 +182,7 @@ def test_a_closure_that_raises_on_one_rank_raises_on_all(kind: str) -> None:
             raise ArithmeticError("not here")
         return loss
 
-    with pytest.raises(ArithmeticError, match="found on rank 2"):
+    with pytest.raises(ArithmeticError, match="not here"):
         ours.step(closure)
     assert torch.equal(whole(weight), torch.ones(4, 4))
     raising = False

@@ -43,6 +43,34 @@ class SharedPlain(torch.autograd.Function):
         return total, None
 
 
+class SharedResult(SharedPlain):
+    """Stands in the graph for a plain result that several ops read: what they bring is added up, here and over ranks.
+
+    It holds no values, so that it does not keep the tensor which it stands for.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        """Zeros of the same size, without memory, and an anchor."""
+        ctx.group, anchor = group, torch.zeros((), device=tensor.device)
+        ctx.save_for_backward(anchor)
+        return tensor.new_zeros(()).expand(tensor.shape), anchor
+
+
+class _For(torch.autograd.Function):
+    """A tensor, whose gradient goes to what stands for it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, stands: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, as it is now."""
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """To the other."""
+        return None, grads[0]
+
+
 class SumOverRanks(torch.autograd.Function):
     """The sum of a plain tensor over all ranks, on every rank."""
 
@@ -74,6 +102,8 @@ def _everywhere(tensor: torch.Tensor, group: ProcessGroup) -> Layout:
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _shared: Callable[[torch.Tensor, ProcessGroup], Pair] = SharedPlain.apply
+_shared_result: Callable[[torch.Tensor, ProcessGroup], Pair] = SharedResult.apply
+_for: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _For.apply
 _sum: Callable[[torch.Tensor, ProcessGroup], Pair] = SumOverRanks.apply
 
 
@@ -87,11 +117,11 @@ def shared_plain(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tens
     if tensor.is_leaf:
         return _shared(tensor, group)[0]
     when = group, tensor._version, hooks_on_saved(True)
-    before, shared = _kept.get(tensor, (None, tensor))
+    before, stands = _kept.get(tensor, (None, tensor))
     if before != when:
-        shared = _shared(tensor, group)[0].clone()  # for what is kept must not keep its tensor
-        _kept[tensor] = when, shared
-    return shared
+        stands = _shared_result(tensor, group)[0]
+        _kept[tensor] = when, stands
+    return _for(tensor, stands)
 
 
 _kept: MutableMapping[torch.Tensor, tuple[Any, torch.Tensor]] = WeakTensorKeyDictionary()
