@@ -193,9 +193,7 @@ VERBS: dict[str, Verb] = {
         lambda given: ShardedOptimizer({"w": given}, torch.optim.AdamW, lr=-1),
         given=lambda: shard_tensor(PLAIN, ROWS).requires_grad_(),
     ),
-    "step": Verb(
-        lambda given: given[1].step(), bad=lambda given: given[1].step(lambda: 1 / 0), given=trained, silent=("skips",)
-    ),
+    "step": Verb(lambda given: given[1].step(), bad=lambda given: given[1].step(lambda: 1 / 0), given=trained),
     "step with whole parameters": Verb(lambda given: given[1].step(), given=muon),
     "state_dict": Verb(
         lambda given: given[1].state_dict(), bad=lambda given: failing(given[1]).state_dict(), given=trained

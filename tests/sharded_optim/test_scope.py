@@ -162,7 +162,7 @@ def test_ranks_that_compute_another_loss_are_told() -> None:
         loss_of(twin, ReplicatedTensor(batches(1)[0])).backward()
         return torch.tensor(float(dist.get_rank()))
 
-    with pytest.raises(errors.RankMismatchError, match=r"loss=0\.0 on rank:0 does not match with loss=1\.0 on"):
+    with pytest.raises(errors.RankMismatchError, match=r"loss=0\.0 on rank 0, loss=1\.0 on rank 1"):
         ours.step(closure)
 
 

@@ -82,6 +82,7 @@ def leave_word(process_group: ProcessGroup, error: Exception) -> None:
     if ledger.failure is None:
         ledger.failure = [type(error).__name__, str(error)]
         publish(process_group)
+    told_to(error, ranks_of(process_group))  # once, through however many calls it leaves
 
 
 def _verdict(ledger: Ledger, rank: int, theirs: dict[str, Any]) -> list[Any] | None:
