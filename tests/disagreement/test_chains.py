@@ -14,6 +14,7 @@ from tests.disagreement.given import COLUMNS, ODD, PLAIN, ROWS, WORLD, backward_
 import shardwise
 from shardwise import meeting, shard_tensor
 from shardwise.errors import RankMismatchError, TransferError
+from shardwise.meeting import post
 from shardwise.process_group import in_step_sharing
 from shardwise.testing import ranks
 
@@ -192,3 +193,15 @@ def test_ops_backwards_and_steps_send_data_only() -> None:
         headers = [size for size in data[2] if size == meeting.HEADER]
         assert len(data[2]) == len(data[0]) + len(headers), name
         assert bool(headers) == (name != "a step"), name
+
+
+@ranks(2)
+def test_waits_that_were_given_up_end_before_the_process_does() -> None:
+    """Else their threads would come back while Python ends, and abort it."""
+    group = dist.new_group([0, 1])
+    tensor = shard_tensor(PLAIN, chunks(0, 0, 1), process_group=group)
+    with impatient(), pytest.raises(RankMismatchError, match="out of step"):
+        (normed if rank() else product)(tensor)
+    assert post._waited_for
+    post._let_go()
+    assert not post._waited_for

@@ -16,7 +16,7 @@ from shardwise.errors import TransferError
 
 MOST_EACH = 32  # ranks of a group in which all write to each
 SHOWN = 8  # ranks that an error names, of many
-PROBE = 0x5A4D  # the tag of a message that nobody sends
+PROBE = 2  # the tag of a message that nobody sends: those of meetings and of data are larger
 CPU = torch.device("cpu")
 
 

@@ -7,11 +7,13 @@ for the messages, without a limit, and the rank waits for the thread. A rank tha
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +25,7 @@ from shardwise.meeting.group import gloo_of, timeout_of
 PATIENCE = 1.0  # seconds after which a rank that waits looks what the others are doing
 AT_MOST = 2.0  # between two looks
 FOREVER = timedelta(days=365)
+NOBODYS = 1  # the tag of a message that nobody sends
 
 Look = Callable[[Sequence[int]], object]  # given who is waited for, by number in the group; raises to give up
 
@@ -46,7 +49,7 @@ class Post:
         """Until all messages have come and gone. RuntimeError: a rank is gone; TimeoutError: it takes too long."""
         if not self._works:
             return
-        job = _Job(self._works)
+        job = _Job(self._gloo, self._works)
         _hand_over(job)
         self._works = []
         patience = PATIENCE if patience is None else patience
@@ -71,8 +74,8 @@ class Post:
 class _Job:
     """Messages that a thread waits for."""
 
-    def __init__(self, works: list[tuple[Any, int, torch.Tensor]]) -> None:
-        self.works = works
+    def __init__(self, gloo: Any, works: list[tuple[Any, int, torch.Tensor]]) -> None:
+        self.gloo, self.works = gloo, works
         self.at = 0
         self.error: Exception | None = None
         self.done = threading.Lock()
@@ -100,16 +103,33 @@ class _Waiter(threading.Thread):
         while True:
             job = self.jobs.get()
             job.run()
+            _waited_for.discard(job)
             _idle.append(self)
             job.done.release()
             del job  # and its memory
 
 
 _idle: list[_Waiter] = []
+_waited_for: set[_Job] = set()
 os.register_at_fork(after_in_child=_idle.clear)
+os.register_at_fork(after_in_child=_waited_for.clear)
+
+
+@atexit.register
+def _let_go() -> None:
+    """Before Python ends, end the waits that were given up: a thread that comes back later would abort the process.
+
+    gloo has one way for that: a wait whose time limit passes breaks the connection.
+    """
+    for job in tuple(_waited_for):
+        for _, peer, _ in job.works[job.at :]:
+            with suppress(RuntimeError, ValueError):
+                job.gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, NOBODYS).wait(timedelta(milliseconds=1))
+        job.done.acquire(timeout=1)
 
 
 def _hand_over(job: _Job) -> None:
+    _waited_for.add(job)
     try:
         waiter = _idle.pop()
     except IndexError:  # all of them wait, some for ranks that have given up
