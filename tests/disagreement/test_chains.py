@@ -203,5 +203,6 @@ def test_waits_that_were_given_up_end_before_the_process_does() -> None:
     with impatient(), pytest.raises(RankMismatchError, match="out of step"):
         (normed if rank() else product)(tensor)
     assert post._waited_for
+    dist.barrier()
     post._let_go()
     assert not post._waited_for
