@@ -22,6 +22,7 @@ from shardwise.meeting.aside import require_sound
 from shardwise.meeting.chain import traffic
 from shardwise.meeting.group import collective_device, is_large, is_tagged, listed, lost, ranks_of
 from shardwise.meeting.post import Look, Post
+from shardwise.meeting.watchdog import outlast
 from shardwise.tracing import record
 
 # torch 2.13 gave the collective a new name and deprecated the old one, the only one before.
@@ -84,6 +85,8 @@ class Gathering(_Exchange):
     def __init__(self, process_group: ProcessGroup, data: bytes, longest: int, tag: int) -> None:
         super().__init__(process_group, tag, longest * (process_group.size() - 1))
         self._longest, self._device = longest, collective_device(process_group)
+        if self._device.type != "cpu":
+            outlast(process_group)
         if longest:
             self._mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(self._device)
             self._all = torch.empty(self._size * longest, dtype=torch.uint8, device=self._device)
@@ -144,6 +147,8 @@ class Reduction(_Exchange):
     def __init__(self, process_group: ProcessGroup, numbers: Sequence[int], tag: int) -> None:
         super().__init__(process_group, tag, 8 * len(numbers) * (process_group.size() - 1).bit_length())
         self._device = collective_device(process_group)
+        if self._device.type != "cpu":
+            outlast(process_group)
         self._numbers = torch.tensor(numbers, dtype=torch.int64).to(self._device)
         self._attempt(self._begin)
 

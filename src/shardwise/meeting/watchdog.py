@@ -16,11 +16,12 @@ from weakref import WeakKeyDictionary
 from torch.distributed import ProcessGroup
 
 from shardwise.meeting import post
-from shardwise.meeting.aside import break_off, find_verdict, given_up
+from shardwise.meeting.aside import break_off, find_verdict, given_up, require_sound
 from shardwise.meeting.chain import ledger_of
 
 LONG = 5.0  # seconds after which a collective that was begun before an error of all ranks will not end
 PAUSE = 0.1  # seconds between two glances at collectives that are under way
+SOON = 0.002  # within which most of them end
 
 
 class _Beginning:
@@ -58,6 +59,17 @@ def watch(work: Any, process_group: ProcessGroup) -> None:
     if _thread is None:
         _thread = threading.Thread(target=_run, name="shardwise-watchdog", daemon=True)
         _thread.start()
+
+
+def outlast(process_group: ProcessGroup) -> None:
+    """Wait on the host until the last collective of a group has ended, or is known never to: that is raised.
+
+    For who is about to wait for the device, which nobody could call back.
+    """
+    while (watched := _watched.get(process_group)) is not None and not _is_over(watched.work):
+        require_sound(process_group)
+        time.sleep(0 if time.monotonic() - watched.begun < SOON else PAUSE / 100)
+    require_sound(process_group)
 
 
 def _forget() -> None:
