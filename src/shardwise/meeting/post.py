@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -115,17 +115,19 @@ os.register_at_fork(after_in_child=_idle.clear)
 os.register_at_fork(after_in_child=_waited_for.clear)
 
 
-@atexit.register
-def _let_go() -> None:
-    """Before Python ends, end the waits that were given up: a thread that comes back later would abort the process.
+def let_go(jobs: Iterable[_Job]) -> None:
+    """End waits that were given up, before Python ends: a thread that comes back later would abort the process.
 
     gloo has one way for that: a wait whose time limit passes breaks the connection.
     """
-    for job in tuple(_waited_for):
+    for job in jobs:
         for _, peer, _ in job.works[job.at :]:
             with suppress(RuntimeError, ValueError):
                 job.gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, NOBODYS).wait(timedelta(milliseconds=1))
         job.done.acquire(timeout=1)
+
+
+atexit.register(lambda: let_go(tuple(_waited_for)))
 
 
 def _hand_over(job: _Job) -> None:
