@@ -2,7 +2,6 @@
 
 from shardwise.meeting import Fields, Said
 from shardwise.process_group.agreement import (
-    ROOM,
     Step,
     begin_sending,
     check,
@@ -12,10 +11,10 @@ from shardwise.process_group.agreement import (
     in_step_sharing,
     in_step_telling,
     raises_alone,
-    room,
     settle,
     step_of_op,
 )
+from shardwise.process_group.headers import ROOM, room
 from shardwise.process_group.membership import (
     current_process_group,
     group_ranks,

@@ -4,15 +4,10 @@ A verb runs its local part through `in_step`: what one rank finds wrong is told 
 collective, and what must be the same everywhere is compared by digest, with the chain of all calls before. So either
 every rank goes on or every rank raises the same error. Ops run theirs through `in_op`, which adds to the chain and
 sends nothing.
-
-How the digests travel depends on the size of the group alone, so that ranks meet whatever verb they are in. In a small
-group each rank sends its header to each, and a few bytes that it brings with it. In a large one the largest and the
-smallest digest are found in rounds; what the ranks bring is gathered afterwards, if it is not the same on all of them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
@@ -22,14 +17,10 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from shardwise import settings
 from shardwise.errors import RankMismatchError, ShardwiseError, same_kind
 from shardwise.meeting import (
-    DIGEST,
-    HEADER,
     Entry,
     Fields,
     Gathering,
     Ledger,
-    Look,
-    Reduction,
     Said,
     difference,
     end,
@@ -43,23 +34,15 @@ from shardwise.meeting import (
     require_sound,
     told_to,
 )
+from shardwise.process_group.headers import REPORTS, SIZES, Compared, Headers
 from shardwise.process_group.membership import group_ranks, is_member, or_default, talks
 from shardwise.process_group.told import Told
 
 T = TypeVar("T")
 
 SUBJECT = "ShardedTensor"  # what an error says has the fields that differ
-# A header: digest of the chain, whether this rank failed, length of what it brings, and that itself if there is room.
-ROOM = HEADER - DIGEST - 1 - 8
-MOST = 2**63 - 1  # of a number that is reduced
 MOST_TOLD = 16  # calls before a meeting that ranks tell where their chains differ
 SOON = 0.05  # seconds after which a rank looks that has raised already, and lets the others know
-HEADERS, SIZES, REPORTS, LETTERS = range(4)  # kinds of messages in a meeting
-
-
-def room(process_group: ProcessGroup) -> int:
-    """How many bytes can be told along with the digest, and cost nothing more."""
-    return 0 if is_large(process_group) else ROOM
 
 
 def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said]]) -> T:
@@ -251,7 +234,7 @@ class _Meeting:
         elif ledger.failure is None:
             ledger.failure = [type(error).__name__, str(error)]  # for those who wait elsewhere, and look
         self._patience = SOON if told else None
-        kind = _Compared if is_large(group) else _Headers
+        kind = Compared if is_large(group) else Headers
         self._round = kind(group, ledger.digest, error is not None, brought, self._tag)
         self._sizes: Gathering | None = None  # of what each rank reports
         self._entries: Gathering | None = None  # and the reports; both may be under way when the meeting is left
@@ -308,70 +291,6 @@ class _Meeting:
             self._entries = Gathering(self._group, report, max(lengths), self._tag(REPORTS))
         entries = zip(self._entries.wait(self._look, self._patience), lengths, strict=True)
         return [json.loads(entry[:length]) for entry, length in entries]
-
-
-class _Headers:
-    """Each rank's digest, sent to each rank, with what it brings if there is room."""
-
-    def __init__(
-        self, group: ProcessGroup, digest: bytes, failed: bool, brought: bytes, tag: Callable[[int], int]
-    ) -> None:
-        self._group, self._brought, self._tag = group, brought, tag(LETTERS)
-        letter = brought if len(brought) <= ROOM else b""
-        header = digest + bytes([failed]) + len(brought).to_bytes(8, "little") + letter
-        self._gathering = Gathering(group, header, HEADER, tag(HEADERS))
-
-    def agree(self, look: Look, patience: float | None) -> bool:
-        """Whether all digests are the same, and no rank failed."""
-        self._headers = self._gathering.wait(look, patience)
-        first = self._headers[0]
-        self._alike = self._headers.count(first) == len(self._headers)
-        same = self._alike or all(other[: DIGEST + 1] == first[: DIGEST + 1] for other in self._headers)
-        return same and not first[DIGEST]
-
-    def told(self, look: Look) -> Told[bytes]:
-        """What each rank brings."""
-        if self._alike and len(self._brought) <= ROOM:
-            return Told.alike(self._brought, len(self._headers))
-        begin = HEADER - ROOM
-        lengths = [int.from_bytes(header[DIGEST + 1 : begin], "little") for header in self._headers]
-        longest = max(lengths)
-        letters = [header[begin:] for header in self._headers]
-        if longest > ROOM:
-            letters = Gathering(self._group, self._brought, longest, self._tag).wait(look)
-        return Told.by(letter[:length] for letter, length in zip(letters, lengths, strict=True))
-
-
-class _Compared:
-    """The largest and the smallest digest of all ranks. A rank that failed gives what no digest can be."""
-
-    def __init__(
-        self, group: ProcessGroup, digest: bytes, failed: bool, brought: bytes, tag: Callable[[int], int]
-    ) -> None:
-        self._group, self._brought, self._tag = group, brought, tag(LETTERS)
-        words = [_word(digest[:8]), _word(digest[8:]), _word(hashlib.blake2b(brought, digest_size=8).digest())]
-        numbers = [*words, *(~word for word in words)]  # the largest complement is that of the smallest
-        given = [MOST] * len(numbers) + [0] if failed else [*numbers, len(brought)]
-        self._reduction = Reduction(group, given, tag(HEADERS))
-
-    def agree(self, look: Look, patience: float | None) -> bool:
-        """Whether all digests are the same, and no rank failed."""
-        *largest, self._longest = self._reduction.wait(look, patience)
-        one, two, brought = (high == ~low for high, low in zip(largest[:3], largest[3:], strict=True))
-        self._alike = brought
-        return one and two
-
-    def told(self, look: Look) -> Told[bytes]:
-        """What each rank brings; that is sent only if it is not the same on all of them."""
-        if self._alike:
-            return Told.alike(self._brought, self._group.size())
-        entry = len(self._brought).to_bytes(8, "little") + self._brought
-        entries = Gathering(self._group, entry, 8 + self._longest, self._tag).wait(look)
-        return Told.by(entry[8 : 8 + int.from_bytes(entry[:8], "little")] for entry in entries)
-
-
-def _word(digest: bytes) -> int:
-    return int.from_bytes(digest, "little", signed=True)
 
 
 def raises_alone(process_group: ProcessGroup | None, error: Exception, *, in_op: bool = False) -> None:
