@@ -151,10 +151,11 @@ def nearest(pattern: str, names: Iterable[str]) -> list[str]:
         if wanted[0] != "**":
             found[".".join(parts)] = None
             continue
-        for count in (len(wanted) - 1, len(wanted)):  # one more, for who leaves out the last
+        for count in (len(wanted) - 1, len(wanted)):  # one more, for who leaves out the last part
             if 0 < count <= len(parts) and parts[-count] != "*":
                 found[".".join(("**", *parts[-count:]))] = None
-    return difflib.get_close_matches(pattern, list(found), n=2, cutoff=0.7)
+    below = [one for one in found if one.startswith(f"{pattern}.")]
+    return below[:2] or difflib.get_close_matches(pattern, list(found), n=2, cutoff=0.7)
 
 
 def _skipping(wanted: list[str], used: set[int]) -> set[int]:
