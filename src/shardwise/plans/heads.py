@@ -11,6 +11,8 @@ from torch import nn
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "encoder_attention_heads", "heads")
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "num_attention_groups")
 
+SHARING = ("num_key_value_groups",)  # heads of queries to one of keys
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -26,7 +28,7 @@ class Heads:
 
     def __str__(self) -> str:
         if self.keys == self.queries:
-            return f"{self.queries} heads"
+            return f"{self.queries} head{'s' if self.queries > 1 else ''}"
         return f"{self.queries} heads of queries and {self.keys} of keys and values"
 
 
@@ -47,8 +49,10 @@ def _told_by(module: nn.Module) -> Heads | None:
     queries = _first_number(sources, HEADS)
     if queries is None:
         return None
-    keys = _first_number(sources, KEY_VALUE_HEADS)
-    if keys is None:
+    keys, sharing = _first_number(sources, KEY_VALUE_HEADS), _first_number([module], SHARING)
+    if sharing is not None and queries % sharing == 0:  # told by the module itself, it holds for this layer
+        keys = queries // sharing
+    elif keys is None:
         keys = 1 if getattr(module, "multi_query", getattr(config, "multi_query", False)) is True else queries
     return Heads(queries, keys)
 
@@ -56,7 +60,10 @@ def _told_by(module: nn.Module) -> Heads | None:
 def _first_number(sources: list[Any], names: tuple[str, ...]) -> int | None:
     for source in sources:
         for name in names:
-            value = getattr(source, name, None)
+            try:
+                value = getattr(source, name, None)
+            except Exception:  # a config may refuse to tell what differs from layer to layer
+                continue
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None

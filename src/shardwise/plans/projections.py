@@ -39,8 +39,8 @@ FEW = Role("plain", "a small table")
 EXPERTS = Role("experts", "one matrix for each expert")
 
 _NAMES = {
-    UP: "fc1 fc_in lin1 linear1 up_proj gate_proj w1 w3 wi wi_0 wi_1 c_fc dense_h_to_4h intermediate_dense ffn",
-    DOWN: "fc2 fc_out lin2 linear2 down_proj w2 dense_4h_to_h output_dense ffn_output out_proj c_proj wo Wo",
+    UP: "fc1 fc_in lin1 linear1 linear_fc1 up_proj gate_proj w1 w3 wi wi_0 wi_1 c_fc dense_h_to_4h intermediate_dense ffn",
+    DOWN: "fc2 fc_out lin2 linear2 linear_fc2 down_proj w2 dense_4h_to_h output_dense ffn_output out_proj c_proj wo Wo",
     QUERY: "q_proj query q q_lin wq to_q q_attn query_proj linear_q q_b_proj kv_b_proj",
     KEY: "k_proj key k k_lin wk to_k key_proj linear_k v_proj value v v_lin wv to_v value_proj linear_v",
     OUT: "o_proj o out_lin attn_out",

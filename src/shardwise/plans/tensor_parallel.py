@@ -128,8 +128,8 @@ class _Chooser:
         if not role.heads or heads is None:
             return Choice(role.what, dim, _alike(size, LAYERS[role.packed]))
         why = f"{role.what}, {heads}"
-        if heads.keys == 1 and (role.heads == "keys" or role.packed):
-            return Choice(f"{why}, which all queries look at")
+        if heads.groups == 1 or (heads.keys == 1 and (role.heads == "keys" or role.packed)):
+            return Choice(f"{why}: one head cannot be shared out")
         parts = _by_heads(size, role, heads)
         if not parts:  # the heads are others than these
             return Choice(role.what, dim, _alike(size, LAYERS[role.packed]))
