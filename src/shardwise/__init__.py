@@ -33,6 +33,7 @@ from shardwise.sharded_tensor import (
     state_dict_hook,
     zeros,
 )
+from shardwise.sharded_tensor.sharding import replicate, shard
 from shardwise.sharder import Sharder
 from shardwise.sharding_plan import ShardingPlan, ShardingPlanner
 from shardwise.sharding_spec import (
@@ -106,8 +107,10 @@ __all__ = [
     "randn",
     "random",
     "relabel",
+    "replicate",
     "reshard_output",
     "save",
+    "shard",
     "shard_module",
     "shard_parameter",
     "shard_tensor",
