@@ -1,0 +1,84 @@
+"""A layout in the terminal: its boxes, and who holds how much."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.geometry import draw
+from shardwise.viz.colours import channels, colour
+from shardwise.viz.holdings import equal_holdings, holdings
+from shardwise.viz.panels import panels_of
+from shardwise.viz.subjects import LayoutLike
+from shardwise.viz.words import Unit, numbered, percent, size_text
+
+MOST_PLACES = 8  # of which each has a line; of more, equal ones share it
+MOST_LINES = 32
+MOST_PANELS = 8
+MOST_BOXES = 4096  # beyond which no drawing is tried
+
+
+def layout_text(layout: LayoutLike, *, dtype: torch.dtype | None, width: int, colours: bool) -> str:
+    """A layout drawn with lines of text, then a table of places: shards, bytes or elements, and share of the tensor."""
+    unit = Unit.of(dtype)
+    kind = f" {str(dtype).removeprefix('torch.')}" if dtype is not None else ""
+    whole, shards = unit.phrase(layout.size.numel()), numbered(len(layout), "shard")
+    return "\n".join(
+        [
+            f"{size_text(layout.size, 'x')}{kind}, {whole} in {shards}",
+            *_drawing(layout, width, colours),
+            *_holders(layout, unit, colours),
+        ]
+    )
+
+
+def _holders(layout: LayoutLike, unit: Unit, colours: bool) -> list[str]:
+    held = holdings(layout)
+    rows = [(holding.place, holding, 1) for holding in held]
+    if len(held) > MOST_PLACES:
+        rows = [(equal.name, equal.one, len(equal.members)) for equal in equal_holdings(held)]
+    lines = []
+    broad = max((len(name) for name, _, _ in rows[:MOST_LINES]), default=0)
+    for name, one, count in rows[:MOST_LINES]:
+        empty = f" ({one.empty} empty)" if one.empty else ""
+        amount = unit.text(one.elements) + " each" * (count > 1)
+        bar = "█" * round(20 * one.share) or "▏"
+        line = (
+            f"{name:<{broad}}  {numbered(one.shards, 'shard'):>9}{empty:<10} {amount:>10} "
+            f"{percent(one.share):>5} {painted(bar, one.rank, colours)}"
+        )
+        lines.append("  " + line.rstrip())
+    if len(rows) > MOST_LINES:
+        lines.append(f"  ... and {numbered(len(rows) - MOST_LINES, 'more line')} like these")
+    return lines
+
+
+def _drawing(layout: LayoutLike, width: int, colours: bool) -> list[str]:
+    if len(layout) > MOST_BOXES:
+        return ["  (too many edges to draw)"]
+    if not len(layout.boxes.filled):
+        return ["  (no elements)"]
+    ranks = layout.ranks
+    found = panels_of(layout, MOST_PANELS)
+    lines = []
+    if found.down is not None and found.right is not None:
+        lines.append(f"  dim {found.down} ↓  dim {found.right} →")
+    for panel in found.panels:
+        names = [f"rank {rank}" if rank >= 0 else "?" for rank in ranks[panel.rows].tolist()]
+        picture = draw(layout.boxes.take(panel.rows), names, width=width - 4)
+        if not picture:
+            return ["  (too many edges to draw)"]
+        if panel.title:
+            lines.append(f"  {panel.title}")
+        for rank in sorted(set(ranks[panel.rows].tolist())) if colours else []:
+            label = f"rank {rank}"
+            picture = [line.replace(f" {label} ", f" {painted(label, rank, True)} ") for line in picture]
+        lines += [f"  {line}" for line in picture]
+    return lines + [f"  {line}" for line in found.rest]
+
+
+def painted(text: str, rank: int, colours: bool) -> str:
+    """The text in the colour of a rank, if there are to be colours."""
+    if not colours or rank < 0:
+        return text
+    red, green, blue = channels(colour(rank))
+    return f"\x1b[1;38;2;{red};{green};{blue}m{text}\x1b[0m"
