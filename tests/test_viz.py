@@ -148,7 +148,10 @@ def test_many_ranks_are_summed_up() -> None:
     assert len(irregular.svg()) < 2**20
     assert len(marks(irregular.svg(), "shard")) == 2048
     assert "and 953 smaller boxes" in irregular.svg()
-    assert "too many edges to draw" in str(draw(chunks(0, *range(1000)), (1000,)))
+    for picture in (rows, thousand):
+        assert max(map(len, str(picture).splitlines())) <= 80
+    assert "… ranks 11–58" in str(rows)
+    assert "too many edges to draw" in str(irregular)
 
 
 def test_odd_layouts_are_drawn_too() -> None:

@@ -20,6 +20,7 @@ MOST_BOXES = 2048  # in one drawing
 MOST_PANELS = 12
 WIDEST = 280.0  # pixels of the only panel
 TALLEST = 380.0
+SEVERAL = 128.0  # across, of each of several
 LEAST = 19.0  # pixels of a part, so that a label has room
 MOST_EMPTY = 24  # drawn one by one
 
@@ -42,7 +43,7 @@ def layout_drawings(layout: LayoutLike, details: Details) -> list[Canvas]:
     drawings = []
     if len(boxes):
         alone = len(found.panels) == 1
-        width = details.width if alone else min(details.width, 150.0)
+        width = details.width if alone else min(details.width, SEVERAL)
         broad = max(LEAST, text_width(str(int(layout.ranks.max())), 10) + 5)
         across = scale_of(boxes, found.right, width if found.right is not None else 90.0, broad)
         down = scale_of(boxes, found.down, _height(layout, found, width), LEAST, details.height if alone else 0.0)
@@ -74,7 +75,7 @@ class _Drawer:
         top = 2.0
         title = " · ".join(filter(None, (self.details.caption, panel.title)))
         if title:
-            canvas.text(1, 13, title, css="bold")
+            canvas.text(1, 13, title, size=11, css="bold")
             top += 18
         labels = {side: self._edge_labels(boxes, side) for side in ("top", "left")}
         left = 2.0 + max((text_width(text, 10) + 9 for _, _, text in labels["left"]), default=0.0)

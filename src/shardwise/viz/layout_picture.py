@@ -30,7 +30,7 @@ def layout_picture(
     unit = Unit.of(dtype)
     return Picture(
         f"{kind} {size_text(layout.size)}",
-        layout_notes(layout, dtype),
+        layout_notes(layout, dtype) + ["outlined: on this rank"] * bool(here),
         lambda: [*layout_drawings(layout, Details(unit, here)), holders(layout, unit)],
         lambda columns, colours: layout_text(layout, dtype=dtype, width=columns, colours=colours),
         width,
@@ -52,9 +52,10 @@ def layout_notes(layout: LayoutLike, dtype: torch.dtype | None) -> list[str]:
         for dim in range(boxes.ndim)
         if dim in (down, right) or (len(boxes) and (boxes.sizes[:, dim] < layout.size[dim]).any())
     ]
-    arrows = {down: " ↓", right: " →"}
+    arrows = {down: " ↓", right: " →"}  # any other is sliced
     if len(boxes) and cut:
-        notes.append("; ".join(f"dim {dim}{arrows.get(dim, '')} {cut_text(boxes, dim, layout.size)}" for dim in cut))
+        told = [f"dim {dim}{arrows.get(dim, ' in slices:')} {cut_text(boxes, dim, layout.size)}" for dim in cut]
+        notes.append("; ".join(told))
     return notes
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from shardwise.geometry import draw
+from shardwise.geometry import Boxes, IntArray, draw
 from shardwise.viz.colours import channels, colour
 from shardwise.viz.holdings import equal_holdings, holdings
 from shardwise.viz.panels import panels_of
+from shardwise.viz.scale import edges_of, middle_parts
 from shardwise.viz.subjects import LayoutLike
-from shardwise.viz.words import Unit, numbered, percent, size_text
+from shardwise.viz.words import Unit, numbered, percent, ranks_text, size_text
 
 MOST_PLACES = 8  # of which each has a line; of more, equal ones share it
 MOST_LINES = 32
 MOST_PANELS = 8
 MOST_BOXES = 4096  # beyond which no drawing is tried
+MOST_DOWN = 16  # parts downwards, besides what is left out between the first and the last
 
 
 def layout_text(layout: LayoutLike, *, dtype: torch.dtype | None, width: int, colours: bool) -> str:
@@ -37,13 +40,16 @@ def _holders(layout: LayoutLike, unit: Unit, colours: bool) -> list[str]:
     if len(held) > MOST_PLACES:
         rows = [(equal.name, equal.one, len(equal.members)) for equal in equal_holdings(held)]
     lines = []
-    broad = max((len(name) for name, _, _ in rows[:MOST_LINES]), default=0)
-    for name, one, count in rows[:MOST_LINES]:
+    amounts = [unit.text(one.elements) + " each" * (count > 1) for _, one, count in rows[:MOST_LINES]]
+    broad, deep = (
+        max(map(len, (name for name, _, _ in rows[:MOST_LINES])), default=0),
+        max(map(len, amounts), default=0),
+    )
+    for (name, one, _), amount in zip(rows, amounts, strict=False):
         empty = f" ({one.empty} empty)" if one.empty else ""
-        amount = unit.text(one.elements) + " each" * (count > 1)
         bar = "█" * round(20 * one.share) or "▏"
         line = (
-            f"{name:<{broad}}  {numbered(one.shards, 'shard'):>9}{empty:<10} {amount:>10} "
+            f"{name:<{broad}}  {numbered(one.shards, 'shard'):>9}{empty:<10} {amount:>{max(deep, 10)}} "
             f"{percent(one.share):>5} {painted(bar, one.rank, colours)}"
         )
         lines.append("  " + line.rstrip())
@@ -63,8 +69,9 @@ def _drawing(layout: LayoutLike, width: int, colours: bool) -> list[str]:
     if found.down is not None and found.right is not None:
         lines.append(f"  dim {found.down} ↓  dim {found.right} →")
     for panel in found.panels:
-        names = [f"rank {rank}" if rank >= 0 else "?" for rank in ranks[panel.rows].tolist()]
-        picture = draw(layout.boxes.take(panel.rows), names, width=width - 4)
+        most = {found.down: MOST_DOWN, found.right: width // (len(f"rank {ranks.max()}") + 3) - 1}
+        boxes, names = _shortened(layout.boxes.take(panel.rows), ranks[panel.rows], most)
+        picture = draw(boxes, names, width=width - 4)
         if not picture:
             return ["  (too many edges to draw)"]
         if panel.title:
@@ -74,6 +81,33 @@ def _drawing(layout: LayoutLike, width: int, colours: bool) -> list[str]:
             picture = [line.replace(f" {label} ", f" {painted(label, rank, True)} ") for line in picture]
         lines += [f"  {line}" for line in picture]
     return lines + [f"  {line}" for line in found.rest]
+
+
+def _shortened(boxes: Boxes, ranks: IntArray, most: dict[int | None, int]) -> tuple[Boxes, list[str]]:
+    """The boxes and their labels; of more parts along a dim, those in the middle are one, as long as the first."""
+    begins, ends, hidden = boxes.offsets.copy(), boxes.ends.copy(), np.zeros(len(boxes), dtype=bool)
+    for dim, few in most.items():
+        middle = None if dim is None else middle_parts(boxes, dim, max(few, 2))
+        if dim is None or middle is None:
+            continue
+        edges = edges_of(boxes, dim)
+        first, last = (int(edges[part]) for part in middle)
+        inside, shift = (begins[:, dim] >= first) & (begins[:, dim] < last), last - first - int(edges[1] - edges[0])
+        begins[inside, dim], ends[inside, dim] = first, last - shift
+        begins[begins[:, dim] >= last, dim] -= shift
+        ends[~inside & (ends[:, dim] > last), dim] -= shift
+        hidden |= inside
+    members: dict[tuple[int, ...], list[int]] = {}
+    for row, begin in enumerate(map(tuple, begins.tolist())):
+        members.setdefault(begin, []).append(row)
+    labels, several = [], sum(bool(hidden[rows[0]]) for rows in members.values()) > 1
+    for rows in members.values():
+        rank = int(ranks[rows[0]])
+        name = f"rank {rank}" if rank >= 0 else "?"
+        rest = f"… {len(rows)}" if several else f"… {ranks_text(ranks[rows].tolist())}"
+        labels.append(rest if hidden[rows[0]] else name)
+    chosen = np.array([rows[0] for rows in members.values()], dtype=np.int64)
+    return Boxes(begins[chosen], (ends - begins)[chosen]), labels
 
 
 def painted(text: str, rank: int, colours: bool) -> str:

@@ -54,14 +54,14 @@ class Picture:
             if drawing.fills_row:
                 x = float(self.width)
         page.right, page.bottom = page.right + EDGE, page.bottom + EDGE
-        return page.alone()
+        return page.alone(self.title)
 
     def html(self) -> str:
         """All of it as a fragment of HTML, in the colours of the page."""
         notes = "".join(f'<div style="font-size:12px;opacity:.75">{escape(note)}</div>' for note in self.notes)
         room = "max-width:100%;overflow-x:auto"
         drawings = "".join(
-            f'<div style="{room}{";flex-basis:100%" * drawing.fills_row}">{drawing.inline()}</div>'
+            f'<div style="{room}{";flex-basis:100%" * drawing.fills_row}">{drawing.inline(self.title)}</div>'
             for drawing in self.drawings
         )
         return (

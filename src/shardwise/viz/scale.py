@@ -56,13 +56,11 @@ def scale_of(boxes: Boxes, dim: int | None, length: float, least: float, longest
     """
     if dim is None:
         return Scale(np.array([0, 1], dtype=np.int64), np.array([0.0, length]))
-    edges = np.unique(np.concatenate([boxes.offsets[:, dim], boxes.ends[:, dim]]))
-    starts, ends = (np.searchsorted(edges, side[:, dim]) for side in (boxes.offsets, boxes.ends))
+    edges = edges_of(boxes, dim)
     parts, left_out = np.diff(edges).astype(np.float64), None
     length = max(length, min(least * len(parts), longest))
-    if len(parts) > max(int(length / least), 4) and (ends - starts == 1).all():
-        few = max(int((length - BAND) / least), 2)
-        left_out = (few - few // 3, len(parts) - few // 3)
+    if len(parts) > max(int(length / least), 4):
+        left_out = middle_parts(boxes, dim, max(int((length - BAND) / least), 2))
     drawn = np.ones(len(parts), dtype=bool)
     if left_out is not None:
         drawn[left_out[0] : left_out[1]] = False
@@ -72,6 +70,20 @@ def scale_of(boxes: Boxes, dim: int | None, length: float, least: float, longest
     if left_out is not None:
         pixels[left_out[0]] = BAND  # the parts behind it have no length
     return Scale(edges, np.concatenate([[0.0], np.cumsum(pixels)]), left_out)
+
+
+def edges_of(boxes: Boxes, dim: int) -> IntArray:
+    """Where boxes begin or end along a dim, ascending."""
+    return np.unique(np.concatenate([boxes.offsets[:, dim], boxes.ends[:, dim]]))
+
+
+def middle_parts(boxes: Boxes, dim: int, few: int) -> tuple[int, int] | None:
+    """The parts between the edges of a dim that are left out so that few remain; none if a box lies across several."""
+    edges = edges_of(boxes, dim)
+    starts, ends = (np.searchsorted(edges, side[:, dim]) for side in (boxes.offsets, boxes.ends))
+    if len(edges) - 1 <= few + 1 or (ends - starts > 1).any():
+        return None
+    return few - few // 3, len(edges) - 1 - few // 3
 
 
 def _proportional(parts: npt.NDArray[np.float64], length: float, least: float) -> npt.NDArray[np.float64]:

@@ -126,22 +126,18 @@ class Canvas:
     def _reach(self, right: float, bottom: float) -> None:
         self.right, self.bottom = max(self.right, right), max(self.bottom, bottom)
 
-    def inline(self) -> str:
-        """An ``<svg>`` for within a page that has the style."""
-        return self._svg(
-            f'width="{self.width:.0f}" height="{self.height:.0f}" style="display:block;max-width:none"', ""
-        )
+    def inline(self, label: str) -> str:
+        """An ``<svg>`` for within a page that has the style; the label is for those who do not see it."""
+        return self._svg(label, 'style="display:block;max-width:none"', "")
 
-    def alone(self) -> str:
+    def alone(self, label: str) -> str:
         """An ``<svg>`` that is a file of its own."""
         paper = f'<rect class="paper" width="{self.width:.0f}" height="{self.height:.0f}" rx="6"/>'
-        return self._svg(
-            f'width="{self.width:.0f}" height="{self.height:.0f}"', f"<style>{STYLE}{ALONE}</style>{paper}"
-        )
+        return self._svg(label, 'class="shardwise"', f"<style>{STYLE}{ALONE}</style>{paper}")
 
-    def _svg(self, size: str, before: str) -> str:
-        box = f'viewBox="0 0 {self.width:.0f} {self.height:.0f}"'
-        name = ' class="shardwise"' if before else ""
+    def _svg(self, label: str, look: str, before: str) -> str:
+        width, height = f"{self.width:.0f}", f"{self.height:.0f}"
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg"{name} {box} {size} role="img">{before}{"".join(self.parts)}</svg>'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+            f'{look} aria-label="{escape(label)}">{before}{"".join(self.parts)}</svg>'
         )

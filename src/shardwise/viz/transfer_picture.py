@@ -63,7 +63,7 @@ def _matrix(traffic: Traffic, unit: Unit) -> Canvas:
             _cell(canvas, traffic, (row, column), (left + broad * column, top + high * row), most, unit)
     y = top + high * len(traffic.senders) + 16
     canvas.rect(2, y - 10, 18, 11, css="empty")
-    canvas.text(26, y, "stays where it is", size=10.5, css="soft")
+    canvas.text(26, y, "stays; below a name: all it sends or gets", size=10.5, css="soft")
     return canvas
 
 
