@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from docs.pictures import make
 from tests.cases import ALL, SIZE, boxes, chunks, places
 from torch import nn
 
@@ -138,7 +139,7 @@ def test_many_ranks_are_summed_up() -> None:
     (rest,) = (told for told, _ in marks(rows.svg(), "rest"))
     shown = len(marks(rows.svg(), "shard"))
     assert rest.startswith(f"{64 - shown} boxes of ranks ")
-    assert "4001 = 63 × 63 + 32" in rows.svg()
+    assert "4001 = 63 × 63 + 32" in rows.svg().replace("\xa0", " ")
     thousand = draw(GridShardingSpec((0, 1), [places(*range(32 * k, 32 * k + 32)) for k in range(32)]), (64, 64))
     bricks = [([2 * k, 0], [2, 1], k) for k in range(1500)] + [([2 * k + 1, 1], [2, 1], k) for k in range(1499)]
     irregular = draw(boxes(*bricks, ([0, 1], [1, 1], 0), ([2999, 1], [1, 1], 1)), (3000, 2))
@@ -241,17 +242,18 @@ class Small(nn.Module):
         self.register_buffer("steps", torch.zeros(400, dtype=torch.int64))
 
 
-@ranks(2)
+@ranks(4)
 def test_a_module_shows_what_each_rank_holds() -> None:
     """Bytes of the local tensors on this rank and on the other; layers that are alike are one entry."""
     plan = {"words.weight": chunks(0, 0, 1), "layers.*.weight": boxes(([0, 0], [2, 6], 0), ([2, 0], [4, 6], 1))}
     model = shardwise.shard_module(Small(), ShardingPlan(plan))
     picture = draw(model)
     plain = 3 * 6 * 4 + 400 * 8
-    here = sum(p.local_tensor().numel() * 4 for p in model.parameters() if isinstance(p, shardwise.ShardedTensor))
-    rank, held = torch.distributed.get_rank(), [3 * 48 + 120, 3 * 96 + 120]
+    sharded = [p for p in model.parameters() if isinstance(p, shardwise.ShardedTensor)]
+    here = sum(shard.tensor.numel() * 4 for p in sharded for shard in p.local_shards())
+    rank, held = torch.distributed.get_rank(), [3 * 48 + 120, 3 * 96 + 120, 0, 0]
     assert held[rank] == here
-    for rank, bytes_ in enumerate(held):
+    for rank, bytes_ in enumerate(held[:2]):
         told = f"rank {rank}: {bytes_text(bytes_)} of shards, {bytes_text(plain)} of plain tensors"
         assert told in [one for one, _ in marks(picture.svg(), "holding")]
     told = [one for one, _ in marks(picture.svg(), "tensor")]
@@ -262,8 +264,18 @@ def test_a_module_shows_what_each_rank_holds() -> None:
     assert_readable(picture)
     tensor = model.words.weight
     assert len(marks(draw(tensor).svg(), "shard")) == 2
-    assert draw(tensor).svg().count('class="here"') == 1
+    assert draw(tensor).svg().count('class="here"') == len(tensor.local_shards())
     assert str(draw(tensor)).startswith("10x6 float32, 240 B in 2 shards")
+
+
+@ranks(4)
+def test_the_documentation_shows_what_is_drawn() -> None:
+    """Its pictures are those that ``make pictures`` draws now."""
+    folder = Path(make.__file__).parent
+    drawn = {name: picture.svg() for name, picture in make.pictures().items()} | {"model.svg": make.model().svg()}
+    assert {file.name for file in folder.glob("*.svg")} == set(drawn)
+    for name, svg in drawn.items():
+        assert (folder / name).read_text(encoding="utf-8") == svg + "\n", f"{name} is not up to date: make pictures"
 
 
 def test_drawing_and_saving(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def layout_notes(layout: LayoutLike, dtype: torch.dtype | None) -> list[str]:
     arrows = {down: " ↓", right: " →"}  # any other is sliced
     if len(boxes) and cut:
         told = [f"dim {dim}{arrows.get(dim, ' in slices:')} {cut_text(boxes, dim, layout.size)}" for dim in cut]
-        notes.append("; ".join(told))
+        notes.append("; ".join(one.replace(" ", "\xa0") for one in told))  # a line breaks between dims only
     return notes
 
 

@@ -32,7 +32,7 @@ ALONE = (
     "@media(prefers-color-scheme:dark){.shardwise{color:#e6edf3}.shardwise .paper{fill:#0d1117}}"
 )
 
-NARROW, WIDE = frozenset(" .,:;'|!()[]ijlt/–-·"), frozenset("mwMW@%…→↓")
+NARROW, WIDE = frozenset(" \xa0.,:;'|!()[]ijlt/–-·"), frozenset("mwMW@%…→↓")
 
 
 def text_width(text: str, size: float = 12) -> float:
