@@ -261,6 +261,11 @@ def test_a_module_shows_what_each_rank_holds() -> None:
     assert "words.weight: 10 × 6 float32, 240 B, dim 0 in 2" in told
     assert len(told) == 4
     assert "4 of 8 tensors sharded" in str(picture)
+    model.old = shardwise.zeros(chunks(0, 0, 1), 4, 4)  # an attribute, as the old system keeps them
+    assert "5 of 9 tensors sharded" in str(draw(model))
+    model.steps.device_mesh = None  # as a DTensor has
+    with pytest.raises(PropertyError, match="'steps' is a Tensor: convert it with from_dtensor"):
+        draw(model)
     assert_readable(picture)
     tensor = model.words.weight
     assert len(marks(draw(tensor).svg(), "shard")) == 2

@@ -20,7 +20,8 @@ def draw(
 
     A notebook shows it, ``print`` prints it, ``save("layout.svg")`` writes it to a file, no broader than ``width``
     pixels. A tensor knows its dtype; with that of a layout, spec or plan given, amounts are in bytes, else in elements.
-    Every rank can draw alone: nothing travels. ::
+    Every rank can draw alone: nothing travels. For what cannot be drawn, or a spec without a size, it raises a
+    `SignatureError`. ::
 
         >>> from shardwise import ChunkShardingSpec
         >>> print(draw(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), (5, 4)).text(width=24))

@@ -39,12 +39,13 @@ def holdings_drawing(rows: Sequence[Row], notes: Sequence[str] = (), *, fills_ro
     names, words = (
         [text_width(getattr(row, part), size) for row in shown] for part, size in (("name", 12), ("words", 11))
     )
-    head = min(max(names, default=0.0), WIDTH - BAR - 50 - max(words, default=0.0))
+    left = 12.0 + 6 * max((min(len(row.ranks), DOTS) for row in shown), default=0)
+    head = min(max(names, default=0.0), WIDTH - left - BAR - 20 - max(words, default=0.0))
     for number, row in enumerate(shown):
         if between and number == MOST_ROWS // 2:
-            canvas.text(30, y + 14, f"… {between} between these", size=11, css="soft")
+            canvas.text(left, y + 14, f"… {between} between these", size=11, css="soft")
             y += 20
-        _row(canvas, row, y, head)
+        _row(canvas, row, y, left, head)
         y += 22
     for note in notes:
         canvas.text(2, y + 14, note, size=11, css="soft")
@@ -61,18 +62,19 @@ def _few(rows: Sequence[Row]) -> tuple[list[Row], int]:
     return ordered[:half] + ordered[-half:], len(rows) - 2 * half
 
 
-def _row(canvas: Canvas, row: Row, y: float, head: float) -> None:
+def _row(canvas: Canvas, row: Row, y: float, left: float, head: float) -> None:
     with canvas.mark(row.tooltip, "holding"):
         for number, rank in enumerate(row.ranks[:DOTS]):
             canvas.rect(2 + 6 * number, y + 4, 12, 12, fill=colour(rank), radius=3)
-        canvas.text(32, y + 14, shortened(row.name, head))
-        x = 42 + head
+        canvas.text(left, y + 14, shortened(row.name, head))
+        x, sharded = left + head + 10, min(row.sharded, 1.0)
         canvas.rect(x, y + 5, BAR, 10, css="shade", radius=2)
-        if row.sharded:
+        if sharded:
             paint = colour(row.ranks[0]) if row.ranks else colour(-1)
-            canvas.rect(x, y + 5, max(BAR * min(row.sharded, 1.0), 1.0), 10, fill=paint, radius=2)
+            canvas.rect(x, y + 5, max(BAR * sharded, 1.0), 10, fill=paint, radius=2)
         if row.plain:
-            canvas.rect(x + BAR * row.sharded, y + 5, max(BAR * row.plain, 1.0), 10, css="plain", radius=2)
+            plain = min(row.plain, 1.0 - sharded)
+            canvas.rect(x + BAR * sharded, y + 5, max(BAR * plain, 1.0), 10, css="plain", radius=2)
         canvas.text(x + BAR + 8, y + 14, row.words, size=11)
 
 

@@ -16,7 +16,7 @@ from shardwise.viz.words import Unit, numbered, percent, ranks_text, size_text
 MOST_PLACES = 8  # of which each has a line; of more, equal ones share it
 MOST_LINES = 32
 MOST_PANELS = 8
-MOST_BOXES = 4096  # beyond which no drawing is tried
+MOST_BOXES = 1 << 16  # beyond which no drawing is tried
 MOST_DOWN = 16  # parts downwards, besides what is left out between the first and the last
 
 

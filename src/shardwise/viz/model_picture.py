@@ -14,7 +14,7 @@ from shardwise.viz.svg import Canvas, shortened
 from shardwise.viz.words import bytes_text, count_text, numbered, percent, ranks_text, size_text
 
 MOST_ENTRIES = 32
-IN_COLUMN = 6  # entries below each other, at least
+IN_COLUMN = 4  # entries below each other, at least
 SMALL = 0.01  # of the module: plain tensors that are smaller share an entry
 THUMB = (56.0, 38.0)
 TEXT = 252.0

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from shardwise.errors import PropertyError
-from shardwise.viz.svg import STYLE, Canvas, wrapped
+from shardwise.viz.svg import MARGIN, STYLE, Canvas, wrapped
 
 WIDTH = 760  # of a file, in pixels
 GAP = 24.0
@@ -47,7 +47,7 @@ class Picture:
         y += 10
         x, tallest = EDGE, 0.0
         for drawing in self.drawings:
-            if x > EDGE and (x + drawing.width + EDGE > self.width or drawing.fills_row):
+            if x > EDGE and (x + drawing.width + EDGE + MARGIN > self.width or drawing.fills_row):
                 x, y, tallest = EDGE, y + tallest + GAP, 0.0
             page.put(drawing, x, y)
             x, tallest = x + drawing.width + GAP, max(tallest, drawing.height)
