@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Ranks and scripts start many Pythons: what one has compiled the others read, and what none imports nobody compiles.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test lint bench coverage-ops clean
+.PHONY: help demo test lint bench coverage-ops pictures clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make lint   the first three of those"
 	@echo "make bench  measure against torch.distributed._shard, DTensor and plain tensors"
 	@echo "make coverage-ops  try every op, module and optimizer of torch's own databases, here and on DTensor"
+	@echo "make pictures  draw the pictures of the documentation, in docs/pictures"
 	@echo "make clean  remove the virtual environment and every cache"
 
 $(READY): pyproject.toml constraints.txt
@@ -40,6 +41,9 @@ bench: $(READY)
 
 coverage-ops: $(READY)
 	@$(BIN)/python -m benchmarks.coverage
+
+pictures: $(READY)
+	@$(BIN)/python docs/pictures/make.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

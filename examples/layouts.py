@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.testing import run_on_ranks
-from shardwise.viz import layout_text
 
 RANKS = 4
 
@@ -54,7 +53,8 @@ def show(reports: list[list[str]]) -> None:
     """Draw each layout, then what each rank said of its tensor."""
     colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for number, (title, (spec, size, dtype)) in enumerate(specs().items()):
-        print(f"\n{title}\n{type(spec).__name__}: {layout_text(spec.layout(size), dtype=dtype, colours=colours)}")
+        picture = shardwise.draw(spec, size, dtype=dtype).text(colours=colours)
+        print(f"\n{title}\n{type(spec).__name__}: {picture}")
         for rank, report in enumerate(reports):
             print(f"  rank {rank} holds {report[number].partition('here ')[2].removesuffix(')')}")
 

@@ -21,7 +21,6 @@ from torch.nn import functional
 
 import shardwise
 from shardwise.testing import run_on_ranks
-from shardwise.viz import layout_text
 
 WORDS, WIDTH, MIDDLE, TOPICS = 6_000, 64, 384, 16
 BATCH, LENGTH = 96, 12
@@ -100,7 +99,7 @@ def pieces(world_size: int) -> shardwise.ShardingSpec:
 def picture(model: nn.Module, terminal: bool) -> str:
     """Which rank holds what of the words, drawn; the other weights in a line each."""
     drawn = {
-        name: layout_text(parameter._layout, dtype=parameter.dtype, colours=terminal)
+        name: shardwise.draw(parameter).text(colours=terminal)
         for name, parameter in model.named_parameters()
         if isinstance(parameter, shardwise.ShardedTensor)
     }

@@ -1,6 +1,6 @@
 """Tensors that live in pieces on many processes: any boxes, on any ranks."""
 
-from shardwise import checkpoint, errors, huggingface, ops, random, viz
+from shardwise import checkpoint, errors, huggingface, ops, random
 from shardwise.api import collect_local_shard, fill_buffers, reshard_output, shard_module, shard_parameter
 from shardwise.checkpoint import load, save
 from shardwise.dispatch import custom_sharded_op_impl, custom_sharding_spec_op
@@ -33,6 +33,7 @@ from shardwise.sharded_tensor import (
     state_dict_hook,
     zeros,
 )
+from shardwise.sharded_tensor.sharding import replicate, shard
 from shardwise.sharder import Sharder
 from shardwise.sharding_plan import ShardingPlan, ShardingPlanner
 from shardwise.sharding_spec import (
@@ -48,6 +49,7 @@ from shardwise.sharding_spec import (
 )
 from shardwise.tracing import trace
 from shardwise.transfer import Plan, make_plan, relabel
+from shardwise.viz import draw
 
 __version__ = "0.1.0"
 
@@ -81,6 +83,7 @@ __all__ = [
     "collect_local_shard",
     "custom_sharded_op_impl",
     "custom_sharding_spec_op",
+    "draw",
     "empty",
     "errors",
     "explain",
@@ -106,8 +109,10 @@ __all__ = [
     "randn",
     "random",
     "relabel",
+    "replicate",
     "reshard_output",
     "save",
+    "shard",
     "shard_module",
     "shard_parameter",
     "shard_tensor",
@@ -115,6 +120,5 @@ __all__ = [
     "to_dtensor",
     "trace",
     "validation",
-    "viz",
     "zeros",
 ]

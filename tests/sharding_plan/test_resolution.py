@@ -131,9 +131,9 @@ SINGLE: dict[str, tuple[ShardingPlan, type[Exception], str]] = {
         "return_local_tensor is a list of module paths, found int",
     ),
     "no plan": (
-        {"fc1.weight": ROWS},
+        [("fc1.weight", ROWS)],
         TypeError,
-        "takes a ShardingPlan, or a ShardingPlanner that makes one, found dict",
+        "takes a ShardingPlan, or a ShardingPlanner that makes one, or a dict by names of parameters, found list",
     ),
 }
 

@@ -27,7 +27,10 @@ def test_equal_specs_are_equal() -> None:
     """Also after a pickle; the repr stays short however many shards there are."""
     spec = boxes(([0], [3], 0), ([3], [4], 1))
     assert pickle.loads(pickle.dumps(spec)) == spec
-    assert repr(spec) == "EnumerableShardingSpec(2 shards)"
+    assert eval(repr(spec)) == spec
+    assert hash(eval(repr(spec))) == hash(spec)
+    many = boxes(*(([k], [1], 0) for k in range(100)))
+    assert repr(many) == "EnumerableShardingSpec(100 shards)"
 
 
 @pytest.mark.parametrize(

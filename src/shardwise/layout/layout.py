@@ -27,6 +27,7 @@ from shardwise.layout.places import MOST_ASKED, Places
 from shardwise.layout.records import parse_shards, parse_size, shard_names
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from shardwise.placement import Placement, PlacementLike
+from shardwise.viz import Picture, layout_picture
 
 Where = Iterable[PlacementLike | Placement | None] | Places
 
@@ -328,6 +329,12 @@ class Layout:
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+    def _picture_(self, **options: Any) -> Picture:
+        return layout_picture(self, **options)
+
+    def _repr_html_(self) -> str:
+        return self._picture_().html()
 
     def __repr__(self) -> str:
         ranks = self.places.different_ranks[self.places.different_ranks >= 0]

@@ -29,7 +29,7 @@ from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.sparse_gradient import make_dense
 from shardwise.sharding_spec import ShardingSpec
 from shardwise.tracing import record
-from shardwise.viz import layout_html
+from shardwise.viz import Picture, layout_picture
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 FIRST = ("input", "self", "tensor", "tensors", "outputs")  # names that torch gives to first arguments
@@ -184,6 +184,11 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
 
     @property
     def _layout(self) -> Layout:
+        return self._frame.layout
+
+    @property
+    def sharding(self) -> Layout:
+        """Which boxes lie on which ranks. ``make_plan(a.sharding, b.sharding)`` is the way from one to another."""
         return self._frame.layout
 
     @property
@@ -392,8 +397,12 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
 
+    def _picture_(self, *, dtype: torch.dtype | None = None, **options: Any) -> Picture:
+        kind, here = type(self).__name__, self._frame.rows
+        return layout_picture(self._layout, kind=kind, dtype=dtype or self.dtype, here=here, **options)
+
     def _repr_html_(self) -> str:
-        return layout_html(self._layout, dtype=self.dtype, here=self._frame.rows)
+        return self._picture_().html()
 
     def __copy__(self) -> Any:
         new = self._like(list(self._local_tensors()))

@@ -17,6 +17,7 @@ from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharder import Sharder
 from shardwise.sharding_plan.tree import ModuleTree, Place
 from shardwise.sharding_spec import ShardingSpec
+from shardwise.shorthand import How, spec_said
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class OutputStep:
 
 
 def parameter_step(
-    tree: ModuleTree, name: str, spec: ShardingSpec, group: ProcessGroup, *, any_tensor: bool = False
+    tree: ModuleTree, name: str, how: How, group: ProcessGroup, *, any_tensor: bool = False
 ) -> ParameterStep:
     """The step for the parameter of this name, or the error that says why it cannot be sharded so.
 
@@ -73,9 +74,12 @@ def parameter_step(
     parameter = places[0].get()
     _require_shardable(name, parameter, group)
     try:
+        kind = None if parameter.is_meta else parameter.device.type
+        spec = spec_said(how, device_type=kind, process_group=group)
         layout = locate_all(spec.layout(parameter.shape), group)
     except Exception as error:
-        said = f"{name!r} of size {tuple(parameter.shape)} cannot be cut by {type(spec).__name__}: {error}"
+        by = type(how).__name__ if isinstance(how, ShardingSpec) else f"dim {how}"
+        said = f"{name!r} of size {tuple(parameter.shape)} cannot be cut by {by}: {error}"
         raise same_kind(type(error).__name__, said) from error
     return ParameterStep(name, places, spec, layout)
 

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from shardwise.errors import LayoutError
 from shardwise.geometry import Boxes, IntArray, intersections
 from shardwise.layout import Grid, Layout
 from shardwise.transfer.pieces import Pieces, received_pieces, sent_pieces
+from shardwise.viz import Picture, transfer_picture
 
 MOST_LISTED = 64  # ranks in an explanation
 MOST_KEPT = 1 << 18  # pieces, of all plans together: some 16 MiB
@@ -189,6 +191,12 @@ class Plan:
             f"{int(self.lands_as_it_comes.sum())} at their destination; the others are packed.",
         ]
         return "\n".join([*lines, *(self._explained(rank, itemsize, most=len(ranks)) for rank in ranks)])
+
+    def _picture_(self, **options: Any) -> Picture:
+        return transfer_picture(self, **options)
+
+    def _repr_html_(self) -> str:
+        return self._picture_().html()
 
     def _explained(self, rank: int, itemsize: int, most: int) -> str:
         pieces, others = self.sends(rank), self.destinations(rank)

@@ -1,7 +1,8 @@
-"""Pictures of layouts: as text for the terminal, as SVG for notebooks."""
+"""Pictures of layouts, tensors, transfers and modules: SVG for notebooks and files, text for the terminal."""
 
-from shardwise.viz.html import layout_html, layout_svg
-from shardwise.viz.text import layout_text
-from shardwise.viz.transfer import plan_text
+from shardwise.viz.drawing import draw
+from shardwise.viz.layout_picture import layout_picture
+from shardwise.viz.picture import Picture
+from shardwise.viz.transfer_picture import transfer_picture
 
-__all__ = ["layout_html", "layout_svg", "layout_text", "plan_text"]
+__all__ = ["Picture", "draw", "layout_picture", "transfer_picture"]

@@ -19,7 +19,7 @@ from shardwise.errors import ProcessGroupError, PropertyError
 from shardwise.layout import Layout
 from shardwise.ops.engine.chunking import chunked_layout
 from shardwise.ops.engine.compute import assemble, frame_of, places_of
-from shardwise.ops.validation import digest
+from shardwise.process_group.values import digest
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharding_spec import spec_of
 
