@@ -1,6 +1,6 @@
 """Tensors that live in pieces on many processes: any boxes, on any ranks."""
 
-from shardwise import checkpoint, errors, huggingface, ops, random
+from shardwise import checkpoint, errors, huggingface, ops, plans, random
 from shardwise.api import collect_local_shard, fill_buffers, reshard_output, shard_module, shard_parameter
 from shardwise.checkpoint import load, save
 from shardwise.dispatch import custom_sharded_op_impl, custom_sharding_spec_op
@@ -104,6 +104,7 @@ __all__ = [
     "ones",
     "ops",
     "own_batches",
+    "plans",
     "pre_load_state_dict_hook",
     "rand",
     "randn",
