@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.models.plans import columns, rows, tensor_parallel, uneven
+from tests.models.plans import columns, planned, rows, tensor_parallel, uneven
 from tests.models.twins import assert_trains_alike, joined, sharded
 from tests.models.zoo import ZOO, loss_of, made
 
@@ -16,7 +16,7 @@ from shardwise.testing import ranks
 def test_a_model_trains_as_its_twin(name: str) -> None:
     """Loss and every gradient, from plain inputs and from a batch of each rank's own, however it is cut."""
     plain, inputs, tolerance = made(name), ZOO[name].inputs(), ZOO[name].tolerance
-    for cut, given in ((uneven, inputs), (columns, joined(inputs)), (tensor_parallel(name), joined(inputs))):
+    for cut, given in ((uneven, inputs), (columns, joined(inputs)), (planned(plain), joined(inputs))):
         assert_trains_alike(sharded(plain, cut), plain, given, inputs, loss_of, tolerance)
 
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from shardwise.sharding_plan import ShardingPlan
+from shardwise.sharding_spec import ShardingSpec
 
 HEADINGS = ("parameter", "size", "cut", "why")
 LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number between dots
@@ -31,6 +32,7 @@ class ReasonedPlan(ShardingPlan):
     plain.
     """
 
+    plan: dict[str, ShardingSpec]
     reasons: tuple[Reason, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:

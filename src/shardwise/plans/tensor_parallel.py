@@ -54,11 +54,11 @@ def tensor_parallel(
         self_attn.in_proj_weight   24×8  3 parts of dim 0 over 2 ranks  queries, keys and values in one, 2 heads
         self_attn.in_proj_bias     24    3 parts of dim 0 over 2 ranks  queries, keys and values in one, 2 heads
         self_attn.out_proj.weight  8×8   dim 1 over 2 ranks             output of attention, 2 heads
-        self_attn.out_proj.bias    8     plain                          output of attention, added once, to the sum
+        self_attn.out_proj.bias    8     plain                          output of attention, added to the sum
         linear1.weight             16×8  dim 0 over 2 ranks             first of a pair of layers
         linear1.bias               16    dim 0 over 2 ranks             first of a pair of layers
         linear2.weight             8×16  dim 1 over 2 ranks             second of a pair of layers
-        linear2.bias               8     plain                          second of a pair of layers, added once, to the sum
+        linear2.bias               8     plain                          second of a pair of layers, added to the sum
         norm1.weight               8     plain                          a norm
         norm1.bias                 8     plain                          a norm
         norm2.weight               8     plain                          a norm
@@ -119,7 +119,7 @@ class _Chooser:
             return Choice(_why_plain(modules[name.rpartition(".")[0]]))
         dim = named.dim(role.kind, parameter.ndim, turned=is_turned(named.layer, modules))
         if dim is None:
-            also = ", added once, to the sum" if named.is_bias and role.kind == "row" else ""
+            also = ", added to the sum" if named.is_bias and role.kind == "row" else ""
             return Choice(role.what + also)
         return self._cut(name, role, dim, parameter.shape[dim], heads_around(named.layer, modules))
 
