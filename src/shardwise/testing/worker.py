@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -59,6 +60,7 @@ def serve(connection: Connection, rank: int, world_size: int, folder: str, backe
 
 
 def _prepare(rank: int, world_size: int, folder: Path, backend: str) -> None:
+    _take_turns()
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -81,6 +83,18 @@ def _prepare(rank: int, world_size: int, folder: Path, backend: str) -> None:
         timeout=COLLECTIVE_TIMEOUT,
     )
     gc.freeze()  # what is loaded by now stays: collecting after each task then looks at the task's own objects only
+
+
+def _take_turns() -> None:
+    """Let this process and its threads, where the system knows such a thing, wait until another one pauses or has had
+    its time, and not take its place as soon as there is something to do.
+
+    There are more ranks than cores. gloo's thread tries again and again for a lock that the rank has while it sends;
+    who gets the message would else take the rank's core just then, and that thread the other one, for nothing.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):  # a system that does not allow it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _take_gpu(rank: int, world_size: int) -> None:
