@@ -82,7 +82,7 @@ def _prepare(rank: int, world_size: int, folder: Path, backend: str) -> None:
         world_size=world_size,
         timeout=COLLECTIVE_TIMEOUT,
     )
-    gc.freeze()  # what is loaded by now stays: collecting after each task then looks at the task's own objects only
+    gc.freeze()
 
 
 def _take_turns() -> None:
@@ -114,7 +114,7 @@ def _attempt(task: Task, task_number: int) -> Outcome:
     torch.set_grad_enabled(True)
     random.seed(0)
     torch.manual_seed(0)
-    default = dist.group.WORLD
+    default, loaded = dist.group.WORLD, len(sys.modules)
     if default is not None:
         begin_anew(default, task_number)  # whatever some ranks have caught, or have not noticed, in the task before
     try:
@@ -128,6 +128,8 @@ def _attempt(task: Task, task_number: int) -> Outcome:
             put_away(default)
         sys.stdout.flush()
         gc.collect()
+        if len(sys.modules) > loaded:
+            gc.freeze()  # modules stay: collecting after the next tasks then looks at their own objects only
     if dist.group.WORLD is not default:
         return Outcome(None, "the task left no default process group: use fresh=True for a task that ends it\n")
     return Outcome(value, None)
