@@ -82,7 +82,7 @@ def check(size: tuple[int, ...], one: ShardingSpec, other: ShardingSpec, dtype: 
 
 
 @given(cases())
-@settings(max_examples=60)
+@settings(max_examples=100)
 def test_anywhere_to_anywhere(case: Case) -> None:
     """Values and metadata."""
     world, *rest = case
