@@ -108,6 +108,14 @@ def parts(found: ShardedTensorBase, expected: torch.Tensor, what: str = "") -> l
     return [(shard.tensor.detach(), narrow_tensor(expected.detach(), shard.metadata)) for shard in shards]
 
 
+def lying_as(found: ShardedTensorBase, plain: torch.Tensor) -> ShardedTensorBase:
+    """A plain tensor that every rank has, cut as a sharded one: each rank takes its own part, without a message."""
+    made = torch.empty_like(found.detach(), dtype=plain.dtype)
+    for one, part in parts(made, plain):
+        one.copy_(part)
+    return made
+
+
 def assert_holds(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
     """Assert that a tensor is the plain one but for rounding; if it is sharded, each rank its own shards."""
     whole = [(found.detach(), expected.detach())]
