@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.distributed import ProcessGroup
 
 from shardwise.meeting import post
@@ -61,15 +62,29 @@ def watch(work: Any, process_group: ProcessGroup) -> None:
         _thread.start()
 
 
-def outlast(process_group: ProcessGroup) -> None:
-    """Wait on the host until the last collective of a group has ended, or is known never to: that is raised.
+def outlast(process_group: ProcessGroup, device: torch.device) -> None:
+    """Wait on the host until all that was given to a device has ended, or is known never to: that is raised.
 
-    For who is about to wait for the device, which nobody could call back.
+    For who is about to wait for the device, which nobody could call back. It is the stream that is asked: a collective
+    says that it is over also when it has failed, as when another rank has ended it, and its kernel runs on.
     """
-    while (watched := _watched.get(process_group)) is not None and not _is_over(watched.work):
+    ended = torch.get_device_module(device).Event()
+    ended.record()  # on the stream that waits for the collectives
+    begun = looked = time.monotonic()
+    while not (ended.query() and _has_ended(process_group)):
         require_sound(process_group)
-        time.sleep(0 if time.monotonic() - watched.begun < SOON else PAUSE / 100)
+        now = time.monotonic()
+        if now - looked >= post.PATIENCE:
+            error, looked = find_verdict(process_group, range(process_group.size())), now
+            if error is not None:
+                end(process_group, error)
+        time.sleep(0 if now - begun < SOON else PAUSE / 1000)
     require_sound(process_group)
+
+
+def _has_ended(process_group: ProcessGroup) -> bool:
+    watched = _watched.get(process_group)
+    return watched is None or _is_over(watched.work)
 
 
 def _forget() -> None:
@@ -88,8 +103,12 @@ def _run() -> None:
         _changed.clear()
         while _watched:
             time.sleep(PAUSE)
-            for group, watched in list(_watched.items()):
-                _glance(group, watched)
+            for reference in _watched.keyrefs():  # a list, while other threads go on
+                group = reference()
+                watched = None if group is None else _watched.get(group)
+                if group is not None and watched is not None:
+                    _glance(group, watched)
+                del group
 
 
 def _glance(group: ProcessGroup, watched: _Watched) -> None:
@@ -116,8 +135,8 @@ def _is_over(work: Any) -> bool:
 
 def end(process_group: ProcessGroup, error: Exception) -> None:
     """Have the next call raise this error, and those after it that the group is of no use; end what is under way."""
-    _watched.pop(process_group, None)
     break_off(process_group, error)
     ledger_of(process_group).verdict = error
+    _watched.pop(process_group, None)  # from here on another thread may go on, and must find the verdict
     with suppress(RuntimeError, AttributeError):
         process_group.abort()

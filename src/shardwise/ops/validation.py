@@ -24,6 +24,7 @@ from shardwise.dispatch import Distributed, op_name
 from shardwise.errors import PlainValueError
 from shardwise.process_group import Fields, group_ranks, in_step_sharing, talks, without_data
 from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.transfer.views import resolved
 
 BATCH = {"input", "indices", "offsets", "per_sample_weights"}  # arguments that may be each rank's own, in these ops:
 OF_OWN_BATCHES = {functional.linear, functional.embedding, functional.embedding_bag}
@@ -148,5 +149,5 @@ def digest(plain: torch.Tensor, most: int | None = MOST_HASHED) -> str:
         return ""
     if most is not None and (plain.device.type != "cpu" or plain.nbytes > most or not settings.current().validate):
         return ""
-    data = plain.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = resolved(plain.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
