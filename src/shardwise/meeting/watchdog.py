@@ -17,12 +17,13 @@ import torch
 from torch.distributed import ProcessGroup
 
 from shardwise.meeting import post
-from shardwise.meeting.aside import break_off, find_verdict, given_up, require_sound
+from shardwise.meeting.aside import break_off, find_verdict, given_up, require_sound, wait_to_end
 from shardwise.meeting.chain import ledger_of
 
 LONG = 5.0  # seconds after which a collective that was begun before an error of all ranks will not end
 PAUSE = 0.1  # seconds between two glances at collectives that are under way
 SOON = 0.002  # within which most of them end
+TOGETHER = 2.5  # seconds that a rank waits for the others before it ends a communicator: within it they look twice
 
 
 class _Beginning:
@@ -47,6 +48,7 @@ class _Watched(NamedTuple):
 
 _watched: WeakKeyDictionary[ProcessGroup, _Watched] = WeakKeyDictionary()
 _changed = threading.Event()
+_ending = threading.Lock()
 _thread: threading.Thread | None = None
 
 
@@ -88,8 +90,8 @@ def _has_ended(process_group: ProcessGroup) -> bool:
 
 
 def _forget() -> None:
-    global _thread
-    _thread = None
+    global _thread, _ending
+    _thread, _ending = None, threading.Lock()
     _watched.clear()
     _changed.clear()
 
@@ -134,9 +136,18 @@ def _is_over(work: Any) -> bool:
 
 
 def end(process_group: ProcessGroup, error: Exception) -> None:
-    """Have the next call raise this error, and those after it that the group is of no use; end what is under way."""
-    break_off(process_group, error)
-    ledger_of(process_group).verdict = error
-    _watched.pop(process_group, None)  # from here on another thread may go on, and must find the verdict
+    """Have the next call raise this error, and those after it that the group is of no use; end what is under way.
+
+    Torch ends a process that finds the connection to another rank closed. So the ranks wait for each other, for a
+    while, and then end their communicators together.
+    """
+    ledger = ledger_of(process_group)
+    with _ending:
+        if ledger.broken:
+            return
+        break_off(process_group, error)
+        ledger.verdict = error
+        _watched.pop(process_group, None)  # from here on another thread may go on, and must find the verdict
+    wait_to_end(process_group, TOGETHER)
     with suppress(RuntimeError, AttributeError):
         process_group.abort()
