@@ -29,6 +29,9 @@ ORDINARY = {"_frame", "_tensors", "_shards", "_pinned", "_wants_grad", "_anchor"
 MARKS = ("_moved", "_copy_of_view")
 
 
+IN_PYTHON = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn)  # where functions of ops are
+
+
 class _Watch(threading.local):
     """The recorder of the call that is now watched in this thread."""
 
@@ -258,7 +261,7 @@ def _in_python(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[An
     if any(isinstance(value, list | tuple) and any(one is None for one in value) for value in in_order):
         return op, in_order, {}
     name = op.overloadpacket.__name__
-    found = getattr(torch._C._VariableFunctions, name, None) or getattr(torch._C.TensorBase, name, None)
+    found = next((getattr(home, name) for home in IN_PYTHON if hasattr(home, name)), op)
     return found if callable(found) else op, in_order, {}
 
 
