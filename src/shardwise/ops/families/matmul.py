@@ -47,7 +47,7 @@ def _product_rule(left: Sequence[int], right: Sequence[int], *, transposed: bool
     inner = labels.new(left[-1])
     columns = [labels.new(right[-2] if transposed else right[-1])] if len(right) > 1 else []
     last = [*columns, inner] if transposed else [inner, *columns]
-    operands = [[*before, *rows, inner], [*other, *last], *[columns] * biased]
+    operands = [[*before, *rows, inner], [*other, *last]] + [columns] * biased
     return labels.rule(operands, [[*out, *rows, *columns]], reduction=None if biased else SUM)
 
 
