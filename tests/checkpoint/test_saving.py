@@ -113,7 +113,7 @@ def test_every_dtype(tmp_path: Path) -> None:
 
 
 def odd_tensors() -> dict[str, torch.Tensor]:
-    """No dims, no elements, strides, lazy conjugation and negation, leaves, expanded."""
+    """No dims, no elements, strides, lazy conjugation and negation, zeros without memory, leaves, expanded."""
     base = torch.arange(24.0).reshape(4, 6)
     values = torch.complex(base, base + 1)
     return {
@@ -123,6 +123,7 @@ def odd_tensors() -> dict[str, torch.Tensor]:
         "every other": base[::2, 1::2],
         "conjugate": values.conj(),
         "negative": values.conj().imag,
+        "zeros": torch._efficientzerotensor((4, 6)),
         "leaf": base.clone().requires_grad_(),
         "parameter": torch.nn.Parameter(base + 2),
         "of a graph": (base.clone().requires_grad_() * 2),

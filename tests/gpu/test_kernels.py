@@ -143,6 +143,19 @@ def test_losses() -> None:
 
 
 @ranks(4, timeout=120, backend="nccl")
+def test_batch_norm_with_running_statistics_gives_what_was_used() -> None:
+    """As the kernel of a GPU does, and that of a CPU does not."""
+    x, weight, bias, mean = values(5, 6, 4), values(6), values(6) + 1, values(6) * 2
+    variance = mean.square() + 0.5
+    expected = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.1, 1e-5)
+    for dim in range(3):
+        tensor = shard_tensor(x, ChunkShardingSpec(dim, PLACES))
+        found = torch.native_batch_norm(tensor, weight, bias, mean, variance, False, 0.1, 1e-5)
+        for one, other in zip(found, expected, strict=True):
+            assert_close(_whole(one), other)
+
+
+@ranks(4, timeout=120, backend="nccl")
 def test_kernels_that_ask_nobody() -> None:
     """A kernel that torch compiles and starts without dispatching it raises; the device is as well as before."""
     square = torch.cuda.jiterator._create_jit_fn("template <typename T> T square(T x) { return x * x; }")

@@ -103,6 +103,23 @@ def test_an_index_is_looked_at_each_time() -> None:
 
 
 @ranks(2)
+def test_indices_of_some_dims_are_played_back() -> None:
+    """Dims that are not indexed have no tensor in the list: one rank has the index, the other may have nothing."""
+    places = ["rank:0/cpu", "rank:1/cpu"]
+    by_rows, by_columns = (shardwise.ChunkShardingSpec(dim, places) for dim in (0, 1))
+    for seed in range(3):
+        plain, rows = sharded(seed)[0], torch.tensor([seed])
+        for spec in (by_rows, by_columns):
+            tensor, index = shard_tensor(plain, spec), shard_tensor(rows, by_rows)
+            for value in (plain[:1] * 2, plain[:1, :1]):
+                given = shard_tensor(value, by_rows)
+                found = torch.index_put(tensor, (index,), given)
+                assert torch.equal(found.full_tensor(), torch.index_put(plain, (rows,), value))
+                assert torch.equal(tensor[index].full_tensor(), plain[rows])
+                assert torch.equal(tensor[:, index].full_tensor(), plain[:, rows])
+
+
+@ranks(2)
 def test_zeros_of_both_signs_are_told_apart() -> None:
     """Python takes 0.0 and -0.0 for equal."""
     _, tensor = sharded(0)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from shardwise.meeting import begin_anew, put_away
+from shardwise.meeting import begin_anew, ledger_of, put_away
 from shardwise.testing.task import Task
 
 _start_folder = os.getcwd()
@@ -37,6 +37,7 @@ class Outcome:
     value: Any
     failure: str | None
     skipped: str | None = None
+    spent: bool = False  # whether the rank cannot take another task, since its default group was ended
 
 
 def serve(connection: Connection, rank: int, world_size: int, folder: str, backend: str) -> None:
@@ -121,7 +122,7 @@ def _attempt(task: Task, task_number: int) -> Outcome:
         value = task.run()
     except BaseException as error:  # a rank reports whatever ends its task, pytest's outcomes included
         if type(error).__name__ in ("Skipped", "SkipTest"):
-            return Outcome(None, None, skipped=str(error))
+            return Outcome(None, None, skipped=str(error), spent=_is_spent(default))
         return Outcome(None, _traceback(error))
     finally:
         if default is not None and dist.group.WORLD is default:
@@ -132,7 +133,12 @@ def _attempt(task: Task, task_number: int) -> Outcome:
             gc.freeze()  # modules stay: collecting after the next tasks then looks at their own objects only
     if dist.group.WORLD is not default:
         return Outcome(None, "the task left no default process group: use fresh=True for a task that ends it\n")
-    return Outcome(value, None)
+    return Outcome(value, None, spent=_is_spent(default))
+
+
+def _is_spent(default: dist.ProcessGroup | None) -> bool:
+    """Whether collectives are under way in the default group that do not end: what comes after would hang or fail."""
+    return default is not None and bool(ledger_of(default).broken)
 
 
 def _end_groups() -> None:

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.process_group import group_ranks
 from shardwise.transfer.plan import Plan
-from shardwise.transfer.views import as_bytes, copy, source_views, target_views
+from shardwise.transfer.views import as_bytes, copy, resolved, source_views, target_views
 
 Tell = Callable[[bytes], list[bytes]]  # tells a few bytes to every rank, and gives what all told, in group order
 
@@ -43,7 +43,7 @@ def tell_all(
     tell: Tell,
 ) -> Done:
     """A transfer of a few bytes: every rank tells all others what it has, while they agree on what they are doing."""
-    flat = [tensor.detach().resolve_conj().resolve_neg().reshape(-1).to("cpu", dtype) for tensor in tensors]
+    flat = [resolved(tensor.detach()).reshape(-1).to("cpu", dtype) for tensor in tensors]
     mine = as_bytes(torch.cat(flat)) if flat else torch.empty(0, dtype=torch.uint8)
     letters = dict(zip(group_ranks(group), tell(bytes(mine.numpy())), strict=True))
     for rank in plan.receives(dist.get_rank()).ranks:

@@ -83,16 +83,24 @@ def _comes_in(view: torch.Tensor, unit: torch.dtype) -> bool:
     ratio = unit.itemsize // view.element_size()
     if ratio <= 1 or not view.dim() or view.stride(-1) != 1 or view.size(-1) % ratio:
         return False
-    # Of a dim of one element too, though its stride is never walked: torch looks at it.
-    return view.data_ptr() % unit.itemsize == 0 and all(stride % ratio == 0 for stride in view.stride()[:-1])
+    # Of a dim of one element too, though its stride is never walked: torch looks at it. It asks where a view begins in
+    # its storage, as the kernels do in memory; a view without elements has no place there.
+    begins = view.storage_offset() % ratio == 0 and view.data_ptr() % unit.itemsize == 0
+    return begins and all(stride % ratio == 0 for stride in view.stride()[:-1])
 
 
 def is_as_it_lies(*tensors: torch.Tensor) -> bool:
-    """Whether the values are those in memory: torch may have put off to conjugate or to negate them."""
+    """Whether the values are those in memory: torch may have put off to conjugate or negate them, or to write zeros."""
     for tensor in tensors:  # noqa: SIM110 # asked for every message: a generator takes twice as long
-        if tensor.is_conj() or tensor.is_neg():
+        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
             return False
     return True
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if its memory holds its values, else a copy whose memory does."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.clone() if tensor._is_zerotensor() else tensor
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
