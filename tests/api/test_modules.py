@@ -15,15 +15,10 @@ from tests.cases import ALL, KINDS, SPECS, assert_close, chunks, places
 from torch import nn
 
 import shardwise
-from shardwise import (
-    ReplicatedShardingSpec,
-    ShardedTensor,
-    Sharder,
-    ShardingPlan,
-    ShardingPlanner,
-    shard_module,
-)
+from shardwise import ReplicatedShardingSpec, ShardedTensor, ShardingPlan, shard_module
 from shardwise.errors import PlanKindError, RankMismatchError
+from shardwise.sharder import Sharder
+from shardwise.sharding_plan import ShardingPlanner
 from shardwise.testing import ranks
 
 # Both optimizers update each element by itself: layouts that differ in what a rank holds get the one with more state.
@@ -143,7 +138,7 @@ class Wrapped(nn.Module):
         super().__init__()
         self.inner = inner
         count = dist.get_world_size()
-        shardwise.shard_parameter(self.inner, "weight", chunks(0, *range(count)))
+        shardwise.api.shard_parameter(self.inner, "weight", chunks(0, *range(count)))
 
     def forward(self, x: torch.Tensor) -> Any:
         """As the module it was made of."""
@@ -337,7 +332,7 @@ def test_what_stays_plain_is_the_same_on_every_rank() -> None:
         some = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
     shard_module(some, ShardingPlan({"0.*": chunks(0, 0, 1, 2, 3)}))
     assert some[1].weight.is_meta == (dist.get_rank() > 0)
-    with shardwise.own_batches():
+    with shardwise.settings.own_batches():
         own = nn.Linear(4, 8)
         before = own.bias.detach().clone()
         shard_module(own, ShardingPlan({"weight": chunks(0, 0, 1, 2, 3)}))

@@ -13,16 +13,10 @@ from safetensors import safe_open
 from tests.cases import ALL, PLAIN, SIZE, boxes, chunks, holds, places
 
 import shardwise
-from shardwise import (
-    GridShardingSpec,
-    ReplicatedShardingSpec,
-    ReplicatedTensor,
-    ShardingSpec,
-    empty,
-    shard_tensor,
-    zeros,
-)
+from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardingSpec, empty, zeros
 from shardwise.checkpoint import read_index
+from shardwise.partial import ReplicatedTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks, run_on_ranks
 
 # What to load into, by the number of ranks.

@@ -17,7 +17,9 @@ from tests.cases import ALL, PLAIN, SIZE, assert_close, chunks, holds, places
 from torch import nn
 
 import shardwise
-from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedOptimizer, ShardedTensor, dropin, shard_tensor
+from shardwise import ReplicatedShardingSpec, ShardedOptimizer, ShardedTensor, dropin
+from shardwise.partial import ReplicatedTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 

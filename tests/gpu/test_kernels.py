@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise
-from shardwise import ChunkShardingSpec, ReplicatedShardingSpec, shard_tensor
+from shardwise import ChunkShardingSpec, ReplicatedShardingSpec
 from shardwise.errors import UnsupportedOpError
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [

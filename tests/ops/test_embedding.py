@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import shardwise
-from shardwise import ReplicatedShardingSpec, ShardedTensor, from_local, shard_tensor
+from shardwise import ReplicatedShardingSpec, ShardedTensor, from_local
 from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError, UnsupportedOpError
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 IDS = torch.cat(BATCHES)  # 16 of them, on rank 1 none

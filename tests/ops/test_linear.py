@@ -7,8 +7,9 @@ import itertools
 from tests.ops.twin import Layouts, along, assert_same, normal, plain, replicated, uneven
 from torch.nn import functional
 
-from shardwise import ChunkShardingSpec, gather_budget, shard_tensor
+from shardwise import ChunkShardingSpec, gather_budget
 from shardwise.ops.engine import programs
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 INPUTS: dict[str, Layouts] = {"plain": plain, "by samples": along(0, 1, 0), "by features": along(1, 0, 1)}

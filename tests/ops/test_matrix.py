@@ -11,7 +11,8 @@ from tests.cases import ALL, CUTS, SIZE, assert_close, assert_holds, boxes, chun
 from tests.ops.matrix import FAMILIES
 
 import shardwise
-from shardwise import GridShardingSpec, ShardedTensor, ShardingSpec, shard_tensor
+from shardwise import GridShardingSpec, ShardedTensor, ShardingSpec
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 TWO: dict[str, ShardingSpec] = {

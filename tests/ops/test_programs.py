@@ -10,11 +10,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import shardwise
-from shardwise import ShardedTensor, shard_tensor
+from shardwise import ShardedTensor
 from shardwise.dispatch import registry
 from shardwise.errors import ViewWriteError
 from shardwise.ops.engine import program
 from shardwise.ops.engine.kind import kind_of
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 
@@ -200,7 +201,7 @@ def test_modes_and_overrides_see_every_call() -> None:
     def override(types: Any, args: Any, kwargs: Any, process_group: Any) -> str:
         return "mine"
 
-    shardwise.custom_sharded_op_impl(torch.Tensor.t)(override)
+    shardwise.dispatch.register_op(torch.Tensor.t)(override)
     try:
         assert tensor.t() == "mine"
     finally:

@@ -11,8 +11,9 @@ from tests.cases import ALL, CUTS, PLAIN, SIZE, assert_close, assert_holds, chun
 from torch import nn
 
 import shardwise
-from shardwise import ReplicatedShardingSpec, shard_tensor
+from shardwise import ReplicatedShardingSpec
 from shardwise.errors import ViewWriteError
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 

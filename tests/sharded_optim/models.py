@@ -10,7 +10,9 @@ import torch
 from tests.cases import assert_holds, places
 from torch import nn
 
-from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedTensor, ShardingSpec, shard_tensor
+from shardwise import ReplicatedShardingSpec, ShardedTensor, ShardingSpec
+from shardwise.partial import ReplicatedTensor
+from shardwise.sharded_tensor import shard_tensor
 
 
 def model(dtype: torch.dtype = torch.float64) -> nn.Sequential:

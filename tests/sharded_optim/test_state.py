@@ -12,15 +12,9 @@ from tests.cases import ALL, ROUNDING, assert_close, chunks, places
 from tests.sharded_optim.models import assert_same, batches, model, named, sharded, train, whole
 from tests.sharded_optim.test_training import FUSED, OPTIMIZERS, make
 
-from shardwise import (
-    FixedShardingSpec,
-    ReplicatedShardingSpec,
-    ShardedOptimizer,
-    ShardedTensor,
-    ShardingSpec,
-    errors,
-    shard_tensor,
-)
+from shardwise import ReplicatedShardingSpec, ShardedOptimizer, ShardedTensor, ShardingSpec, errors
+from shardwise.sharded_tensor import shard_tensor
+from shardwise.sharding_spec import FixedShardingSpec
 from shardwise.testing import ranks, run_on_ranks
 
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from tests.cases import ALL, PLAIN, SIZE, SPECS, boxes, chunks, holds, places, whole
 
 import shardwise
-from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardingSpec, make_plan, shard_tensor
+from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardingSpec, make_plan
 from shardwise.errors import TransferError
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import RankFailure, ranks, run_on_ranks
 from shardwise.transfer import execute
 

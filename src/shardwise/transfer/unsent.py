@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.process_group import group_ranks
-from shardwise.transfer.plan import Plan
+from shardwise.transfer.plan import TransferPlan
 from shardwise.transfer.views import as_bytes, copy, resolved, source_views, target_views
 
 Tell = Callable[[bytes], list[bytes]]  # tells a few bytes to every rank, and gives what all told, in group order
@@ -28,14 +28,14 @@ class Done:
         return self.outs
 
 
-def copy_own(plan: Plan, tensors: Sequence[torch.Tensor], outs: list[torch.Tensor]) -> Done:
+def copy_own(plan: TransferPlan, tensors: Sequence[torch.Tensor], outs: list[torch.Tensor]) -> Done:
     """A transfer in which nothing travels, on any rank: each copies its own pieces."""
     _take_from(dist.get_rank(), plan, tensors, outs)
     return Done(outs)
 
 
 def tell_all(
-    plan: Plan,
+    plan: TransferPlan,
     tensors: Sequence[torch.Tensor],
     outs: list[torch.Tensor],
     group: ProcessGroup,
@@ -52,7 +52,7 @@ def tell_all(
     return Done(outs)
 
 
-def _take_from(rank: int, plan: Plan, tensors: Sequence[torch.Tensor], outs: list[torch.Tensor]) -> None:
+def _take_from(rank: int, plan: TransferPlan, tensors: Sequence[torch.Tensor], outs: list[torch.Tensor]) -> None:
     """Write what a rank has for this one, its tensors being here."""
     write = torch.Tensor.add_ if plan.sums else copy
     pieces = plan.receives(dist.get_rank()).of(rank)

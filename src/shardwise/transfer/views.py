@@ -8,20 +8,20 @@ import torch
 import torch.distributed as dist
 
 from shardwise.transfer.pieces import Pieces, Spots
-from shardwise.transfer.plan import Plan
+from shardwise.transfer.plan import TransferPlan
 
 Tensors = Sequence[torch.Tensor]
 
 
 def source_views(
-    pieces: Pieces, plan: Plan, tensors: Tensors, most: int | None = None, rank: int | None = None
+    pieces: Pieces, plan: TransferPlan, tensors: Tensors, most: int | None = None, rank: int | None = None
 ) -> list[torch.Tensor]:
     """Where pieces lie in the source's local tensors, or another rank's: views of at most so many elements each."""
     here = plan.src.rows_on(dist.get_rank() if rank is None else rank)
     return _views(pieces.spots(pieces.src_rows, plan.src), here, tensors, most)
 
 
-def target_views(pieces: Pieces, plan: Plan, tensors: Tensors, most: int | None = None) -> list[torch.Tensor]:
+def target_views(pieces: Pieces, plan: TransferPlan, tensors: Tensors, most: int | None = None) -> list[torch.Tensor]:
     """Where pieces lie in the destination's local tensors."""
     return _views(pieces.spots(pieces.dst_rows, plan.dst), plan.dst.rows_on(dist.get_rank()), tensors, most)
 

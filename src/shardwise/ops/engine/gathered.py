@@ -125,7 +125,7 @@ def require_budget(
             args,
             kwargs,
             f"{why}, which would gather {whole:,} bytes on every rank, more than the gather budget of {budget:,}",
-            f"Allow it with shardwise.gather_budget({whole}) or register a rule with @shardwise.custom_sharded_op_impl",
+            f"Allow it with shardwise.gather_budget({whole}) or register a rule with @shardwise.register_op",
         )
         error.reason = why
         raise error
