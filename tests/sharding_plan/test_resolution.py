@@ -58,6 +58,12 @@ SINGLE: dict[str, tuple[ShardingPlan, type[Exception], str]] = {
     "unknown output": (ShardingPlan({}, {"fc1.x": ROWS}), AttributeError, "Linear has no attribute `x`"),
     "unknown local output": (ShardingPlan({}, None, ["fc2"]), AttributeError, "Nested has no attribute `fc2`"),
     "empty pattern": (ShardingPlan({"layers.*": ROWS}), AttributeError, r"pattern 'layers\.\*' matches nothing"),
+    "a slip in a pattern": (
+        ShardingPlan({"**.fc1.wieght": ROWS}),
+        AttributeError,
+        r"no attribute like that; did you mean '\*\*\.fc1\.weight' or",
+    ),
+    "a layer, not its weight": (ShardingPlan({"**.fc1": ROWS}), ValueError, "did you mean '\\*\\*.fc1.weight'"),
     "empty module pattern": (ShardingPlan({}, {"fc1.**.x": ROWS}), AttributeError, "matches nothing"),
     "module, not parameter": (
         ShardingPlan({"fc1": ROWS}),

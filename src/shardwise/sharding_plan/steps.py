@@ -102,6 +102,12 @@ def no_parameter(tree: ModuleTree, name: str) -> Exception:
     return PlanError(f"Expected {place} to be a Tensor, but found {type(found).__name__}{at}{hint}")
 
 
+def require_sized(name: str, parameter: torch.Tensor) -> None:
+    """Raise if a parameter has no size yet."""
+    if is_lazy(parameter):
+        raise PlanError(f"{name!r} has no size yet: run the module once, so that its lazy parameters are made")
+
+
 def _require_shardable(name: str, parameter: torch.Tensor, group: ProcessGroup) -> None:
     if isinstance(parameter, ShardedTensor):
         if parameter._process_group is not group:
@@ -109,9 +115,9 @@ def _require_shardable(name: str, parameter: torch.Tensor, group: ProcessGroup) 
                 f"{name!r} is already sharded, over another process group: give that one to reshard it there, or "
                 "replace it by redistribute(spec, process_group=...)"
             )
-    elif is_lazy(parameter):
-        raise PlanError(f"{name!r} has no size yet: run the module once, so that its lazy parameters are made")
-    elif type(parameter) not in (nn.Parameter, torch.Tensor, FakeTensor):
+        return
+    require_sized(name, parameter)
+    if type(parameter) not in (nn.Parameter, torch.Tensor, FakeTensor):
         raise PropertyError(f"{name!r} is a {type(parameter).__name__}: make it a plain parameter to shard it")
     elif parameter.layout != torch.strided:
         raise PropertyError(f"Only torch.strided layout is currently supported: {name!r} has {parameter.layout}")
