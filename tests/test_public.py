@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 import shardwise
-from shardwise import errors
+from shardwise import errors, old_names
 
 ROOT = Path(__file__).parent.parent
 MODULES = [m.name for m in pkgutil.walk_packages(shardwise.__path__, "shardwise.")]
@@ -48,7 +48,7 @@ def test_every_module_says_what_it_is_and_its_examples_work(name: str) -> None:
     """Docstrings with examples are run."""
     module = importlib.import_module(name)
     assert module.__doc__
-    names = {"ShardMetadata": shardwise.ShardMetadata, "TensorProperties": shardwise.TensorProperties}
+    names = {"ShardMetadata": shardwise.ShardMetadata, "TensorProperties": shardwise.metadata.TensorProperties}
     failed, _ = doctest.testmod(module, extraglobs=names)
     assert failed == 0
 
@@ -68,3 +68,26 @@ def test_links_in_documents_lead_somewhere(document: str) -> None:
     for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         if "://" not in link:
             assert ((ROOT / document).parent / link).exists(), link
+
+
+@pytest.mark.parametrize("name", sorted(old_names.MOVED))
+def test_old_names_are_found_with_a_warning(name: str) -> None:
+    """Where they live now; they are no longer among the public ones."""
+    assert name not in shardwise.__all__
+    with pytest.warns(DeprecationWarning, match=rf"shardwise\.{name} is now shardwise\."):
+        assert getattr(shardwise, name) is not None
+
+
+def test_other_names_are_unknown() -> None:
+    """As in any module."""
+    with pytest.raises(AttributeError, match="no attribute 'sharded'"):
+        shardwise.sharded  # noqa: B018
+    assert len(shardwise.__all__) < 40
+
+
+@pytest.mark.parametrize("name", shardwise.__all__)
+def test_every_public_name_is_documented(name: str) -> None:
+    """A function says what it gives, and shows it, unless it is one of the factories, which are alike."""
+    documented = inspect.getdoc(getattr(shardwise, name))
+    assert documented
+    assert len(documented) > 40

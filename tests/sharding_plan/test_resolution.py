@@ -12,8 +12,9 @@ from tests.api.models import Net, net
 from tests.cases import boxes, chunks, places
 from torch import nn
 
-from shardwise import ChunkShardingSpec, ReplicatedShardingSpec, ShardedTensor, Sharder, ShardingPlan, shard_module
+from shardwise import ChunkShardingSpec, ReplicatedShardingSpec, ShardedTensor, ShardingPlan, shard_module
 from shardwise.errors import PlanError, ShardwiseError
+from shardwise.sharder import Sharder
 from shardwise.sharding_plan import resolve
 from shardwise.testing import ranks
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.cases import chunks, places
 
-from shardwise import ChunkShardingSpec, ReplicatedShardingSpec, TensorProperties, settings
+from shardwise import ChunkShardingSpec, ReplicatedShardingSpec, settings
+from shardwise.metadata import TensorProperties
 from shardwise.sharding_spec.chunking import get_chunk_sharding_params, get_chunked_dim_size, get_split_size
 
 

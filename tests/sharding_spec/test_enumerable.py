@@ -9,7 +9,8 @@ import pytest
 import torch
 from tests.cases import SIZE, SPECS, boxes
 
-from shardwise import EnumerableShardingSpec, ShardMetadata, TensorProperties
+from shardwise import EnumerableShardingSpec, ShardMetadata
+from shardwise.metadata import TensorProperties
 from shardwise.sharding_spec.enumerable import check_tensor, validate_non_overlapping_shards_metadata
 
 

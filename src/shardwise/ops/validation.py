@@ -22,8 +22,8 @@ from shardwise import settings
 from shardwise.dispatch import Distributed, op_name
 from shardwise.errors import PlainValueError
 from shardwise.process_group import Fields, group_ranks, in_step_sharing, talks
-from shardwise.process_group.values import digest
 from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.value_digest import digest
 
 BATCH = {"input", "indices", "offsets", "per_sample_weights"}  # arguments that may be each rank's own, in these ops:
 OF_OWN_BATCHES = {functional.linear, functional.embedding, functional.embedding_bag}

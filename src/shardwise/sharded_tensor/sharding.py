@@ -18,12 +18,12 @@ from shardwise.meeting import listed
 from shardwise.mesh_group import mesh_group
 from shardwise.metadata import TensorProperties
 from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharing, is_member, locate_all, or_default
-from shardwise.process_group.values import digest
 from shardwise.sharded_tensor.assembly import fields_of
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.tensor import ShardedTensor, shard_tensor
 from shardwise.sharding_spec import ShardingSpec
 from shardwise.shorthand import How, spec_said
+from shardwise.value_digest import digest
 
 
 def shard(

@@ -7,7 +7,8 @@ import hashlib
 import torch
 
 from shardwise import settings
-from shardwise.process_group.membership import without_data
+from shardwise.process_group import without_data
+from shardwise.transfer.views import resolved
 
 MOST_HASHED = 2**16  # bytes of a plain operand that are compared where ranks agree anyway
 
@@ -21,5 +22,5 @@ def digest(plain: torch.Tensor, most: int | None = MOST_HASHED) -> str:
         return ""
     if most is not None and (plain.device.type != "cpu" or plain.nbytes > most or not settings.current().validate):
         return ""
-    data = plain.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = resolved(plain.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()
