@@ -110,7 +110,7 @@ def parts(found: ShardedTensorBase, expected: torch.Tensor, what: str = "") -> l
 
 def lying_as(found: ShardedTensorBase, plain: torch.Tensor) -> torch.Tensor:
     """A plain tensor that every rank has, cut as a sharded one: each rank takes its own part, without a message."""
-    made: Any = torch.empty_like(found.detach(), dtype=plain.dtype)
+    made = torch.empty_like(found.detach(), dtype=plain.dtype)
     for one, part in parts(made, plain):
         one.copy_(part)
     return made
