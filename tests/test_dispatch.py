@@ -13,10 +13,10 @@ import shardwise
 from shardwise import ChunkShardingSpec, ShardedTensor, ones, zeros
 from shardwise.dispatch import (
     basic_validation,
-    register_op,
     custom_sharding_spec_op,
     dispatch_custom_op,
     has_custom_op,
+    register_op,
     registry,
 )
 from shardwise.testing import ranks

@@ -336,6 +336,9 @@ class Layout:
     def _repr_html_(self) -> str:
         return self._picture_().html()
 
+    def __str__(self) -> str:
+        return str(self._picture_())
+
     def __repr__(self) -> str:
         ranks = self.places.different_ranks[self.places.different_ranks >= 0]
         shown = ranks.tolist() if len(ranks) <= MOST_SHOWN else f"{ranks[0]} … {ranks[-1]} ({len(ranks)} of them)"
