@@ -34,7 +34,16 @@ Where = Iterable[PlacementLike | Placement | None] | Places
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Boxes on ranks for one size. Two layouts are equal when all their boxes and places are, in order."""
+    """Boxes on ranks for one size. Two layouts are equal when all their boxes and places are, in order.
+
+    ``tensor.sharding`` is one, and ``spec.layout(size)``. Printed, it is a picture; so it is in a notebook::
+
+        >>> layout = shardwise.zeros(0, 5, 4).sharding
+        >>> layout.size, len(layout), layout.has_replicas
+        (torch.Size([5, 4]), 2, False)
+        >>> layout.boxes.offsets.tolist(), layout.ranks.tolist()
+        ([[0, 0], [3, 0]], [0, 1])
+    """
 
     size: torch.Size
     pattern: Grid | Listing
