@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.cases import chunks, places
 
-from shardwise import ChunkShardingSpec, ReplicatedShardingSpec, settings
+from shardwise import ChunkShardingSpec, GridShardingSpec, ReplicatedShardingSpec, settings
 from shardwise.metadata import TensorProperties
+from shardwise.placement import parse
 from shardwise.sharding_spec.chunking import get_chunk_sharding_params, get_chunked_dim_size, get_split_size
 
 
@@ -44,6 +46,7 @@ def test_the_order_of_placements_is_the_order_of_chunks() -> None:
         ("batch", NotImplementedError, "not support named dimension"),
         (1.5, ValueError, "needs to be an integer"),
         (None, ValueError, "needs to be an integer"),
+        (True, ValueError, "needs to be an integer"),
     ],
 )
 def test_a_dim_must_be_a_number(dim: object, kind: type[Exception], message: str) -> None:
@@ -75,11 +78,49 @@ def test_placements_can_be_assigned_on_the_dropin_only(make: Callable[[], Any]) 
     value = make()
     with pytest.raises(AttributeError, match="cannot be changed"):
         value.placements = ["rank:0/cpu"]
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        del value.placements
     with pytest.raises(TypeError):
         value.placements[0] = "rank:0/cpu"
     assert {value: 1}[make()] == 1
     with settings.changed(mutable_specs=True):
         _assign(make())
+        changeable = copy.deepcopy(value)
+        with pytest.raises(AttributeError, match="cannot be changed"):  # made as a value, it stays one
+            value.placements = ["rank:0/cpu"]
+    changeable.placements[0] = parse("rank:7/cpu")
+    assert changeable != value == copy.deepcopy(value) == copy.copy(value)
+    assert changeable.layout((4,)).ranks.tolist() == [7, 2]
+
+
+def test_placements_that_are_changed_later_change_no_spec() -> None:
+    """The caller's objects, which other libraries change, nor its list."""
+    given = [parse("rank:1/cpu"), parse("rank:2/cpu")]
+    specs = [ChunkShardingSpec(0, given), ReplicatedShardingSpec(given), GridShardingSpec([0], given)]
+    before = [hash(spec) for spec in specs]
+    given[0]._rank = 5
+    given.pop()
+    assert [hash(spec) for spec in specs] == before
+    assert [spec.layout((4,)).ranks.tolist() for spec in specs] == [[1, 2]] * 3
+
+
+class Named(ChunkShardingSpec):
+    """A spec with something of its own."""
+
+    def __init__(self, dim: int, name: object) -> None:
+        super().__init__(dim, places(0, 1))
+        self.name = name
+
+
+def test_subclasses_are_compared_with_what_they_add() -> None:
+    """Equal ones have the same hash, whatever they hold; a copy and a pickle are equal."""
+    assert Named(0, "a") != Named(0, "b")
+    assert Named(0, "a") != chunks(0, 0, 1)
+    for one, other in ((1, 1.0), ([2], [2]), ({"a": 1}, {"a": 1})):
+        first, second = Named(0, one), Named(0, other)
+        assert first == second
+        assert hash(first) == hash(second)
+        assert first == pickle.loads(pickle.dumps(first)) == copy.deepcopy(first)
 
 
 def _assign(spec: Any) -> None:

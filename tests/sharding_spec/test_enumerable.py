@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 import torch
 from tests.cases import SIZE, SPECS, boxes
 
-from shardwise import EnumerableShardingSpec, ShardMetadata
+from shardwise import EnumerableShardingSpec, ShardMetadata, settings
 from shardwise.metadata import TensorProperties
+from shardwise.placement import parse
 from shardwise.sharding_spec.enumerable import check_tensor, validate_non_overlapping_shards_metadata
 
 
@@ -32,6 +34,31 @@ def test_equal_specs_are_equal() -> None:
     assert hash(eval(repr(spec))) == hash(spec)
     many = boxes(*(([k], [1], 0) for k in range(100)))
     assert repr(many) == "EnumerableShardingSpec(100 shards)"
+
+
+def test_records_change_a_spec_of_the_dropin_only() -> None:
+    """Elsewhere it is a value, also without placements; equal ones have the same hash, and a refused list changes none."""
+    records = [ShardMetadata([0], [3], "rank:0/cpu"), ShardMetadata([3], [4], "rank:1/cpu")]
+    value, bare = EnumerableShardingSpec(records), EnumerableShardingSpec([ShardMetadata([0], [3]), records[1]])
+    with settings.changed(mutable_specs=True):
+        changeable = EnumerableShardingSpec(records)
+        with pytest.raises(ValueError, match="overlap"):
+            changeable.shards = [records[0], records[0]]
+    assert changeable == value
+    assert hash(changeable) == hash(value)
+    records[0].shard_sizes[0] = 2
+    records[1].shard_offsets[0] = 2
+    moved = boxes(([0], [2], 0), ([2], [4], 1))
+    assert changeable == moved != value
+    assert hash(changeable) == hash(moved)
+    assert changeable.layout((6,)) == moved.layout((6,))
+    assert value.layout((7,)) == boxes(([0], [3], 0), ([3], [4], 1)).layout((7,))
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        value.shards = records
+    assert eval(repr(bare)) == bare == copy.deepcopy(bare) != value
+    bare.shards[0].placement = parse("rank:0/cpu")
+    with pytest.raises(ValueError, match="needs a placement"):
+        bare.layout((7,))
 
 
 @pytest.mark.parametrize(

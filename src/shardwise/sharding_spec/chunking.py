@@ -58,7 +58,7 @@ def require_number(spec: str, dim: object) -> None:
     """Raise unless a dim is given by its number."""
     if isinstance(dim, str):
         raise NamedDimError(f"{spec} does not support named dimension {dim!r}: give its number")
-    if not isinstance(dim, int):
+    if not isinstance(dim, int) or isinstance(dim, bool):
         raise SpecError(f"Sharding dim needs to be an integer, found: {dim!r}")
 
 

@@ -9,6 +9,7 @@ import torch
 
 from shardwise import settings
 from shardwise.errors import FrozenSpecError
+from shardwise.geometry import Boxes
 from shardwise.layout import (
     Layout,
     Places,
@@ -20,6 +21,7 @@ from shardwise.layout import (
     shard_names,
 )
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.placement import Placement
 from shardwise.sharding_spec.spec import MOST_SHOWN, ShardingSpec
 
 
@@ -36,37 +38,49 @@ class EnumerableShardingSpec(ShardingSpec):
         >>> len(spec.layout((8, 4)))
         3
 
-    It is a value: records that are changed later do not change it. On the drop-in they do, as in the old system.
+    It is a value: records that are changed later do not change it. One that is made on the drop-in keeps the records
+    that it is given, and is changed with them, as in the old system.
     """
 
     def __init__(self, shards: Sequence[ShardMetadata]) -> None:
-        self._boxes = parse_shards(shards)  # which are known not to overlap
-        require_disjoint(self._boxes, shard_names(shards))
-        self._made: tuple[Any, Layout] | None = None  # the last layout, and what it was made of besides these boxes
-        self._records: list[ShardMetadata] | None = None  # those of the caller, if they may be changed
+        boxes = parse_shards(shards)
+        require_disjoint(boxes, shard_names(shards))
         placements = [shard.placement for shard in shards]
-        if settings.current().mutable_specs or None in placements:
-            self._records, placements = list(shards), []
-        self._places = Places.of(placements)  # without records
+        self._boxes = boxes  # which are known not to overlap
+        self._made: tuple[Any, Layout] | None = None  # the last layout, and what it was made of besides these boxes
+        self._records = list(shards) if settings.current().mutable_specs else None  # if it can be changed
+        # Without a placement for each shard it is a spec all the same, as in the old system, but has no layout.
+        self._where: Places | tuple[Placement | None, ...] = (
+            tuple(None if one is None else Placement.of(one) for one in placements)
+            if None in placements
+            else Places.of(placements)
+        )
 
     @property
     def shards(self) -> list[ShardMetadata]:
-        """The shards, as new records; on the drop-in, those that were given."""
+        """The shards, as new records; of a spec that was made on the drop-in, those that were given."""
         if self._records is not None:
             return self._records
-        devices = [place.remote_device() for place in self._places]
+        devices = [None if one is None else one.remote_device() for one in self._where]
         return ShardMetadata.many(self._boxes.offsets.tolist(), self._boxes.sizes.tolist(), devices)
 
     @shards.setter
     def shards(self, shards: Sequence[ShardMetadata]) -> None:
-        if not settings.current().mutable_specs:
+        if self._records is None:
             raise FrozenSpecError(f"a {type(self).__name__} is a value that cannot be changed: make another one")
         EnumerableShardingSpec.__init__(self, shards)
 
+    @property
+    def _boxes_now(self) -> Boxes:
+        return self._boxes if self._records is None else parse_shards(self._records)
+
+    @property
+    def _places_now(self) -> Places:
+        return Places.of(self._where if self._records is None else [record.placement for record in self._records])
+
     def layout(self, size: Sequence[int]) -> Layout:
         """The shards, when they make up a tensor of exactly this size."""
-        size, boxes = parse_size(size), self._boxes if self._records is None else parse_shards(self._records)
-        where = self._places if self._records is None else _places_now(self._records)
+        size, boxes, where = parse_size(size), self._boxes_now, self._places_now
         if self._made is not None and self._made[0] == (size, where) and boxes == self._boxes:
             return self._made[1]
         name = shard_names(self.shards)
@@ -88,17 +102,19 @@ class EnumerableShardingSpec(ShardingSpec):
             return NotImplemented
         if self._records is not None or other._records is not None:
             return self.shards == other.shards
-        return self._boxes == other._boxes and self._places == other._places
+        return self._boxes == other._boxes and self._where == other._where
 
     def __hash__(self) -> int:
-        return hash((type(self), self._boxes.offsets.tobytes(), self._boxes.sizes.tobytes()))
+        boxes = self._boxes_now
+        return hash((type(self), boxes.offsets.tobytes(), boxes.sizes.tobytes()))
 
     def __repr__(self) -> str:
         count = len(self._boxes)
         if count > MOST_SHOWN:
             return f"{type(self).__name__}({count} shards)"
         shown = ", ".join(
-            f"ShardMetadata({shard.shard_offsets}, {shard.shard_sizes}, {str(shard.placement)!r})"
+            f"ShardMetadata({shard.shard_offsets}, {shard.shard_sizes}"
+            f"{'' if shard.placement is None else f', {str(shard.placement)!r}'})"
             for shard in self.shards
         )
         return f"{type(self).__name__}([{shown}])"
@@ -112,10 +128,6 @@ class EnumerableShardingSpec(ShardingSpec):
         if "shards" in state:
             EnumerableShardingSpec.__init__(self, state.pop("shards"))
         vars(self).update(state)
-
-
-def _places_now(records: Sequence[ShardMetadata]) -> Places:
-    return Places.of([record.placement for record in records])
 
 
 def validate_non_overlapping_shards_metadata(shards: list[ShardMetadata]) -> None:

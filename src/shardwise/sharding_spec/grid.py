@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,7 @@ class GridShardingSpec(ShardingSpec):
 
     dims: Dims
     placements: tuple[RemoteDevice, ...]  # flat, in row-major order of the grid
-    grid: tuple[int, ...]
+    grid: tuple[int, ...] = field(init=False)
     sizes: Sizes
     weights: Weights
 
@@ -65,6 +65,7 @@ class GridShardingSpec(ShardingSpec):
         object.__setattr__(self, "dims", dims)
         object.__setattr__(self, "placements", tuple(flat))
         object.__setattr__(self, "grid", grid)
+        object.__setattr__(self, "_known_places", places_of_list(flat)[2])  # now: the caller may change the objects
         object.__setattr__(self, "sizes", _parse_sizes(sizes, dims, grid))
         object.__setattr__(self, "weights", _parse_weights(weights, dims, grid))
         _require_one_way(dims, self.sizes, self.weights)
@@ -101,7 +102,7 @@ class GridShardingSpec(ShardingSpec):
         return [Replicate() if dim is None else Shard(dim) for dim in self.dims]
 
     def layout(self, size: Sequence[int]) -> Layout:
-        """One box for each place of the grid; more where several axes cut one dim."""
+        """One box for each place of the grid."""
         return _layout(parse_size(size), self.dims, self.grid, self.sizes, self.weights, self._places)
 
     @property

@@ -77,19 +77,27 @@ class ShardingSpec(ABC):
 class PlacedShardingSpec(ShardingSpec):
     """Base of specs with a list of placements: a value, which is hashed and compared by what it says.
 
-    On the drop-in it can be changed, as the old ones: placements are parsed whenever a list is assigned.
+    One that is made on the drop-in can be changed, as the old ones: placements are parsed whenever a list is assigned.
     """
 
     placements: Sequence[RemoteDevice]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        fields = getattr(type(self), "__dataclass_fields__", ())
-        if name in fields and name in vars(self) and not settings.current().mutable_specs:
+        self._require_free(name)
+        super().__setattr__(name, self._parsed(value) if name == "placements" else value)
+
+    def __delattr__(self, name: str) -> None:
+        self._require_free(name)
+        super().__delattr__(name)
+
+    def _require_free(self, name: str) -> None:
+        """Raise if this is a field of a spec that is a value. The kind of its placements says whether it is one."""
+        frozen = isinstance(vars(self).get("placements"), tuple)
+        if frozen and name in vars(self) and name in getattr(type(self), "__dataclass_fields__", ()):
             raise FrozenSpecError(
                 f"a {type(self).__name__} is a value that cannot be changed: make another one, as in "
                 f"dataclasses.replace(spec, {name}=...)"
             )
-        super().__setattr__(name, self._parsed(value) if name == "placements" else value)
 
     def _parsed(self, placements: Sequence[PlacementLike] | None) -> Sequence[RemoteDevice]:
         parsed = all_ranks() if placements is None else parse_all(placements)
@@ -98,7 +106,7 @@ class PlacedShardingSpec(ShardingSpec):
         if placements is not None and all(type(one) is str for one in placements):
             vars(self)["_seen"] = list(parsed), said_by(parsed), _of_names(tuple(map(str, placements)))
         else:
-            vars(self).pop("_seen", None)
+            vars(self)["_seen"] = places_of_list(parsed)  # now: the caller may change the objects later
         return parsed if settings.current().mutable_specs else tuple(parsed)
 
     @property
@@ -123,7 +131,7 @@ class PlacedShardingSpec(ShardingSpec):
         return self._said() == other._said() and self._places == other._places
 
     def __hash__(self) -> int:
-        return hash((type(self), *sorted(map(repr, self._said().items())), self._places))
+        return hash((type(self), self._places))  # what a subclass says besides may have no hash, or one like 1 and 1.0
 
     def __repr__(self) -> str:
         named = [f"{name}={value!r}" for name, value in self._said().items()]
