@@ -33,7 +33,7 @@ def test_all_is_what_is_visible() -> None:
         and not (isinstance(value, ModuleType) and name in submodules - set(shardwise.__all__))
     }
     assert visible == set(shardwise.__all__)
-    assert sorted(shardwise.__all__) == shardwise.__all__ or sorted(shardwise.__all__, key=str.lower)
+    assert sorted(shardwise.__all__) == shardwise.__all__
 
 
 def test_every_error_is_ours_and_a_builtin() -> None:

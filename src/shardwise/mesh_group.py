@@ -1,32 +1,19 @@
-"""The ranks of a mesh, and the process group of all of them, which torch has one of for each line of the mesh only."""
+"""The process group of all ranks of a mesh: torch has one for each line of the mesh only."""
 
 from __future__ import annotations
 
 from typing import cast
-from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ProcessGroupError
-from shardwise.geometry import IntArray, read_only
+from shardwise.geometry import IntArray
 from shardwise.meeting import listed
+from shardwise.placement import mesh_ranks
 from shardwise.process_group import group_ranks, is_member, or_default, outside
-
-_ranks: WeakKeyDictionary[DeviceMesh, IntArray] = WeakKeyDictionary()
-
-
-def mesh_ranks(mesh: DeviceMesh) -> IntArray:
-    """The ranks of a mesh in its shape, read-only; also within FakeTensorMode, where torch would not read them."""
-    ranks = _ranks.get(mesh)
-    if ranks is None:
-        with unset_fake_temporarily():
-            ranks = _ranks[mesh] = read_only(mesh.mesh.to("cpu", torch.int64).numpy())
-    return ranks
 
 
 def mesh_group(mesh: DeviceMesh, process_group: ProcessGroup | None) -> ProcessGroup:

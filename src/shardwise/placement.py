@@ -10,12 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup, remote_device
 
 from shardwise.errors import PlacementError
+from shardwise.geometry import IntArray, read_only
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -115,6 +119,11 @@ def rank_device(rank: int, device_type: str) -> torch.device:
     return torch.device(device_type, rank % count if count else rank)
 
 
+def usual_place(rank: int, device_type: str) -> RemoteDevice:
+    """The placement of a rank on the device of this type that it uses by convention."""
+    return Placement(rank_device(rank, device_type), rank).remote_device()
+
+
 def all_ranks(process_group: ProcessGroup | None = None, device_type: str | None = None) -> list[RemoteDevice]:
     """A placement on every rank of a group, in its order: by default of the default group, on `device_moved_by` it."""
     group = dist.group.WORLD if process_group is None else process_group
@@ -124,7 +133,7 @@ def all_ranks(process_group: ProcessGroup | None = None, device_type: str | None
             "dist.init_process_group first, or name them, as in ['rank:0/cpu', 'rank:1/cpu']"
         )
     kind = device_moved_by(group) if device_type is None else device_type
-    return [Placement(rank_device(rank, kind), rank).remote_device() for rank in dist.get_process_group_ranks(group)]
+    return [usual_place(rank, kind) for rank in dist.get_process_group_ranks(group)]
 
 
 def device_moved_by(process_group: ProcessGroup) -> str:
@@ -142,20 +151,29 @@ def mesh_placements(mesh: DeviceMesh, axis: int | str) -> list[RemoteDevice]:
     index = names.index(axis) if isinstance(axis, str) else axis
     if not -mesh.ndim <= index < mesh.ndim:
         raise PlacementError(f"axis {axis!r} does not exist in a mesh of {mesh.ndim} axes")
-    line = mesh.mesh.movedim(index, -1)
+    line = np.moveaxis(mesh_ranks(mesh), index, -1)
     if mesh.ndim > 1:
         here = mesh.get_coordinate()
         if here is None:
             raise PlacementError(f"this rank is not in the mesh, so no line along axis {axis!r} passes through it")
         others = [place for k, place in enumerate(here) if k != index % mesh.ndim]
         line = line[tuple(others)]
-    return [_mesh_place(rank, mesh) for rank in line.tolist()]
+    return [usual_place(rank, mesh.device_type) for rank in line.tolist()]
 
 
 def mesh_grid(mesh: DeviceMesh) -> tuple[list[RemoteDevice], tuple[int, ...]]:
     """All placements of a mesh in row-major order, and the shape of the mesh."""
-    return [_mesh_place(rank, mesh) for rank in mesh.mesh.flatten().tolist()], tuple(mesh.mesh.shape)
+    ranks = mesh_ranks(mesh)
+    return [usual_place(rank, mesh.device_type) for rank in ranks.reshape(-1).tolist()], ranks.shape
 
 
-def _mesh_place(rank: int, mesh: DeviceMesh) -> RemoteDevice:
-    return Placement(rank_device(rank, mesh.device_type), rank).remote_device()
+_ranks: WeakKeyDictionary[DeviceMesh, IntArray] = WeakKeyDictionary()
+
+
+def mesh_ranks(mesh: DeviceMesh) -> IntArray:
+    """The ranks of a mesh in its shape, read-only; also within FakeTensorMode, where torch would not read them."""
+    ranks = _ranks.get(mesh)
+    if ranks is None:
+        with unset_fake_temporarily():
+            ranks = _ranks[mesh] = read_only(mesh.mesh.to("cpu", torch.int64).numpy())
+    return ranks

@@ -8,10 +8,13 @@ from typing import Any
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise import settings
 from shardwise.errors import SpecError
 from shardwise.placement import all_ranks, device_moved_by
 from shardwise.process_group import is_member, kept_for, or_default
 from shardwise.sharding_spec import ChunkShardingSpec, GridShardingSpec, ReplicatedShardingSpec, ShardingSpec
+from shardwise.sharding_spec.grid import mesh_dims
+from shardwise.sharding_spec.proportion import parse_weights
 
 How = ShardingSpec | DeviceMesh | int | None
 
@@ -49,8 +52,14 @@ def spec_said(
     if not is_member(group):
         raise SpecError("this rank is not in the group whose ranks are meant: give it a spec that names them")
     kind = device_moved_by(group) if device_type is None else device_type
-    weighed = None if weights is None else tuple(weights)
-    return kept_for(group, ("spec", how, weighed, kind), lambda: _over_all(how, weighed, all_ranks(group, kind)))
+    weighed = None if weights is None else parse_weights(weights, group.size())
+
+    def made() -> ShardingSpec:
+        return _over_all(how, weighed, all_ranks(group, kind))
+
+    if settings.current().mutable_specs:
+        return made()  # which the caller may change
+    return kept_for(group, ("spec", how, weighed, kind), made)
 
 
 def _over_all(dim: int | None, weights: tuple[float, ...] | None, places: list[Any]) -> ShardingSpec:
@@ -62,10 +71,11 @@ def _over_all(dim: int | None, weights: tuple[float, ...] | None, places: list[A
 
 
 def _on_mesh(mesh: DeviceMesh, dims: Any, weights: Sequence[Any] | None) -> ShardingSpec:
-    if dims is None:
-        said = ", ".join(["None"] * (mesh.ndim - 1) + ["0"]) + ("," if mesh.ndim == 1 else "")
-        raise SpecError(f"a mesh of {mesh.ndim} axes needs a dim for each, or None for replicas, such as ({said})")
-    dims = (dims,) * mesh.ndim if isinstance(dims, int) else dims
+    if isinstance(dims, int):
+        dims = (dims,) * mesh.ndim
+    dims = mesh_dims(dims, mesh.ndim)
+    if weights is not None and not isinstance(weights, Sequence):
+        raise SpecError(f"weights should be a sequence of numbers, one for each place, found {weights!r}")
     if weights is not None and not any(one is None or isinstance(one, Sequence) for one in weights):
         cutting = [k for k, dim in enumerate(dims) if dim is not None]
         if len(cutting) != 1:

@@ -74,6 +74,7 @@ def on_meta() -> None:
 
 def without_any() -> None:
     """The same model under FakeTensorMode: forward, backward and a step of the optimizer, sizes only."""
+    mesh = init_device_mesh("cpu", (8, 8))
     with FakeTensorMode():
         model = nn.Sequential(nn.Linear(65536, 65536), nn.ReLU(), nn.Linear(65536, 65536))
         shardwise.shard_module(model, ShardingPlan({"*.weight": ROWS}))
@@ -88,6 +89,9 @@ def without_any() -> None:
         assert weight.grad.local_tensor().shape == (1024, 65536)
         optimizer.step()
         assert optimizer.state[weight]["exp_avg"].local_tensor().shape == (1024, 65536)
+        both = shardwise.shard(torch.empty(64, 64), mesh, (None, 0))
+        line = ChunkShardingSpec.from_mesh(mesh, 0, axis=1).layout((64, 64))
+        assert list(both.local_tensor().shape) == line.extent(0) == [8, 64]
         moved = weight.redistribute(COLUMNS)
         assert moved.local_tensor().shape == (65536, 1024)
         assert type(moved.local_tensor()).__name__ == "FakeTensor"

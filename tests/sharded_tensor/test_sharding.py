@@ -45,11 +45,13 @@ def test_every_spelling_is_the_same_value() -> None:
         ((mesh, 0), {}, [[2, 5], [2, 5], [2, 5], [1, 5]]),
         ((mesh, (None, 0)), {"weights": [3, 1]}, [[5, 5], [2, 5]] * 2),
         ((mesh, (0, 1)), {"weights": [[1, 3], None]}, [[2, 3], [2, 2], [5, 3], [5, 2]]),
+        ((mesh, (Replicate(), Shard(0))), {"weights": [3, 1]}, [[5, 5], [2, 5]] * 2),
         ((odd,), {}, [[7, 2], [7, 3]]),
     ]
     for how, options, expected in said:
         for src in (None, 2):
             given = x if src is None or rank == src else torch.empty_like(x)
+            given = given if src != 2 or rank != 1 else torch.empty(7, 5, dtype=x.dtype, device="meta")
             w = shardwise.shard(given.requires_grad_(), *how, src=src, **options)
             assert sizes(w) == expected
             assert torch.equal(w.full_tensor(), x)
@@ -104,12 +106,28 @@ def test_what_is_refused_is_refused_on_every_rank() -> None:
         ((0, (0, 1)), {}, "there is none"),
         ((None,), {"weights": [1, 1, 1, 1]}, "replicas cut none"),
         ((0,), {"weights": [1, 1]}, "4 weights"),
+        ((0,), {"weights": [[1, 1, 1, 1]]}, "4 weights"),
+        ((0,), {"weights": 2}, "a sequence of numbers"),
+        ((mesh, (None, 0)), {"weights": 2}, "a sequence of numbers"),
+        ((mesh, Shard(0)), {}, "needs 2 dims"),
+        ((mesh, True), {}, "needs to be an integer"),
         ((mesh, (0, 1)), {"weights": [1, 1]}, "for each axis"),
         ((ChunkShardingSpec(0),), {"weights": [1]}, "says how to cut"),
     ]
     for how, options, message in wrong:
         with pytest.raises(ValueError, match=message):
             shardwise.shard(x, *how, **options)
+        for src in (None, 1):  # one rank alone
+            with pytest.raises(ValueError, match=message):
+                shardwise.shard(x, *(how if rank == 3 else (0,)), src=src, **(options if rank == 3 else {}))
+    with pytest.raises(ValueError, match="src=4 is not a rank of the group"):
+        shardwise.shard(x, 0, src=4)
+    for src in (None, 0):
+        with pytest.raises(ShardwiseError, match="would not go on"):
+            shardwise.shard(x.clone().requires_grad_() * (1 if rank else 2), 0, src=src)
+    with pytest.raises(ShardwiseError, match="meta device"):
+        shardwise.shard(x.to("meta"), ChunkShardingSpec(0, ["rank:1/cpu"]))
+    assert shardwise.shard(x.to("meta"), 0).is_meta
     with pytest.raises(ShardwiseError):
         shardwise.shard(x if rank else x[:2], 0)
     with pytest.raises(ShardwiseError):
@@ -189,7 +207,7 @@ def test_a_plan_is_a_dict_of_dims() -> None:
     assert model[0].up.weight.sharding == shardwise.shard(plain[0].up.weight, 0).sharding
     assert model[0].up.bias.sharding == ReplicatedShardingSpec().layout((8,))
     assert model[1].up.bias.sharding == ChunkShardingSpec(0).layout((8,))
-    with pytest.raises(AttributeError, match=r"matches nothing.*0\.up\.weight"):
+    with pytest.raises(AttributeError, match=r"matches nothing.*did you mean '\*\.up\.weight'"):
         shardwise.shard_module(nn.Sequential(Layer()), {"*.upp.weight": 0})
     with pytest.raises(TypeError, match="Only `ShardingSpec`"):
         shardwise.shard_module(nn.Sequential(Layer()), {"*.up.weight": "rows"})

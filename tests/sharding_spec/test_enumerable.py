@@ -37,7 +37,7 @@ def test_equal_specs_are_equal() -> None:
 
 
 def test_records_change_a_spec_of_the_dropin_only() -> None:
-    """Elsewhere it is a value, also without placements; equal ones have the same hash, and a refused list changes none."""
+    """Elsewhere it is a value. Equal ones have the same hash, and a list that is refused changes nothing."""
     records = [ShardMetadata([0], [3], "rank:0/cpu"), ShardMetadata([3], [4], "rank:1/cpu")]
     value, bare = EnumerableShardingSpec(records), EnumerableShardingSpec([ShardMetadata([0], [3]), records[1]])
     with settings.changed(mutable_specs=True):

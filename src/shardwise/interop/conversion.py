@@ -33,8 +33,9 @@ from shardwise.interop.placements import (
     same_boxes,
 )
 from shardwise.layout import Layout
-from shardwise.mesh_group import mesh_group, mesh_ranks, require_inside
+from shardwise.mesh_group import mesh_group, require_inside
 from shardwise.partial import PartialTensor, ReplicatedTensor
+from shardwise.placement import mesh_ranks
 from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharing, is_member, locate_all, or_default
 from shardwise.sharded_tensor import ShardedTensor, ShardedTensorBase
 from shardwise.sharded_tensor.assembly import require_spec

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import SpecError
 from shardwise.layout import Layout, Places
-from shardwise.mesh_group import mesh_ranks
+from shardwise.placement import mesh_ranks
 from shardwise.sharding_spec.mesh_cuts import Cut, mesh_layout
 
 MOST_TRIED = 4096  # combinations of placements that are looked through to find those of a layout

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import PlanError
 from shardwise.geometry import IntArray
-from shardwise.mesh_group import mesh_ranks
-from shardwise.placement import Placement, RemoteDevice, device_moved_by, rank_device
+from shardwise.placement import device_moved_by, mesh_ranks, usual_place
 from shardwise.process_group import group_ranks, is_member, or_default, outside
 from shardwise.sharding_spec import ChunkShardingSpec, GridShardingSpec, ShardingSpec
 from shardwise.sharding_spec.proportion import parse_weights, weighted_sizes
@@ -78,7 +77,7 @@ class Lines:
 
     def _spec(self, device_type: str, dim: int, parts: tuple[Part, ...]) -> tuple[ShardingSpec, str]:
         sizes = [size for share in map(self._sizes, parts) for size in share]
-        rows = [[_place(rank, device_type) for rank in row] * len(parts) for row in self.ranks.tolist()]
+        rows = [[usual_place(rank, device_type) for rank in row] * len(parts) for row in self.ranks.tolist()]
         if len(parts) > 1:
             said = f"{len(parts)} parts of dim {dim} over {len(self)} ranks"
         elif self.weights is not None:
@@ -101,10 +100,6 @@ class Lines:
         moved = {device.type for device in self.process_group._device_types}
         there = parameter.device.type
         return self.device_type or (there if there in moved else device_moved_by(self.process_group))
-
-
-def _place(rank: int, device_type: str) -> RemoteDevice:
-    return Placement(rank_device(rank, device_type), rank).remote_device()
 
 
 def _rows_of(mesh: DeviceMesh) -> IntArray:

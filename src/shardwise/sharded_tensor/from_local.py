@@ -17,8 +17,8 @@ from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError
 from shardwise.geometry import Boxes, IntArray
 from shardwise.layout import Layout
 from shardwise.meeting import listed
-from shardwise.mesh_group import mesh_group, mesh_ranks
-from shardwise.placement import rank_device
+from shardwise.mesh_group import mesh_group
+from shardwise.placement import mesh_ranks, rank_device
 from shardwise.process_group import (
     Fields,
     device_said,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from shardwise.metadata import TensorProperties
 from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharing, is_member, locate_all, or_default
 from shardwise.sharded_tensor.assembly import fields_of
 from shardwise.sharded_tensor.frame import Frame, Parts
+from shardwise.sharded_tensor.movement import global_rank
 from shardwise.sharded_tensor.tensor import ShardedTensor, shard_tensor
 from shardwise.sharding_spec import ShardingSpec
 from shardwise.shorthand import How, spec_said
@@ -39,8 +40,8 @@ def shard(
 
     Every rank of the group calls it, with a tensor that is the same everywhere: each takes its own part, and only a
     checksum travels, so that an unseeded tensor is an error and not a mixture; with ``validation(False)`` nothing does.
-    With ``src``, the group's rank of that number has the values, the others may pass any tensor of that size and dtype,
-    one on ``meta`` too, and each shard is sent once, to its rank.
+    With ``src``, the group's rank of that number has the values, and its device counts; the others may pass any tensor
+    of that size and dtype, one on ``meta`` too, and each shard is sent once, to its rank.
 
     ``how`` is the sharding: a dim that is cut over all ranks; None for a replica on each, as in `replicate`; a spec; or
     a mesh, with ``dims`` that say for each of its axes which dim it cuts, or None where it has replicas. DTensor's
@@ -58,22 +59,24 @@ def shard(
         >>> shardwise.shard(only_rank_0_has_it, 0, src=0).sum().item()
         66.0
 
-    The shards are leaves, with memory of their own, and require grad as the tensor does. Raises `PlainValueError` on
-    every rank if the tensors differ, `SpecError` if the sharding cannot cut this size.
+    The shards are leaves, with memory of their own, and require grad as the tensor does. Raises on every rank:
+    `PlainValueError` if the tensors differ, `SpecError` if the sharding cannot cut this size, `PropertyError` for a
+    tensor that was computed from others and wants a gradient, which would end at the shards: ``detach()`` it.
     """
     group = mesh_group(how, process_group) if isinstance(how, DeviceMesh) else or_default(process_group)
+
+    def spec_on(kind: str | None) -> ShardingSpec:
+        return spec_said(how, dims, weights=weights, device_type=kind, process_group=group)
+
     if src is not None:
-        kind = tensor.device.type if isinstance(tensor, torch.Tensor) and not tensor.is_meta else None
-        spec = spec_said(how, dims, weights=weights, device_type=kind, process_group=group)
-        return shard_tensor(tensor, spec, src, group)
+        return shard_tensor(tensor, _agreed_spec(tensor, spec_on, src, group), src, group)
 
     def work() -> tuple[tuple[ShardingSpec, Layout], Fields, str]:
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-            kind = getattr(tensor, "layout", type(tensor).__name__)
-            raise PropertyError(f"shard cuts a strided tensor, found {kind}")
-        require_plain(tensor, "what shard cuts")
-        spec = spec_said(how, dims, weights=weights, device_type=tensor.device.type, process_group=group)
+        _require_leaf(tensor)
+        spec = spec_on(tensor.device.type)
         layout = locate_all(spec.layout(tensor.size()), group)
+        if tensor.is_meta and layout.places.device_types != {"meta"}:
+            raise PropertyError("shard: a tensor without data, on the meta device, cannot be cut for other devices")
         said = fields_of(layout, spec, TensorProperties.create_from_tensor(tensor))
         return (spec, layout), {"verb": "shard", **said}, digest(tensor, None) if settings.current().validate else ""
 
@@ -91,6 +94,35 @@ def shard(
             "src=0, and all take that rank's values; or, if each rank has its own part, say shardwise.from_local(x)"
         )
     return _cut(tensor, spec, layout, group)
+
+
+def _require_leaf(tensor: object) -> None:
+    """Raise unless this is a plain strided tensor that autograd would not reach through its shards."""
+    require_plain(tensor, "what shard cuts")
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        kind = getattr(tensor, "layout", type(tensor).__name__)
+        raise PropertyError(f"shard cuts a strided tensor, found {kind}")
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise PropertyError(
+            "shard makes leaves, and a gradient would not go on from them to what this tensor was computed from: give "
+            "tensor.detach(), or shard what it is computed from"
+        )
+
+
+def _agreed_spec(
+    tensor: torch.Tensor, spec_on: Callable[[str | None], ShardingSpec], src: int, group: ProcessGroup
+) -> ShardingSpec:
+    """The spec for the values of one rank, on the kind of device where that one has them; the ranks agree on it."""
+
+    def work() -> tuple[None, Fields, str | None]:
+        _require_leaf(tensor)
+        global_rank(src, group, "src")
+        kind = None if tensor.is_meta else tensor.device.type
+        spec_on(kind)  # what is wrong with it is wrong on all kinds of devices
+        return None, {"verb": "shard", "src": src}, kind
+
+    _, kinds = in_step_sharing(group, work)
+    return spec_on(kinds[src] if is_member(group) else kinds[0])
 
 
 def _cut(tensor: torch.Tensor, spec: ShardingSpec, layout: Layout, group: ProcessGroup) -> ShardedTensor:

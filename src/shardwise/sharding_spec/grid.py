@@ -85,12 +85,7 @@ class GridShardingSpec(ShardingSpec):
         all places along the first. DTensor's placements say it, too: ``[Replicate(), Shard(0)]``.
         """
         flat, shape = mesh_grid(mesh)
-        said = [_dim_of(entry) for entry in dims]
-        if len(said) != len(shape):
-            raise SpecError(
-                f"a mesh of {len(shape)} axes needs {len(shape)} dims, one or None for each; found {dims!r}"
-            )
-        return cls(said, nest(flat, shape), sizes=sizes, weights=weights)
+        return cls(mesh_dims(dims, len(shape)), nest(flat, shape), sizes=sizes, weights=weights)
 
     def dtensor_placements(self) -> list[Placement]:
         """What DTensor calls this on the same mesh: a `Shard` or `Replicate` for each axis, if all cut evenly."""
@@ -170,6 +165,17 @@ def _layout(
                 )
             axes.append(sized_axis(dim, given))
     return Layout.by_rule(size, axes, places)
+
+
+def mesh_dims(dims: Any, axes: int) -> list[int | None]:
+    """What each axis of a mesh does: the dim that it cuts or, with None, nothing; also in DTensor's words."""
+    if isinstance(dims, str) or not isinstance(dims, Sequence) or len(dims) != axes:
+        such = ", ".join(["None"] * (axes - 1) + ["0"]) + ("," if axes == 1 else "")
+        raise SpecError(
+            f"a mesh of {axes} axes needs {axes} dims, a number for each or None for replicas, such as ({such}), and "
+            f"found {dims!r}. Where a spec is wanted, give GridShardingSpec.from_mesh(mesh, ({such}))"
+        )
+    return [_dim_of(entry) for entry in dims]
 
 
 def _dim_of(entry: Any) -> int | None:
