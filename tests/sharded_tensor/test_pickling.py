@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import SIZE, SPECS, chunks, whole
+from tests.cases import SIZE, SPECS, chunks, places, whole
 
 import shardwise
-from shardwise import ShardedTensor
+from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardedTensor
 from shardwise.process_group import load_with_process_group
 from shardwise.sharded_tensor.pickling import state_of
 from shardwise.sharded_tensor.tensor import rebuild_sharded_tensor
@@ -40,6 +40,24 @@ def test_torch_save_and_load(name: str, weights_only: bool) -> None:
     assert again.sharding_spec() == tensor.sharding_spec()
     assert again.requires_grad
     assert again._process_group is tensor._process_group
+
+
+@ranks(4)
+def test_replicas_and_nested_cuts_are_as_they_were() -> None:
+    """Of grids in which an axis has replicas, or several axes cut one dim, and of what ops make of them."""
+    grid = [places(0, 1), places(2, 3)]
+    for spec in (
+        GridShardingSpec((None, 0), grid),
+        GridShardingSpec((0, None), grid, weights=[(3, 1), None]),
+        GridShardingSpec((0, 0), grid),
+        ReplicatedShardingSpec(),
+    ):
+        made = shardwise.rand(spec, *SIZE)
+        for tensor in (made, made.T, made.sum(1)):
+            again = torch.load(saved(tensor))
+            assert torch.equal(again.full_tensor(), tensor.full_tensor())
+            assert again.sharding == tensor.sharding
+            assert again.sharding_spec() == tensor.sharding_spec()
 
 
 @ranks(2)

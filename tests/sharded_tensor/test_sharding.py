@@ -169,6 +169,7 @@ def test_dtensors_and_specs_say_the_same() -> None:
         assert isinstance(d, DTensor)
         assert d.to_local().data_ptr() == w.local_tensor().data_ptr()
         assert shardwise.from_dtensor(d).sharding.order_of(w.sharding) is not None
+        assert placements == [Shard(0), Shard(0)] or shardwise.from_dtensor(d).sharding_spec() == spec
         assert torch.equal(shardwise.from_dtensor(d, spec).full_tensor(), x)
     with pytest.raises(SpecError, match="cuts evenly"):
         GridShardingSpec.from_mesh(mesh, (0, None), weights=[(1, 2), None]).dtensor_placements()

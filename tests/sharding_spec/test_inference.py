@@ -6,11 +6,19 @@ import random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.cases import SIZE, SPECS, boxes, chunks, places
 
 from shardwise import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
 from shardwise.metadata import TensorProperties
-from shardwise.sharding_spec import infer_chunk_or_enumerable, infer_sharding_spec
+from shardwise.sharding_spec import (
+    FixedShardingSpec,
+    infer_chunk_or_enumerable,
+    infer_sharding_spec,
+    spec_class_of,
+    spec_of,
+)
 
 
 def records(spec_name: str) -> list[ShardMetadata]:
@@ -45,6 +53,31 @@ def test_the_narrowest_kind_is_found(name: str, kind: type) -> None:
     assert type(infer_sharding_spec(records(name))) is kind
     old = EnumerableShardingSpec if kind is GridShardingSpec else kind
     assert type(infer_chunk_or_enumerable(records(name))) is old
+
+
+@given(
+    st.permutations([None, 0, 1]),
+    st.lists(st.integers(1, 3), min_size=3, max_size=3),
+    st.lists(st.one_of(st.none(), st.lists(st.integers(0, 3), min_size=3, max_size=3)), min_size=3, max_size=3),
+)
+def test_what_ops_make_of_grids_has_a_spec_that_one_could_write(
+    dims: list[int | None], counts: list[int], weights: list[list[int] | None]
+) -> None:
+    """With replicas and uneven cuts it is a grid; whatever it is, it makes the very layout."""
+    rows, columns, deep = counts
+    grid = [
+        [places(*range(k, k + deep)) for k in range(j, j + columns * deep, deep)]
+        for j in range(0, rows * columns * deep, columns * deep)
+    ]
+    cuts = [
+        None if dim is None or cut is None or not any(cut[:count]) else cut[:count]
+        for dim, cut, count in zip(dims, weights, counts, strict=True)
+    ]
+    layout = GridShardingSpec(dims, grid, weights=cuts).layout((7, 5))
+    found = spec_of(layout)
+    assert found.layout((7, 5)) == layout
+    assert type(found) is spec_class_of(layout)
+    assert not isinstance(found, FixedShardingSpec)
 
 
 def test_uneven_pieces_of_one_dim_are_no_chunks() -> None:

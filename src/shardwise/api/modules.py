@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardwise import settings
-from shardwise.api.outputs import collect_local_shard, reshard_output, without_places
+from shardwise.api.outputs import collect_local_shard, reshard_output
 from shardwise.api.parameters import agree
 from shardwise.api.plain_values import make_plain_alike
 from shardwise.errors import PlanKindError, plan_error
@@ -126,7 +126,7 @@ def _arguments(spec: ShardingSpec) -> str:
     """What a spec was made of, in a line; of many placements the first ones and a digest."""
     if not isinstance(spec, PlacedShardingSpec):
         return str(spec._plain_arguments())
-    return f"{without_places(spec)} {spec._places} #{spec._places.digest.hex()[:12]}"
+    return f"{spec._said()} {spec._places} #{spec._places.digest.hex()[:12]}"
 
 
 def _made_by(step: SharderStep, group: ProcessGroup) -> nn.Module:

@@ -19,7 +19,7 @@ from shardwise.layout import Layout, parse_size
 from shardwise.placement import Placement, rank_device
 from shardwise.process_group import current_process_group
 from shardwise.sharded_tensor.frame import Frame, Parts
-from shardwise.sharding_spec import FixedShardingSpec, ReplicatedShardingSpec, ShardingSpec, placed, spec_of
+from shardwise.sharding_spec import ShardingSpec, placed, spec_of
 
 if TYPE_CHECKING:
     from shardwise.sharded_tensor.base import ShardedTensorBase
@@ -124,8 +124,8 @@ def _layout_as_saved(state: dict[str, Any]) -> Layout:
     ]
     placements = [places[number] for number in state["place_of"]]
     return Layout.checked(
-        size, boxes, placements, str, replicas=isinstance(state["spec"], ReplicatedShardingSpec | FixedShardingSpec)
-    )
+        size, boxes, placements, str, replicas=True
+    )  # if the spec makes them, which is looked at next
 
 
 def _on_loaded_devices(layout: Layout, rows: tuple[int, ...], tensors: list[torch.Tensor]) -> Layout:
