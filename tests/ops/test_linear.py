@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 
+import torch
 from tests.ops.twin import Layouts, along, assert_same, normal, plain, replicated, uneven
 from torch.nn import functional
 
 from shardwise import ChunkShardingSpec, gather_budget
 from shardwise.ops.engine import programs
+from shardwise.partial import ReplicatedTensor
+from shardwise.settings import own_batches
 from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
@@ -46,3 +49,17 @@ def test_a_bias_that_is_there_is_added_by_the_product() -> None:
         (made,) = [program for kind, program in programs._programs.items() if kind not in known]
         assert made is not None
         assert [step.op.__name__ for step in made.steps] == ["linear"]
+
+
+@ranks(2)
+def test_a_replicated_batch_is_one_batch_under_the_old_rule() -> None:
+    """With and without a bias, whatever of the weight is cut: the output and gradients are those of the plain layer."""
+    x, weight, bias = normal(4, 6), normal(5, 6, seed=1).requires_grad_(), normal(5, seed=2).requires_grad_()
+    for dim, own in itertools.product((0, 1), (bias, None)):
+        cut = shard_tensor(weight.detach(), ChunkShardingSpec(dim)).requires_grad_()
+        with own_batches():
+            found = functional.linear(ReplicatedTensor(x), cut, own)
+            assert torch.allclose(found.full_tensor(), functional.linear(x, weight, own), rtol=1e-12)
+            found.pow(2).sum().backward()
+        (expected,) = torch.autograd.grad(functional.linear(x, weight, own).pow(2).sum(), weight)
+        assert torch.allclose(cut.grad.full_tensor(), expected, rtol=1e-12)
