@@ -143,6 +143,12 @@ def device_moved_by(process_group: ProcessGroup) -> str:
     return accelerator.type if accelerator is not None and accelerator.type in moved else "cpu"
 
 
+def device_for(there: str, process_group: ProcessGroup) -> str:
+    """The type of device for the shards of a tensor that is on this one: the same, if the group moves its memory."""
+    moves = any(device.type == there for device in process_group._device_types)
+    return there if moves else device_moved_by(process_group)
+
+
 def mesh_placements(mesh: DeviceMesh, axis: int | str) -> list[RemoteDevice]:
     """The placements along one axis of a mesh, through the calling rank's own place in it."""
     names = mesh.mesh_dim_names or ()

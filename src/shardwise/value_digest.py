@@ -10,11 +10,15 @@ from shardwise import settings
 from shardwise.process_group import without_data
 from shardwise.transfer.views import resolved
 
-MOST_HASHED = 2**16  # bytes of a plain operand that are compared where ranks agree anyway
+MOST_HASHED = 2**16  # bytes of a plain operand whose values are compared where the ranks meet anyway
 
 
 def digest(plain: torch.Tensor, most: int | None = MOST_HASHED) -> str:
-    """What differs when the values do; nothing for tensors of more bytes than that, or that a GPU may not have made."""
+    """A hash of the values. Empty where there are none to read: on meta, without data, in other layouts.
+
+    With ``most``, also empty for a tensor of more bytes than that, for one on a GPU, which the host would have to wait
+    for, and where checks are off.
+    """
     if plain.layout == torch.sparse_coo and most is None:
         whole = plain.detach().coalesce()
         return digest(whole.indices(), None) + digest(whole.values(), None)

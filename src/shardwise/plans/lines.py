@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import PlanError
 from shardwise.geometry import IntArray
-from shardwise.placement import device_moved_by, mesh_ranks, usual_place
+from shardwise.placement import device_for, mesh_ranks, usual_place
 from shardwise.process_group import group_ranks, is_member, or_default, outside
 from shardwise.sharding_spec import ChunkShardingSpec, GridShardingSpec, ShardingSpec
 from shardwise.sharding_spec.proportion import parse_weights, weighted_sizes
@@ -97,9 +97,7 @@ class Lines:
 
     def _device_type(self, parameter: torch.Tensor) -> str:
         """The mesh's; else where the parameter is, if the group can move it from there."""
-        moved = {device.type for device in self.process_group._device_types}
-        there = parameter.device.type
-        return self.device_type or (there if there in moved else device_moved_by(self.process_group))
+        return self.device_type or device_for(parameter.device.type, self.process_group)
 
 
 def _rows_of(mesh: DeviceMesh) -> IntArray:

@@ -12,7 +12,8 @@ from torch.nn.parameter import is_lazy
 
 from shardwise.errors import PlanError, ProcessGroupError, PropertyError, same_kind
 from shardwise.layout import Layout
-from shardwise.process_group import locate_all
+from shardwise.placement import device_for
+from shardwise.process_group import is_member, locate_all
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharder import Sharder
 from shardwise.sharding_plan.tree import ModuleTree, Place
@@ -74,11 +75,12 @@ def parameter_step(
     parameter = places[0].get()
     _require_shardable(name, parameter, group)
     try:
-        kind = None if parameter.is_meta else parameter.device.type
+        named = isinstance(how, ShardingSpec) or not is_member(group)  # where the shards are to be
+        kind = None if named else device_for(parameter.device.type, group)
         spec = spec_said(how, device_type=kind, process_group=group)
         layout = locate_all(spec.layout(parameter.shape), group)
     except Exception as error:
-        by = type(how).__name__ if isinstance(how, ShardingSpec) else f"dim {how}"
+        by = type(how).__name__ if isinstance(how, ShardingSpec) else repr(how)
         said = f"{name!r} of size {tuple(parameter.shape)} cannot be cut by {by}: {error}"
         raise same_kind(type(error).__name__, said) from error
     return ParameterStep(name, places, spec, layout)
