@@ -40,7 +40,7 @@ def reshard() -> list[Row]:
     world, size = dist.get_world_size(), (SIDE, SIDE)
     where, plain = places(world), torch.rand(size)
     rows, columns = (shardwise.ChunkShardingSpec(dim, where) for dim in (0, 1))
-    ours = shardwise.shard_tensor(plain, rows)
+    ours = shardwise.sharded_tensor.shard_tensor(plain, rows)
     mesh = init_device_mesh("cpu", (world,))
     theirs = distribute_tensor(plain, mesh, [Shard(0)])
     old_rows = ChunkShardingSpec(0, list(where))
@@ -107,8 +107,8 @@ def gather() -> tuple[list[Row], dict[str, float]]:
     begin, rows = edges[rank], edges[rank + 1] - edges[rank]
     tail = max(b - a for a, b in itertools.pairwise(edges[1:]))
     local = torch.rand(rows, SIDE)
-    ours = shardwise.init_from_local_shards(
-        [shardwise.Shard.from_tensor_and_offsets(local, [begin, 0], rank)], SIDE, SIDE
+    ours = shardwise.sharded_tensor.init_from_local_shards(
+        [shardwise.sharded_tensor.Shard.from_tensor_and_offsets(local, [begin, 0], rank)], SIDE, SIDE
     )
     theirs = old.init_from_local_shards([OldShard.from_tensor_and_offsets(local, [begin, 0], rank)], SIDE, SIDE)
     out = torch.zeros(SIDE, SIDE) if rank == 0 else None
@@ -178,7 +178,7 @@ def mesh_case(
     plain = torch.rand(size)
     ranks = np.array(places(dist.get_world_size())).reshape(shape).tolist()
     src, dst = (shardwise.GridShardingSpec(dims, ranks) for dims in (before, after))
-    ours = shardwise.shard_tensor(plain, src)
+    ours = shardwise.sharded_tensor.shard_tensor(plain, src)
     mesh = init_device_mesh("cpu", shape)
     theirs = distribute_tensor(plain, mesh, [Shard(dim) for dim in before])
 

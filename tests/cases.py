@@ -16,10 +16,10 @@ from shardwise import (
     EnumerableShardingSpec,
     GridShardingSpec,
     ReplicatedShardingSpec,
-    ShardedTensorBase,
     ShardingSpec,
     ShardMetadata,
 )
+from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.shard import narrow_tensor
 
 
@@ -106,6 +106,14 @@ def parts(found: ShardedTensorBase, expected: torch.Tensor, what: str = "") -> l
     assert int(found._layout.once.boxes.volumes.sum()) == expected.numel(), what
     shards = found.local_shards()
     return [(shard.tensor.detach(), narrow_tensor(expected.detach(), shard.metadata)) for shard in shards]
+
+
+def lying_as(found: ShardedTensorBase, plain: torch.Tensor) -> ShardedTensorBase:
+    """A plain tensor that every rank has, cut as a sharded one: each rank takes its own part, without a message."""
+    made: Any = torch.empty_like(found.detach(), dtype=plain.dtype)
+    for one, part in parts(made, plain):
+        one.copy_(part)
+    return made  # type: ignore[no-any-return] # sharded as the other is
 
 
 def assert_holds(found: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:

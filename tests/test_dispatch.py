@@ -10,15 +10,15 @@ import torch.distributed as dist
 from tests.cases import chunks, holds, places
 
 import shardwise
-from shardwise import (
-    ChunkShardingSpec,
-    ShardedTensor,
+from shardwise import ChunkShardingSpec, ShardedTensor, ones, zeros
+from shardwise.dispatch import (
+    basic_validation,
     custom_sharded_op_impl,
     custom_sharding_spec_op,
-    ones,
-    zeros,
+    dispatch_custom_op,
+    has_custom_op,
+    registry,
 )
-from shardwise.dispatch import basic_validation, dispatch_custom_op, has_custom_op, registry
 from shardwise.testing import ranks
 
 

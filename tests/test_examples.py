@@ -51,35 +51,30 @@ def test_every_example_is_run_here() -> None:
     assert {file.name for file in EXAMPLES.glob("*.py")} == {"layouts.py", "train_anywhere.py", *TWINS}
 
 
-@pytest.mark.parametrize("name", TWINS)
-def test_a_sharded_model_trains_as_its_twin(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_layers_in_parts_train_as_their_twin(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On ranks that the example starts by itself."""
-    assert alone(name, monkeypatch, tmp_path) == 0
+    assert alone("tensor_parallel.py", monkeypatch, tmp_path) == 0
     assert losses_agree(capsys.readouterr().out)
-
-
-@pytest.mark.timeout(180)
-def test_the_same_under_torchrun() -> None:
-    """With its ranks, two of them."""
-    assert losses_agree(under_torchrun("tensor_parallel.py", world_size=2))
 
 
 @pytest.mark.parametrize("name", [*TWINS, "layouts.py"])
 def test_the_same_as_torchrun_runs_it(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """On four ranks."""
+    """On four ranks. Torchrun itself runs the demo, below."""
     run_on_ranks(4, run_script, str(EXAMPLES / name), str(tmp_path), echo=True)
     printed = capsys.readouterr().out
     assert printed.count("rank 3 holds") == 4 if name == "layouts.py" else losses_agree(printed)
 
 
-def test_a_rank_holds_its_rows_of_the_table_and_no_more(
+def test_a_table_in_parts_trains_as_its_twin(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """And what its users ask of others is far less than the table."""
-    alone("sharded_table.py", monkeypatch, tmp_path)
-    numbers = [int(found.replace(",", "")) for found in re.findall(r"([\d,]+) bytes", capsys.readouterr().out)]
+    """A rank holds its rows and no more, and what its users ask of others is far less than the table."""
+    assert alone("sharded_table.py", monkeypatch, tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert losses_agree(printed)
+    numbers = [int(found.replace(",", "")) for found in re.findall(r"([\d,]+) bytes", printed)]
     whole, held, asked = numbers[0], numbers[1::2], numbers[2::2]
     assert held == [12_800_000, 7_680_000, 3_840_000, 1_280_000]
     assert sum(held) == whole

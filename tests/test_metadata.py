@@ -8,7 +8,8 @@ import pickle
 import pytest
 import torch
 
-from shardwise import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise import ShardMetadata
+from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 
 
 def test_a_record_can_be_changed_copied_hashed_and_compared() -> None:

@@ -6,7 +6,9 @@ import torch
 from tests.cases import chunks
 from torch import nn
 
-from shardwise import ShardedTensor, named_params_with_sharded_tensor, shard_parameter, zeros
+from shardwise import ShardedTensor, zeros
+from shardwise.api import shard_parameter
+from shardwise.named_parameters import named_params_with_sharded_tensor
 from shardwise.testing import ranks
 
 

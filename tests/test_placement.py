@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import ChunkShardingSpec, GridShardingSpec, mesh_placements
+from shardwise import ChunkShardingSpec, GridShardingSpec
 from shardwise.errors import PlacementError
-from shardwise.placement import Placement, parse, parse_all
+from shardwise.placement import Placement, mesh_placements, parse, parse_all
 from shardwise.testing import ranks
 
 

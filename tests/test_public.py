@@ -48,7 +48,7 @@ def test_every_module_says_what_it_is_and_its_examples_work(name: str) -> None:
     """Docstrings with examples are run."""
     module = importlib.import_module(name)
     assert module.__doc__
-    names = {"ShardMetadata": shardwise.ShardMetadata, "TensorProperties": shardwise.TensorProperties}
+    names = {"ShardMetadata": shardwise.ShardMetadata, "TensorProperties": shardwise.metadata.TensorProperties}
     failed, _ = doctest.testmod(module, extraglobs=names)
     assert failed == 0
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import SIZE, SPECS, chunks
+from tests.cases import SIZE, SPECS, chunks, holds
 
 import shardwise
 from shardwise import layout_independent, random
@@ -15,31 +15,37 @@ from shardwise.random import TileGenerator, tile_shape
 from shardwise.testing import ranks, run_on_ranks
 
 
-def drawn(size: tuple[int, ...], spec: Any, tile: int) -> list[torch.Tensor]:
-    """Whole tensors, drawn in several ways, with tiles small enough to be cut by the shards."""
-    random.TILE = tile
-    spec = chunks(0, *range(dist.get_world_size())) if spec is None else spec
+def drawn(spec: Any, tile: int) -> list[Any]:
+    """Tensors, drawn in several ways, with tiles small enough to be cut by the shards."""
+    random.TILE, size = tile, SIZE
     with layout_independent(seed=7):
         first, second = shardwise.rand(spec, *size), shardwise.randn(spec, *size, dtype=torch.float64)
         third = torch.nn.init.kaiming_uniform_(shardwise.empty(spec, *size))
         fourth, fifth = torch.rand_like(first), torch.nn.init.xavier_normal_(shardwise.empty(spec, *size))
         sixth = shardwise.zeros(spec, *size).bernoulli_(0.5)
     given = shardwise.rand(spec, *size, generator=TileGenerator(7))
-    tensors = (first, second, third, fourth, fifth, sixth, given)
     random.TILE = 1 << 16
-    return [tensor.full_tensor() for tensor in tensors]
+    return [first, second, third, fourth, fifth, sixth, given]
+
+
+def drawn_alone(tile: int) -> list[torch.Tensor]:
+    """By one rank."""
+    return [tensor.local_tensor() for tensor in drawn(chunks(0, 0), tile)]
+
+
+def compare(tile: int, expected: list[torch.Tensor]) -> None:
+    """What each rank of several holds, with what one rank drew alone."""
+    world = dist.get_world_size()
+    for name, spec in SPECS.items() if world == 4 else [("chunks", chunks(0, *range(world)))]:
+        assert all(holds(tensor, one) for tensor, one in zip(drawn(spec, tile), expected, strict=True)), name
 
 
 @pytest.mark.parametrize("tile", [4, 16, 1 << 16])
 def test_the_same_values_for_every_spec_and_every_number_of_ranks(tile: int) -> None:
     """Factories, *_like, torch.nn.init and in-place filling."""
-    (expected,) = run_on_ranks(1, drawn, SIZE, None, tile)
-    for world in (2, 3):
-        for result in run_on_ranks(world, drawn, SIZE, None, tile):
-            assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
-    for name, spec in SPECS.items():
-        result = run_on_ranks(4, drawn, SIZE, spec, tile)[0]
-        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)), name
+    (expected,) = run_on_ranks(1, drawn_alone, tile)
+    for world in (2, 3, 4):
+        run_on_ranks(world, compare, tile, expected)
     assert torch.equal(expected[0], expected[-1])
     assert not torch.equal(expected[0], expected[3])
 

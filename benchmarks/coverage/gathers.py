@@ -34,7 +34,7 @@ class Gathers:
     def __enter__(self) -> Gathers:
         move = transfer.move
 
-        def watched(plan: transfer.Plan, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        def watched(plan: transfer.TransferPlan, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
             if not plan.sums and _gathers(plan) and any(_memory(local) in self._operands for local in tensors):
                 self.sizes.add(tuple(plan.dst.size))
             return move(plan, tensors, *args, **kwargs)
@@ -55,7 +55,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _gathers(plan: transfer.Plan) -> bool:
+def _gathers(plan: transfer.TransferPlan) -> bool:
     """Whether every rank ends up with all elements, and not every rank had them."""
     return _whole_everywhere(plan.dst, plan.ranks) and not _whole_everywhere(plan.src, plan.ranks)
 

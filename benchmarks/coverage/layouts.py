@@ -66,7 +66,9 @@ class Layout:
         """The tensor, which every rank has, in this layout; one without dims stays plain."""
         if not tensor.ndim:
             return tensor
-        return shardwise.shard_tensor(tensor.detach().contiguous(), self.spec(tensor.shape), 0, self.group)
+        return shardwise.sharded_tensor.shard_tensor(
+            tensor.detach().contiguous(), self.spec(tensor.shape), 0, self.group
+        )
 
 
 @contextlib.contextmanager

@@ -144,7 +144,11 @@ class ModuleTrial:
             if weight is not None:
                 sharded = isinstance(out, shardwise.ShardedTensor)
                 spec = out.sharding_spec() if sharded else None
-                starts.append(weight if spec is None else shardwise.shard_tensor(weight, spec, 0, out._process_group))
+                starts.append(
+                    weight
+                    if spec is None
+                    else shardwise.sharded_tensor.shard_tensor(weight, spec, 0, out._process_group)
+                )
                 roots.append(out)
         with budget(self.system):
             backward(roots, starts)

@@ -1,87 +1,57 @@
-"""Tensors that live in pieces on many processes: any boxes, on any ranks."""
+"""Tensors that live in pieces on many processes: any boxes, on any ranks.
 
-from shardwise import checkpoint, errors, huggingface, ops, random
-from shardwise.api import collect_local_shard, fill_buffers, reshard_output, shard_module, shard_parameter
+    w = shardwise.shard(x, 0)  # rows over all ranks
+    print(w.sharding)          # which boxes lie where
+    y = w @ w.T                # ops, autograd, optimizers, checkpoints
+
+Names that serve the old system, `torch.distributed._shard`, are in the modules of this package, and on the drop-in.
+"""
+
+from typing import Any
+
+from shardwise import errors, huggingface, old_names, ops, plans
+from shardwise.api import fill_buffers, shard_module
 from shardwise.checkpoint import load, save
-from shardwise.dispatch import custom_sharded_op_impl, custom_sharding_spec_op
+from shardwise.dispatch import register_op
 from shardwise.errors import ShardwiseError
 from shardwise.explanation import explain
 from shardwise.interop import from_dtensor, to_dtensor
 from shardwise.layout import Layout
-from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.named_parameters import named_params_with_sharded_tensor
+from shardwise.metadata import ShardMetadata
 from shardwise.ops.validation import validation
-from shardwise.partial import PartialTensor, ReplicatedTensor
-from shardwise.placement import mesh_placements
-from shardwise.process_group import check, load_with_process_group
+from shardwise.process_group import check
 from shardwise.random import layout_independent
-from shardwise.settings import gather_budget, own_batches
-from shardwise.sharded_optim import Scoped, ShardedOptimizer
-from shardwise.sharded_tensor import (
-    Shard,
-    ShardedTensor,
-    ShardedTensorBase,
-    empty,
-    from_local,
-    full,
-    init_from_local_shards,
-    ones,
-    pre_load_state_dict_hook,
-    rand,
-    randn,
-    shard_tensor,
-    state_dict_hook,
-    zeros,
-)
-from shardwise.sharder import Sharder
-from shardwise.sharding_plan import ShardingPlan, ShardingPlanner
+from shardwise.settings import gather_budget
+from shardwise.sharded_optim import ShardedOptimizer
+from shardwise.sharded_tensor import ShardedTensor, empty, from_local, full, ones, rand, randn, zeros
+from shardwise.sharded_tensor.sharding import replicate, shard
+from shardwise.sharding_plan import ShardingPlan
 from shardwise.sharding_spec import (
     ChunkShardingSpec,
-    DevicePlacementSpec,
     EnumerableShardingSpec,
-    FixedShardingSpec,
     GridShardingSpec,
-    PlacementSpec,
     ReplicatedShardingSpec,
     ShardingSpec,
-    infer_sharding_spec,
 )
 from shardwise.tracing import trace
-from shardwise.transfer import Plan, make_plan, relabel
+from shardwise.transfer import make_plan
 from shardwise.viz import draw
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ChunkShardingSpec",
-    "DevicePlacementSpec",
     "EnumerableShardingSpec",
-    "FixedShardingSpec",
     "GridShardingSpec",
     "Layout",
-    "PartialTensor",
-    "PlacementSpec",
-    "Plan",
     "ReplicatedShardingSpec",
-    "ReplicatedTensor",
-    "Scoped",
-    "Shard",
     "ShardMetadata",
     "ShardedOptimizer",
     "ShardedTensor",
-    "ShardedTensorBase",
-    "ShardedTensorMetadata",
-    "Sharder",
     "ShardingPlan",
-    "ShardingPlanner",
     "ShardingSpec",
     "ShardwiseError",
-    "TensorProperties",
     "check",
-    "checkpoint",
-    "collect_local_shard",
-    "custom_sharded_op_impl",
-    "custom_sharding_spec_op",
     "draw",
     "empty",
     "errors",
@@ -92,30 +62,24 @@ __all__ = [
     "full",
     "gather_budget",
     "huggingface",
-    "infer_sharding_spec",
-    "init_from_local_shards",
     "layout_independent",
     "load",
-    "load_with_process_group",
     "make_plan",
-    "mesh_placements",
-    "named_params_with_sharded_tensor",
     "ones",
-    "ops",
-    "own_batches",
-    "pre_load_state_dict_hook",
+    "plans",
     "rand",
     "randn",
-    "random",
-    "relabel",
-    "reshard_output",
+    "register_op",
+    "replicate",
     "save",
+    "shard",
     "shard_module",
-    "shard_parameter",
-    "shard_tensor",
-    "state_dict_hook",
     "to_dtensor",
     "trace",
     "validation",
     "zeros",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return old_names.found(name, __name__)

@@ -68,7 +68,7 @@ class Registry:
 registry = Registry()
 
 
-def register_op(op: Op, func: Handler, op_table: Table) -> None:
+def add_handler(op: Op, func: Handler, op_table: Table) -> None:
     """Put a handler into a table, when it can be called as handlers are called."""
     signature = inspect.signature(func)
     if len(signature.parameters) != 4:
@@ -88,12 +88,23 @@ def decorator_func(wrapped_func: Handler, op: Op, op_table: Table) -> Handler:
         basic_validation(op, args, kwargs)
         return wrapped_func(types, args, kwargs, process_group)
 
-    register_op(op, handler, op_table)
+    add_handler(op, handler, op_table)
     return handler
 
 
-def custom_sharded_op_impl(func: Op) -> Callable[[Handler], Handler]:
-    """Decorator: handle this torch function whenever a ShardedTensor is among its arguments."""
+def register_op(func: Op) -> Callable[[Handler], Handler]:
+    """Decorator: how this torch function is computed whenever a sharded tensor is among its arguments.
+
+    The handler is called on every rank that calls the function, as ``handler(types, args, kwargs, process_group)``, in
+    the place of what the library would do. It computes on the local tensors, and talks by itself if need be::
+
+        @shardwise.register_op(torch.nn.functional.gelu)
+        def gelu(types, args, kwargs, process_group):
+            x = args[0]
+            return shardwise.from_local(torch.nn.functional.gelu(x.local_tensor()))
+
+    Raises `SignatureError` for a handler that cannot be called so.
+    """
     return functools.partial(decorator_func, op=func, op_table=registry.overrides)
 
 
@@ -221,7 +232,7 @@ def unsupported(
 ) -> UnsupportedOpError:
     """The error for an op that cannot be computed: why, a way out, and the call without its data."""
     way_out = way_out or (
-        "Register a rule with @shardwise.custom_sharded_op_impl, or compute on the plain tensors of local_shards()"
+        "Register a rule with @shardwise.register_op, or compute on the plain tensors of local_shards()"
     )
     getter = getattr(op, "__name__", "") == "__get__"
     error = (NoAttributeError if getter else UnsupportedOpError)(

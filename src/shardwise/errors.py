@@ -8,6 +8,7 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     │   ├── OverlapError                    two shards hold the same elements
     │   └── GapError                        some elements are in no shard
     ├── SpecError(ValueError)               a sharding spec that cannot be, or cannot cut this size
+    │   ├── FrozenSpecError(AttributeError) a spec is a value, and somebody assigns to it
     │   └── NamedDimError(NotImplementedError)
     ├── PlacementError(ValueError, RuntimeError)
     │                                       a placement that names no place
@@ -72,6 +73,10 @@ class GapError(LayoutError):
 
 class SpecError(ShardwiseError, ValueError):
     """A sharding spec that cannot be, or that cannot cut a tensor of this size."""
+
+
+class FrozenSpecError(SpecError, AttributeError):
+    """A spec is a value: make another one, as `dataclasses.replace` does."""
 
 
 class NamedDimError(SpecError, NotImplementedError):

@@ -25,6 +25,7 @@ from shardwise.sharded_tensor.movement import everyone_on
 from shardwise.sharding_spec import ChunkShardingSpec, FixedShardingSpec, ShardingSpec
 from shardwise.tracing import record
 from shardwise.transfer import make_plan
+from shardwise.transfer.views import resolved
 
 REDUCTIONS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     ReduceOp.SUM: lambda stack: stack.sum(0, dtype=stack.dtype),
@@ -161,7 +162,7 @@ class ReplicatedTensor(torch.Tensor):
 
     def validate(self) -> bool:
         """Raise on every rank unless the tensor is the same on all of them. Every rank of the group calls it."""
-        plain = self.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg().contiguous()
+        plain = resolved(self.detach().as_subclass(torch.Tensor)).contiguous()
 
         def work() -> tuple[None, Fields]:
             return None, {"verb": "validate", "size": tuple(plain.shape), "dtype": plain.dtype}

@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import remote_device
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, remote_device
 
 from shardwise.errors import PlacementError
 
@@ -112,6 +113,25 @@ def rank_device(rank: int, device_type: str) -> torch.device:
         return torch.device(device_type)
     count = torch.get_device_module(device_type).device_count()
     return torch.device(device_type, rank % count if count else rank)
+
+
+def all_ranks(process_group: ProcessGroup | None = None, device_type: str | None = None) -> list[RemoteDevice]:
+    """A placement on every rank of a group, in its order: by default of the default group, on `device_moved_by` it."""
+    group = dist.group.WORLD if process_group is None else process_group
+    if group is None:
+        raise PlacementError(
+            "no placements are given, and there is no process group whose ranks they could be: call "
+            "dist.init_process_group first, or name them, as in ['rank:0/cpu', 'rank:1/cpu']"
+        )
+    kind = device_moved_by(group) if device_type is None else device_type
+    return [Placement(rank_device(rank, kind), rank).remote_device() for rank in dist.get_process_group_ranks(group)]
+
+
+def device_moved_by(process_group: ProcessGroup) -> str:
+    """The type of device whose memory a group moves: the accelerator, if one of its backends does, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator()
+    moved = {device.type for device in process_group._device_types}
+    return accelerator.type if accelerator is not None and accelerator.type in moved else "cpu"
 
 
 def mesh_placements(mesh: DeviceMesh, axis: int | str) -> list[RemoteDevice]:

@@ -23,6 +23,7 @@ class Settings:
     strict: bool = False  # whether ranks also compare before every op
     gather_budget: int = MIB
     own_batches: bool = False  # whether plain inputs of linear and embeddings are each rank's own
+    mutable_specs: bool = False  # whether new specs can be changed, as in the old system
 
 
 class _Within(NamedTuple):

@@ -39,7 +39,7 @@ def test_parameters_are_cut_alike(dim: int, order: list[int]) -> None:
         ours = nn.Linear(size, size)
         theirs = copy.deepcopy(ours)
         spec, old_spec = both(dim, order)
-        shardwise.shard_parameter(ours, "weight", spec, src_rank=source)
+        shardwise.api.shard_parameter(ours, "weight", spec, src_rank=source)
         old.shard_parameter(theirs, "weight", old_spec, src_rank=source)
         assert torch.equal(ours.weight.local_tensor(), theirs.weight.local_tensor())
         assert str(ours.weight.metadata().shards_metadata) == str(theirs.weight.metadata().shards_metadata)
@@ -63,9 +63,9 @@ def test_outputs_are_changed_alike(dims: tuple[int, int]) -> None:
     for size in ((4, 8), (8, 4), (8, 8)):
         plain = torch.arange(float(size[0] * size[1])).reshape(size)
         (first, old_first), (then, old_then) = both(dims[0], [0, 1, 2, 3]), both(dims[1], [0, 1, 2, 3])
-        ours = shardwise.collect_local_shard(shardwise.reshard_output(Giving(), then))
+        ours = shardwise.api.collect_local_shard(shardwise.api.reshard_output(Giving(), then))
         theirs = old._collect_local_shard(old._reshard_output(Giving(), old_then))
-        found = ours(shardwise.shard_tensor(plain, first))
+        found = ours(shardwise.sharded_tensor.shard_tensor(plain, first))
         expected = theirs(old._shard_tensor(plain, old_first))
         assert torch.equal(found, expected)
 
@@ -82,7 +82,7 @@ def test_a_module_under_a_plan_computes_alike(dim: int) -> None:
     shardwise.shard_module(ours, shardwise.ShardingPlan({"0.weight": spec}))
     old.shard_module(theirs, OldPlan({"0.weight": old_spec}))
     ids = torch.tensor([dist.get_rank(), 7, 3])
-    with shardwise.own_batches():
+    with shardwise.settings.own_batches():
         assert_close(ours(ids), theirs(ids))
 
 
@@ -95,7 +95,7 @@ def outcome(function: Any, *args: Any) -> tuple[type[Exception], str] | None:
     return None
 
 
-class Ours(shardwise.Sharder):
+class Ours(shardwise.sharder.Sharder):
     """Gives the same module."""
 
     def shard(self, module: nn.Module) -> nn.Module:

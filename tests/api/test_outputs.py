@@ -11,18 +11,11 @@ from tests.api.models import whole
 from tests.cases import SPECS, assert_close, chunks, holds
 from torch import nn
 
-from shardwise import (
-    PartialTensor,
-    ShardedTensor,
-    ShardingPlan,
-    collect_local_shard,
-    from_local,
-    reshard_output,
-    shard_module,
-    shard_parameter,
-    shard_tensor,
-)
+from shardwise import ShardedTensor, ShardingPlan, from_local, shard_module
+from shardwise.api import collect_local_shard, reshard_output, shard_parameter
 from shardwise.errors import LocalTensorError
+from shardwise.partial import PartialTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 ROWS, COLUMNS = chunks(0, 0, 1, 2, 3), chunks(1, 0, 1, 2, 3)

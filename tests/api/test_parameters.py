@@ -10,7 +10,8 @@ import torch.distributed as dist
 from tests.cases import ALL, PLAIN, SPECS, chunks, holds, places
 from torch import nn
 
-from shardwise import ChunkShardingSpec, ReplicatedShardingSpec, ShardedTensor, shard_parameter
+from shardwise import ChunkShardingSpec, ReplicatedShardingSpec, ShardedTensor
+from shardwise.api import shard_parameter
 from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError
 from shardwise.testing import ranks
 

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from tests.cases import ALL, PLAIN, SIZE, chunks, holds
 
 import shardwise
-from shardwise import PartialTensor, empty, shard_tensor, zeros
+from shardwise import empty, zeros
 from shardwise.checkpoint import LocalStorage, read_index, storage
 from shardwise.errors import CheckpointError, RankMismatchError, StateMismatchError
+from shardwise.partial import PartialTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 

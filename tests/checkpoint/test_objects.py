@@ -12,8 +12,10 @@ from tests.cases import ALL, ROUNDING, SIZE, chunks, places
 from torch import nn
 
 import shardwise
-from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedTensor, ShardingSpec, shard_tensor
+from shardwise import ReplicatedShardingSpec, ShardedTensor, ShardingSpec
 from shardwise.errors import StateMismatchError
+from shardwise.partial import ReplicatedTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks, run_on_ranks
 
 BATCHES = torch.randn(6, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

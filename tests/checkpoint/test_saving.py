@@ -13,16 +13,10 @@ from safetensors import safe_open
 from tests.cases import ALL, PLAIN, SIZE, boxes, chunks, holds, places
 
 import shardwise
-from shardwise import (
-    GridShardingSpec,
-    ReplicatedShardingSpec,
-    ReplicatedTensor,
-    ShardingSpec,
-    empty,
-    shard_tensor,
-    zeros,
-)
+from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardingSpec, empty, zeros
 from shardwise.checkpoint import read_index
+from shardwise.partial import ReplicatedTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks, run_on_ranks
 
 # What to load into, by the number of ranks.
@@ -113,7 +107,7 @@ def test_every_dtype(tmp_path: Path) -> None:
 
 
 def odd_tensors() -> dict[str, torch.Tensor]:
-    """No dims, no elements, strides, lazy conjugation and negation, leaves, expanded."""
+    """No dims, no elements, strides, lazy conjugation and negation, zeros without memory, leaves, expanded."""
     base = torch.arange(24.0).reshape(4, 6)
     values = torch.complex(base, base + 1)
     return {
@@ -123,6 +117,7 @@ def odd_tensors() -> dict[str, torch.Tensor]:
         "every other": base[::2, 1::2],
         "conjugate": values.conj(),
         "negative": values.conj().imag,
+        "zeros": torch._efficientzerotensor((4, 6)),
         "leaf": base.clone().requires_grad_(),
         "parameter": torch.nn.Parameter(base + 2),
         "of a graph": (base.clone().requires_grad_() * 2),

@@ -16,20 +16,14 @@ from hypothesis import strategies as st
 from tests.cases import chunks
 
 import shardwise
-from shardwise import (
-    Shard,
-    ShardedTensorBase,
-    ShardedTensorMetadata,
-    ShardMetadata,
-    TensorProperties,
-    shard_tensor,
-    zeros,
-)
+from shardwise import ShardMetadata, zeros
 from shardwise.checkpoint import LocalStorage, read_index, slabs
 from shardwise.checkpoint.slabs import GAP, WORTH_A_READ, Reads
 from shardwise.checkpoint.storage import Read
 from shardwise.checkpoint.tensor_file import Entry
 from shardwise.errors import CheckpointError
+from shardwise.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.sharded_tensor import Shard, ShardedTensorBase, shard_tensor
 from shardwise.testing import ranks
 
 

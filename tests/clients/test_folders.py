@@ -28,10 +28,10 @@ from shardwise import (
     load,
     save,
     shard_module,
-    shard_tensor,
 )
 from shardwise.errors import CheckpointError, PropertyError, StateMismatchError
 from shardwise.huggingface import files
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 

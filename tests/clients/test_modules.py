@@ -12,7 +12,9 @@ from tests.cases import chunks
 from tests.clients.models import llama, same_parameters, sharded, twins, whole
 from torch import nn
 
-from shardwise import ReplicatedShardingSpec, Shard, ShardedTensor, init_from_local_shards, shard_parameter, zeros
+from shardwise import ReplicatedShardingSpec, ShardedTensor, zeros
+from shardwise.api import shard_parameter
+from shardwise.sharded_tensor import Shard, init_from_local_shards
 from shardwise.testing import ranks
 
 

@@ -9,7 +9,8 @@ import torch
 from tests.cases import boxes
 from tests.clients.models import ROWS, llama, sharded, twins, whole
 
-from shardwise import ShardedTensor, shard_parameter
+from shardwise import ShardedTensor
+from shardwise.api import shard_parameter
 from shardwise.testing import ranks
 
 

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise
-from shardwise import Shard, ShardedOptimizer, ShardingPlan, meeting, shard_tensor
+from shardwise import ShardedOptimizer, ShardingPlan, meeting
+from shardwise.sharded_tensor import Shard, shard_tensor
 
 WORLD = 3
 ODD = 1  # the rank that does otherwise

@@ -12,10 +12,11 @@ from tests.cases import chunks
 from tests.disagreement.given import COLUMNS, ODD, PLAIN, ROWS, WORLD, backward_of, impatient, rank, recorded, trained
 
 import shardwise
-from shardwise import meeting, shard_tensor
+from shardwise import meeting
 from shardwise.errors import RankMismatchError, TransferError
 from shardwise.meeting import post
 from shardwise.process_group import in_step_sharing
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 Do = Callable[[Any], Any]

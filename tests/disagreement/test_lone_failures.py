@@ -12,7 +12,8 @@ import torch.distributed as dist
 from tests.cases import chunks
 from tests.disagreement.given import impatient
 
-from shardwise import ShardedOptimizer, shard_tensor
+from shardwise import ShardedOptimizer
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 from shardwise.transfer import carrier
 

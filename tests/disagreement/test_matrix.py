@@ -19,8 +19,9 @@ from tests.disagreement.given import COLUMNS, ODD, PLAIN, ROWS, WORLD, backward_
 from tests.disagreement.verbs import VERBS, Verb, filed
 
 import shardwise
-from shardwise import meeting, shard_tensor
+from shardwise import meeting
 from shardwise.process_group import in_step, in_step_sharing
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 from shardwise.testing.pool import RankFailure, run_on_ranks
 from shardwise.transfer import execute

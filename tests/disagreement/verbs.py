@@ -42,8 +42,10 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise
-from shardwise import PartialTensor, ReplicatedTensor, ShardedOptimizer, ShardingPlan, shard_tensor
+from shardwise import ShardedOptimizer, ShardingPlan
 from shardwise.interop.dcp import full_state_dict
+from shardwise.partial import PartialTensor, ReplicatedTensor
+from shardwise.sharded_tensor import shard_tensor
 
 Do = Callable[[Any], Any]
 
@@ -83,9 +85,9 @@ VERBS: dict[str, Verb] = {
         lambda _: shard_tensor(PLAIN.t(), ROWS),
     ),
     "init_from_local_shards": Verb(
-        lambda _: shardwise.init_from_local_shards(shards(3), 9, 2),
-        lambda _: shardwise.init_from_local_shards(shards(3), 9, 3),
-        lambda _: shardwise.init_from_local_shards(WRONG, 9, 2),
+        lambda _: shardwise.sharded_tensor.init_from_local_shards(shards(3), 9, 2),
+        lambda _: shardwise.sharded_tensor.init_from_local_shards(shards(3), 9, 3),
+        lambda _: shardwise.sharded_tensor.init_from_local_shards(WRONG, 9, 2),
     ),
     "from_local": Verb(
         lambda _: shardwise.from_local(torch.ones(rank(), 2)),
@@ -215,9 +217,9 @@ VERBS: dict[str, Verb] = {
         lambda _: shardwise.shard_module(model(), ShardingPlan({"7.weight": ROWS})),
     ),
     "shard_parameter": Verb(
-        lambda _: shardwise.shard_parameter(model()[0], "weight", ROWS),
-        lambda _: shardwise.shard_parameter(model()[0], "weight", COLUMNS),
-        lambda _: shardwise.shard_parameter(model()[0], "height", ROWS),
+        lambda _: shardwise.api.shard_parameter(model()[0], "weight", ROWS),
+        lambda _: shardwise.api.shard_parameter(model()[0], "weight", COLUMNS),
+        lambda _: shardwise.api.shard_parameter(model()[0], "height", ROWS),
     ),
     "a module": Verb(
         lambda given: given(PLAIN),
@@ -265,8 +267,8 @@ VERBS: dict[str, Verb] = {
         sharded_model,
     ),
     "reshard_output": Verb(
-        lambda given: shardwise.reshard_output(given, COLUMNS)(shard_tensor(PLAIN, ROWS)),
-        lambda given: shardwise.reshard_output(given, chunks(1, 2, 1, 0))(shard_tensor(PLAIN, ROWS)),
+        lambda given: shardwise.api.reshard_output(given, COLUMNS)(shard_tensor(PLAIN, ROWS)),
+        lambda given: shardwise.api.reshard_output(given, chunks(1, 2, 1, 0))(shard_tensor(PLAIN, ROWS)),
         given=nn.ReLU,
     ),
     "fill_buffers": Verb(

@@ -1,18 +1,25 @@
-"""Torch's own users of the old system, unchanged, on the drop-in: FSDP, distributed checkpoints, full state dicts."""
+"""Users of the old system, unchanged, on the drop-in: FSDP, distributed checkpoints, full state dicts, torchsnapshot.
+
+In one file, for ranks that load everything by themselves take seconds to start.
+"""
 
 from __future__ import annotations
 
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import ALL, PLAIN, SIZE, assert_close, chunks, holds, places
 from torch import nn
 
 import shardwise
-from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedOptimizer, ShardedTensor, dropin, shard_tensor
+from shardwise import ReplicatedShardingSpec, ShardedOptimizer, ShardedTensor, dropin
+from shardwise.partial import ReplicatedTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 
@@ -165,3 +172,26 @@ def test_full_state_dicts_of_tensors_that_are_cut_in_any_way() -> None:
         set_model_state_dict(other, whole if dist.get_rank() == 0 else {}, options=options)
         assert holds(other.weight, PLAIN)
         assert torch.equal(other.bias, model.bias)
+
+
+# torchsnapshot divides by the size of a shard, so there must be none without elements.
+SNAPSHOTS = ("chunk dim 0", "chunk out of order", "uneven, several per rank", "all on one rank", "grid")
+
+
+@pytest.mark.skipif(find_spec("torchsnapshot") is None, reason="torchsnapshot is not installed")
+@ranks(4, bare=True)
+def test_snapshots_restore_into_another_layout(tmp_path: Path) -> None:
+    """Each layout into each of the next ones."""
+    dropin.install()
+    warnings.simplefilter("ignore")  # it uses what torch deprecates
+    from torchsnapshot import Snapshot, StateDict  # type: ignore[import-not-found,unused-ignore] # optional
+
+    for name, other in zip(SNAPSHOTS, reversed(SNAPSHOTS), strict=True):
+        path = str(tmp_path / name)
+        Snapshot.take(path, {"state": StateDict(weight=shard_tensor(PLAIN, ALL[name]), step=3)})
+        state = StateDict(weight=shardwise.zeros(ALL[other], *SIZE), step=0)
+        Snapshot(path).restore({"state": state})
+        assert state["step"] == 3
+        assert holds(state["weight"], PLAIN)
+        whole = Snapshot(path).read_object("0/state/weight", obj_out=torch.zeros(SIZE))
+        assert torch.equal(whole, PLAIN)

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from tests.cases import ALL, PLAIN, SIZE, chunks, holds, places
 
-from shardwise import ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties, shard_tensor
+from shardwise import ShardedTensor, ShardMetadata
 from shardwise.dropin import records, resharding
 from shardwise.errors import LayoutError, PlacementError, ProcessGroupError
+from shardwise.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 with warnings.catch_warnings():

@@ -10,7 +10,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardwise
-from shardwise import ChunkShardingSpec, shard_tensor
+from shardwise import ChunkShardingSpec
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [

@@ -14,8 +14,9 @@ from tests.models.twins import assert_trains_alike, joined, sharded
 from torch.nn import functional
 
 import shardwise
-from shardwise import ChunkShardingSpec, from_local, shard_tensor
+from shardwise import ChunkShardingSpec, from_local
 from shardwise.errors import PlainValueError
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [

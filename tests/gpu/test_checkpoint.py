@@ -9,8 +9,9 @@ import torch
 from tests.gpu.test_cuda import specs
 
 import shardwise
-from shardwise import ChunkShardingSpec, shard_tensor, zeros
+from shardwise import ChunkShardingSpec, zeros
 from shardwise.checkpoint import local, slabs
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [

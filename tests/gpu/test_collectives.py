@@ -11,9 +11,9 @@ from tests.cases import assert_close, places
 from tests.transfer import carriers
 from tests.transfer.carriers import SAID
 
-from shardwise import ChunkShardingSpec, Layout, ReplicatedShardingSpec, shard_tensor
+from shardwise import ChunkShardingSpec, Layout, ReplicatedShardingSpec
 from shardwise.layout import Axis, Cut, Places
-from shardwise.sharded_tensor import gradient_buckets
+from shardwise.sharded_tensor import gradient_buckets, shard_tensor
 from shardwise.testing import ranks
 from shardwise.transfer import all_reduce, execute
 from shardwise.transfer.all_reduce import ReplicaSums

@@ -29,3 +29,5 @@ def test_every_alignment(dtype: torch.dtype) -> None:
         turned = torch.zeros(width, 4, dtype=dtype, device="cuda").t()
         copy(turned, source)
         assert torch.equal(turned, source)
+        nothing = plain.reshape(-1)[begin:begin]
+        copy(torch.empty_like(nothing), nothing)

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise import ChunkShardingSpec, check, meeting, shard_tensor, validation
+from shardwise import ChunkShardingSpec, check, meeting, validation
 from shardwise.errors import RankMismatchError
 from shardwise.process_group import raises_alone
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [

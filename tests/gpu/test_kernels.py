@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise
-from shardwise import ChunkShardingSpec, ReplicatedShardingSpec, shard_tensor
+from shardwise import ChunkShardingSpec, ReplicatedShardingSpec
 from shardwise.errors import UnsupportedOpError
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [
@@ -140,6 +141,19 @@ def test_losses() -> None:
             found.backward()
             assert_close(_whole(found.detach()), expected.detach(), name)
             assert_close(_whole(sharded.grad), plain.grad, name)
+
+
+@ranks(4, timeout=120, backend="nccl")
+def test_batch_norm_with_running_statistics_gives_what_was_used() -> None:
+    """As the kernel of a GPU does, and that of a CPU does not."""
+    x, weight, bias, mean = values(5, 6, 4), values(6), values(6) + 1, values(6) * 2
+    variance = mean.square() + 0.5
+    expected = torch.native_batch_norm(x, weight, bias, mean, variance, False, 0.1, 1e-5)
+    for dim in range(3):
+        tensor = shard_tensor(x, ChunkShardingSpec(dim, PLACES))
+        found = torch.native_batch_norm(tensor, weight, bias, mean, variance, False, 0.1, 1e-5)
+        for one, other in zip(found, expected, strict=True):
+            assert_close(_whole(one), other)
 
 
 @ranks(4, timeout=120, backend="nccl")

@@ -11,7 +11,8 @@ from tests.cases import SIZE, assert_close
 from tests.ops.matrix import FAMILIES
 
 import shardwise
-from shardwise import ChunkShardingSpec, GridShardingSpec, shard_tensor
+from shardwise import ChunkShardingSpec, GridShardingSpec
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [

@@ -8,7 +8,8 @@ import pytest
 import torch
 from tests.cases import assert_close
 
-from shardwise import ChunkShardingSpec, ShardedOptimizer, shard_tensor
+from shardwise import ChunkShardingSpec, ShardedOptimizer
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import ChunkShardingSpec, settings, shard_tensor
+from shardwise import ChunkShardingSpec, settings
 from shardwise.errors import UnsupportedOpError
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [

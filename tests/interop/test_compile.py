@@ -15,7 +15,10 @@ from torch import nn
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounter
 
-from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedTensor, shard_parameter, shard_tensor
+from shardwise import ReplicatedShardingSpec, ShardedTensor
+from shardwise.api import shard_parameter
+from shardwise.partial import ReplicatedTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 INDUCTOR = pytest.param(

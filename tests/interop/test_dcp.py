@@ -16,8 +16,10 @@ from torch.distributed import init_device_mesh
 from torch.utils import _pytree as pytree
 
 import shardwise
-from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedOptimizer, ShardedTensor, shard_tensor
+from shardwise import ReplicatedShardingSpec, ShardedOptimizer, ShardedTensor
 from shardwise.errors import LayoutError, RankMismatchError
+from shardwise.partial import ReplicatedTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 with warnings.catch_warnings():

@@ -18,8 +18,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
 import shardwise
-from shardwise import ReplicatedShardingSpec, ReplicatedTensor, Scoped, ShardedOptimizer, ShardingSpec, shard_tensor
+from shardwise import ReplicatedShardingSpec, ShardedOptimizer, ShardingSpec
 from shardwise.errors import OptimizerStateError
+from shardwise.partial import ReplicatedTensor
+from shardwise.sharded_optim import UpdateScope
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks, run_on_ranks
 
 with warnings.catch_warnings():
@@ -208,7 +211,7 @@ class Shy(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Scoped(Shy, "element")])
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, UpdateScope(Shy, "element")])
 @ranks(2)
 def test_what_cannot_be_restored_says_so(kind: Any, tmp_path: Path) -> None:
     """Where it is not known what state there will be, there is no place for a checkpoint: it raises on every rank."""

@@ -8,8 +8,10 @@ from tests.cases import assert_close, chunks
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from shardwise import ReplicatedTensor, ShardedTensor, shard_parameter
+from shardwise import ShardedTensor
+from shardwise.api import shard_parameter
 from shardwise.errors import UnsupportedOpError
+from shardwise.partial import ReplicatedTensor
 from shardwise.testing import ranks
 
 

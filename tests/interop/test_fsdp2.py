@@ -13,7 +13,8 @@ from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardwise import ShardedTensor, from_dtensor, from_local, shard_parameter
+from shardwise import ShardedTensor, from_dtensor, from_local
+from shardwise.api import shard_parameter
 from shardwise.errors import UnsupportedOpError
 from shardwise.testing import ranks
 

@@ -12,7 +12,8 @@ from tests.interop.meshes import MESHES, distributed, is_strided, mesh_of, place
 from torch.distributed import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from shardwise import ReplicatedShardingSpec, ShardingSpec, from_dtensor, shard_tensor
+from shardwise import ReplicatedShardingSpec, ShardingSpec, from_dtensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 WEIGHT = torch.linspace(-1, 2, 42).reshape(7, 6)

@@ -16,9 +16,10 @@ from torch.distributed.tensor.placement_types import Placement as Placing
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise import ChunkShardingSpec, GridShardingSpec
-from shardwise.interop.mesh_layout import cut_up, held_size, mesh_layout, put_together
+from shardwise.interop.local_tensor import cut_up, held_size, put_together
 from shardwise.interop.placements import cuts_of
 from shardwise.layout import Layout, Places
+from shardwise.sharding_spec.mesh_cuts import mesh_layout
 
 
 def places(count: int) -> Places:

@@ -9,8 +9,9 @@ from tests.cases import PLAIN
 from torch.distributed import DeviceMesh, ReduceOp, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from shardwise import PartialTensor, ReplicatedTensor, to_dtensor
+from shardwise import to_dtensor
 from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError, SpecError
+from shardwise.partial import PartialTensor, ReplicatedTensor
 from shardwise.testing import ranks
 
 REDUCTIONS = {"sum": ReduceOp.SUM, "avg": ReduceOp.AVG, "max": ReduceOp.MAX, "min": ReduceOp.MIN}

@@ -6,9 +6,10 @@ import pytest
 import torch
 from tests.cases import SIZE, SPECS, boxes, chunks
 
-from shardwise import Layout, ShardMetadata, TensorProperties
+from shardwise import Layout, ShardMetadata
 from shardwise.errors import GapError, LayoutError, OverlapError, SizeError
 from shardwise.layout import parse_size
+from shardwise.metadata import TensorProperties
 
 
 @pytest.mark.parametrize("name", SPECS)

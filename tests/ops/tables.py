@@ -31,7 +31,7 @@ def own(function: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(function)
     def within(*args: P.args, **kwargs: P.kwargs) -> None:
-        with shardwise.own_batches():
+        with shardwise.settings.own_batches():
             function(*args, **kwargs)
 
     return within

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from tests.cases import assert_close, boxes, chunks
 
-from shardwise import ReplicatedShardingSpec, ShardedTensor, gather_budget, shard_tensor
+from shardwise import ReplicatedShardingSpec, ShardedTensor, gather_budget
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 SIZES: dict[str, tuple[tuple[int, ...], ...]] = {

@@ -10,7 +10,8 @@ from tests.cases import assert_close, chunks
 from torch.nn.functional import scaled_dot_product_attention
 
 import shardwise
-from shardwise import ShardedTensor, shard_tensor
+from shardwise import ShardedTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 

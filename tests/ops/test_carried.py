@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from shardwise import ShardedTensor, shard_tensor
+from shardwise import ShardedTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 # Each transposes, reshapes or normalises its second operand before it meets the first.

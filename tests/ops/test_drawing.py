@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise
-from shardwise import from_local, shard_tensor
+from shardwise import from_local
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 DRAWS: dict[str, Callable[[Any], Any]] = {
@@ -77,8 +78,8 @@ def test_dropout_of_plain_and_of_sharded_activations_in_one_model() -> None:
     """Plain layers beside sharded ones stay the same on every rank, step after step, though shards are uneven."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 7), nn.Dropout(), nn.Linear(7, 4))
-    shardwise.shard_parameter(model, "2.weight", chunks(0, 0, 1, 2))
-    shardwise.shard_parameter(model, "4.weight", chunks(1, 0, 1, 2))
+    shardwise.api.shard_parameter(model, "2.weight", chunks(0, 0, 1, 2))
+    shardwise.api.shard_parameter(model, "4.weight", chunks(1, 0, 1, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = torch.rand(5, 6)
     for _ in range(3):

@@ -9,8 +9,10 @@ from tests.cases import ALL, PLAIN, SIZE, chunks, holds
 from torch._decomp import decomposition_table
 
 import shardwise
-from shardwise import PartialTensor, ReplicatedTensor, own_batches, shard_tensor
 from shardwise.errors import ProcessGroupError, RankMismatchError, UnsupportedOpError
+from shardwise.partial import PartialTensor, ReplicatedTensor
+from shardwise.settings import own_batches
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 

@@ -11,8 +11,10 @@ from tests.cases import ALL, KINDS, SIZE, SPECS, assert_close, assert_holds, chu
 from tests.cases import PLAIN as NUMBERS
 from torch import nn
 
-from shardwise import ShardedTensor, shard_parameter, shard_tensor
+from shardwise import ShardedTensor
+from shardwise.api import shard_parameter
 from shardwise.errors import PropertyError
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 PLAIN = NUMBERS.double() / 7

@@ -13,8 +13,9 @@ from tests.ops.functions import Exponential, Normalized, Square, X
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from shardwise import PartialTensor, shard_tensor
 from shardwise.errors import UnsupportedOpError
+from shardwise.partial import PartialTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 

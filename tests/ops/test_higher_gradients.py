@@ -11,7 +11,8 @@ import torch.distributed as dist
 from tests.cases import ALL, SIZE, assert_close, assert_holds, chunks
 
 import shardwise
-from shardwise import ShardedTensor, shard_tensor
+from shardwise import ShardedTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 
@@ -108,7 +109,7 @@ def test_gradients_of_plain_losses_and_of_each_ranks_own() -> None:
         a, other = shard_tensor(values + 1, ALL[spec]).requires_grad_(), shard_tensor(values + 2, ALL[spec])
         for one, plain in zip(twice(values.clone().requires_grad_(), a, other), expected, strict=True):
             assert_close(full(one.detach()), plain.detach(), spec)
-        with shardwise.own_batches():
+        with shardwise.settings.own_batches():
             x = shard_tensor(values, ALL[spec]).requires_grad_()
             loss = (full(x) * (dist.get_rank() + 1)).pow(3).sum()
             (first,) = torch.autograd.grad([x.sum() * 0, loss], [x], create_graph=True)

@@ -11,8 +11,9 @@ from torch import nn
 from torch.autograd import graph
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import ShardedTensor, shard_tensor
+from shardwise import ShardedTensor
 from shardwise.errors import UnsupportedOpError
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 X = (PLAIN.double() - 20) / 10

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases import ALL, CUTS, SIZE, assert_close, assert_holds, boxes, chunks, places
+from tests.cases import ALL, CUTS, SIZE, assert_close, assert_holds, boxes, chunks, lying_as, places
 from tests.ops.matrix import FAMILIES
 
 import shardwise
-from shardwise import GridShardingSpec, ShardedTensor, ShardingSpec, shard_tensor
+from shardwise import GridShardingSpec, ShardedTensor, ShardingSpec
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 TWO: dict[str, ShardingSpec] = {
@@ -59,7 +60,7 @@ def compare(name: str, function: Any, sharded: Sharded) -> None:
         return
     weights = torch.rand(expected.shape, generator=torch.Generator().manual_seed(1)).to(expected.dtype)
     expected.backward(weights)
-    found.backward(shard_tensor(weights, found.sharding_spec()))
+    found.backward(lying_as(found, weights))
     for plain, tensor in zip(plains, tensors, strict=True):
         assert (tensor.grad is None) == (plain.grad is None), name
         if plain.grad is not None:
@@ -105,7 +106,7 @@ def test_with_a_plain_operand(which: int, family: str) -> None:
             continue
         weights = torch.rand(expected.shape, generator=torch.Generator().manual_seed(1)).to(expected.dtype)
         expected.backward(weights)
-        found.backward(shard_tensor(weights, found.sharding_spec()))
+        found.backward(lying_as(found, weights))
         gradient, wanted = mixed[which].grad, plains[which].grad
         assert (gradient is None) == (wanted is None), name
         if wanted is not None:

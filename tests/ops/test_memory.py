@@ -13,8 +13,10 @@ from safetensors.torch import save
 from tests.cases import ALL, PLAIN, chunks, whole
 from torch import nn
 
-from shardwise import PartialTensor, ShardingPlan, shard_module, shard_tensor
+from shardwise import ShardingPlan, shard_module
 from shardwise.errors import CollectiveOpError, UnsupportedOpError
+from shardwise.partial import PartialTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 ADDRESSES: dict[str, Callable[[torch.Tensor], Any]] = {

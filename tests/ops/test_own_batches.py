@@ -13,9 +13,10 @@ from tests.ops.tables import BAGS, BATCHES, OPTIONS, ROWS, WIDTH, close, mine, o
 from torch.nn import functional
 
 import shardwise
-from shardwise import ReplicatedShardingSpec, shard_tensor
+from shardwise import ReplicatedShardingSpec
 from shardwise.errors import ProcessGroupError
 from shardwise.ops.embedding import ops as embedding_ops
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 assert embedding_ops  # which registers the ops

@@ -13,8 +13,8 @@ from tests.ops.tables import close, own, table
 from torch.nn import functional
 
 import shardwise
-from shardwise import shard_tensor
 from shardwise.errors import PropertyError, RankMismatchError
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 WRONG: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {

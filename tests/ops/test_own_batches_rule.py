@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise
-from shardwise import settings, shard_tensor
+from shardwise import settings
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 
@@ -48,7 +49,7 @@ def test_one_batch_on_every_rank_counts_once(kind: Any) -> None:
         plain = kind(11, 6, dtype=torch.float64)
         model = shardwise.shard_module(copy.deepcopy(plain), shardwise.ShardingPlan({"weight": spec}))
         plain(ids).square().sum().backward()
-        model(shardwise.ReplicatedTensor(ids)).square().sum().backward()
+        model(shardwise.partial.ReplicatedTensor(ids)).square().sum().backward()
         assert_close(model.weight.grad.full_tensor(), plain.weight.grad)
 
 
@@ -91,7 +92,7 @@ def test_the_rule_of_the_process_holds_within_contexts() -> None:
         try:
             assert settings.current().own_batches
             assert settings.current().gather_budget == 0
-            with shardwise.own_batches(False):
+            with shardwise.settings.own_batches(False):
                 assert not settings.current().own_batches
         finally:
             settings.set_outside(own_batches=False)

@@ -10,11 +10,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import shardwise
-from shardwise import ShardedTensor, shard_tensor
+from shardwise import ShardedTensor
 from shardwise.dispatch import registry
 from shardwise.errors import ViewWriteError
 from shardwise.ops.engine import program
 from shardwise.ops.engine.kind import kind_of
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 
@@ -103,6 +104,23 @@ def test_an_index_is_looked_at_each_time() -> None:
 
 
 @ranks(2)
+def test_indices_of_some_dims_are_played_back() -> None:
+    """Dims that are not indexed have no tensor in the list: one rank has the index, the other may have nothing."""
+    places = ["rank:0/cpu", "rank:1/cpu"]
+    by_rows, by_columns = (shardwise.ChunkShardingSpec(dim, places) for dim in (0, 1))
+    for seed in range(3):
+        plain, rows = sharded(seed)[0], torch.tensor([seed])
+        for spec in (by_rows, by_columns):
+            tensor, index = shard_tensor(plain, spec), shard_tensor(rows, by_rows)
+            for value in (plain[:1] * 2, plain[:1, :1]):
+                given = shard_tensor(value, by_rows)
+                found = torch.index_put(tensor, (index,), given)
+                assert torch.equal(found.full_tensor(), torch.index_put(plain, (rows,), value))
+                assert torch.equal(tensor[index].full_tensor(), plain[rows])
+                assert torch.equal(tensor[:, index].full_tensor(), plain[:, rows])
+
+
+@ranks(2)
 def test_zeros_of_both_signs_are_told_apart() -> None:
     """Python takes 0.0 and -0.0 for equal."""
     _, tensor = sharded(0)
@@ -183,7 +201,7 @@ def test_modes_and_overrides_see_every_call() -> None:
     def override(types: Any, args: Any, kwargs: Any, process_group: Any) -> str:
         return "mine"
 
-    shardwise.custom_sharded_op_impl(torch.Tensor.t)(override)
+    shardwise.dispatch.register_op(torch.Tensor.t)(override)
     try:
         assert tensor.t() == "mine"
     finally:

@@ -50,8 +50,9 @@ def states(kind: str, *size: int, layouts: Layouts = plain) -> list[tuple[torch.
     return [(normal(*size, seed=k), layouts) for k in range(2 if kind.startswith("LSTM") else 1)]
 
 
-# The two nonlinearities of an RNN are cut alike: one of them on all layouts.
-CASES = [(layout, kind) for layout in TWO for kind in LAYERS if kind != "RNN, relu" or layout == "uneven"]
+# They differ in their gates, and are cut alike: the one with most gates and states on all layouts.
+SOME = {"RNN": ("several per rank", "uneven"), "RNN, relu": ("uneven",), "GRU": ("rows", "columns", "uneven")}
+CASES = [(layout, kind) for kind in LAYERS for layout in SOME.get(kind, TWO)]
 
 
 @pytest.mark.parametrize(("layout", "kind"), CASES)
@@ -155,7 +156,7 @@ def test_dropout_between_layers_is_drawn() -> None:
     """Two calls differ while training, and not after."""
     module = nn.GRU(4, 6, num_layers=2, dropout=0.5)
     for name, parameter in list(module.named_parameters()):
-        shardwise.shard_parameter(module, name, TWO["rows"](parameter.shape))
+        shardwise.api.shard_parameter(module, name, TWO["rows"](parameter.shape))
     x = torch.ones(X)
     with shardwise.gather_budget(0):
         torch.manual_seed(0)

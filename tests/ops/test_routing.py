@@ -13,8 +13,9 @@ from tests.ops.twin import COLUMNS, ROWS, TWO, Layouts, along, assert_same, norm
 from torch.nn import functional as F  # noqa: N812 - as everybody writes it
 
 import shardwise
-from shardwise import ShardedTensor, shard_tensor
+from shardwise import ShardedTensor
 from shardwise.errors import UnsupportedOpError
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 TOKENS, EXPERTS, HIDDEN = 8, 4, 6
@@ -224,7 +225,7 @@ def test_gather_at_indices_and_the_old_gather_of_this_name() -> None:
             sharded.gather(dst, out)
             sharded.gather(dst=dst, out=out)
             assert out is None or torch.equal(out, table)
-        with shardwise.own_batches():
+        with shardwise.settings.own_batches():
             out = torch.empty(4, 3, dtype=dtype)
             alone.gather(0, out)
             assert torch.equal(out, table)

@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import shardwise
-from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedTensor, ShardingSpec, shard_tensor
+from shardwise import ReplicatedShardingSpec, ShardedTensor, ShardingSpec
+from shardwise.partial import ReplicatedTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 OPTIMIZERS: dict[str, Any] = {

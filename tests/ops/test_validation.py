@@ -12,8 +12,9 @@ from tests.cases import chunks
 from torch.nn import functional
 
 import shardwise
-from shardwise import ShardedTensor, from_local, shard_tensor
+from shardwise import ShardedTensor, from_local
 from shardwise.errors import PlainValueError, RankMismatchError
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 
@@ -71,7 +72,7 @@ def test_other_sizes_are_said_and_other_calls_found() -> None:
 def test_own_batches_are_left_alone() -> None:
     """Where the old rule holds, batches of linear and the embeddings differ by right; other operands must not."""
     here = dist.get_rank()
-    with shardwise.own_batches(), shardwise.validation(values=True):
+    with shardwise.settings.own_batches(), shardwise.validation(values=True):
         assert functional.linear(torch.full((2, 3), float(here)), weight()).shape == (8, 4)
         assert functional.embedding(torch.tensor([here]), weight()).shape == (1, 3)
         with pytest.raises(PlainValueError):

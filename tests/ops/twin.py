@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import shardwise
-from shardwise import ReplicatedShardingSpec, ShardingSpec, shard_parameter, shard_tensor
+from shardwise import ReplicatedShardingSpec, ShardingSpec
+from shardwise.api import shard_parameter
+from shardwise.sharded_tensor import shard_tensor
 
 Layouts = Callable[[torch.Size], ShardingSpec | None]  # None: plain
 

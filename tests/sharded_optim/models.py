@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.cases import assert_close, places
+from tests.cases import assert_holds, places
 from torch import nn
 
-from shardwise import ReplicatedShardingSpec, ReplicatedTensor, ShardedTensor, ShardingSpec, shard_tensor
+from shardwise import ReplicatedShardingSpec, ShardedTensor, ShardingSpec
+from shardwise.partial import ReplicatedTensor
+from shardwise.sharded_tensor import shard_tensor
 
 
 def model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -64,9 +66,9 @@ def train(one: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor) 
 
 
 def assert_same(twin: nn.Module, plain: nn.Module, *, gradients: bool = True) -> None:
-    """Every parameter of the twin has the values of the plain one's, and its gradient, if that has one."""
+    """What is here of every parameter of the twin is that of the plain one, and so is its gradient, if that has one."""
     for name, parameter in plain.named_parameters():
         found = twin.get_parameter(name)
-        assert_close(whole(found).detach(), parameter.detach(), name)
+        assert_holds(found, parameter, name)
         if gradients and parameter.grad is not None:
-            assert_close(whole(found.grad), parameter.grad, f"gradient of {name}")
+            assert_holds(found.grad, parameter.grad, f"gradient of {name}")

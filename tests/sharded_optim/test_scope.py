@@ -13,7 +13,10 @@ from tests.sharded_optim.models import assert_same, batches, loss_of, model, nam
 from torch import nn
 from torch.optim import SGD
 
-from shardwise import ReplicatedTensor, Scoped, ShardedOptimizer, errors, shard_tensor
+from shardwise import ShardedOptimizer, errors
+from shardwise.partial import ReplicatedTensor
+from shardwise.sharded_optim import UpdateScope
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 
@@ -63,12 +66,12 @@ def test_an_optimizer_that_nobody_has_classified_is_refused() -> None:
     """Also one derived from torch's own that does another step; on plain or whole parameters it may do what it will."""
     twin = sharded(model(), chunks(0, 0, 1, 0), chunks(1, 1, 0))
     for kind in (Signs, Normed, Clipped):
-        with pytest.raises(errors.OptimizerError, match=f"Scoped\\({kind.__name__}, 'element'\\)"):
+        with pytest.raises(errors.OptimizerError, match=f"UpdateScope\\({kind.__name__}, 'element'\\)"):
             ShardedOptimizer(named(twin), kind, lr=0.1)
         ShardedOptimizer({"2.bias": twin[2].bias, "0.bias": twin[0].bias}, kind, lr=0.1)
     ShardedOptimizer(named(twin), Renamed, 0.1)
     with pytest.raises(errors.OptimizerError, match="scope should be one of element, tensor, model"):
-        Scoped(Signs, "shard")
+        UpdateScope(Signs, "shard")
     with pytest.raises(errors.OptimizerError, match=r"derived from torch\.optim\.Optimizer"):
         ShardedOptimizer(named(twin), dict)
 
@@ -89,11 +92,11 @@ def test_a_declared_optimizer_trains_as_on_the_plain_twin(kind: Any, scope: Any)
     """With what it looks at: elements, whole parameters, or all of them; a wider scope than needed is right too."""
     plain = model()
     twin = sharded(plain, ALL["uneven, several per rank"], chunks(0, 0, 1, 2))
-    ours, theirs = ShardedOptimizer(named(twin), Scoped(kind, scope), lr=0.1), kind(plain.parameters(), lr=0.1)
+    ours, theirs = ShardedOptimizer(named(twin), UpdateScope(kind, scope), lr=0.1), kind(plain.parameters(), lr=0.1)
     train(plain, theirs, batches(3))
     train(twin, ours, batches(3))
     assert_same(twin, plain, gradients=not issubclass(kind, SGD))  # Clipped changes those that it is given
-    other = ShardedOptimizer(named(twin), Scoped(kind, scope), lr=0.1)
+    other = ShardedOptimizer(named(twin), UpdateScope(kind, scope), lr=0.1)
     other.load_state_dict(ours.state_dict())
     for name, entry in ours.state_dict()["state"].items():
         assert all(torch.equal(value, other.state_dict()["state"][name][key]) for key, value in entry.items())
@@ -137,7 +140,7 @@ def test_lbfgs_goes_the_way_of_the_plain_twin(line_search: str | None) -> None:
 def test_a_step_that_fails_on_the_owner_fails_everywhere() -> None:
     """And the parameters, on all ranks, are as before."""
     weight = shard_tensor(torch.ones(4, 4), chunks(0, 0, 1, 2, 3)).requires_grad_()
-    ours = ShardedOptimizer({"w": weight}, Scoped(Failing, "tensor"), lr=0.1)
+    ours = ShardedOptimizer({"w": weight}, UpdateScope(Failing, "tensor"), lr=0.1)
     weight.sum().backward()
     with pytest.raises(ArithmeticError, match="not today"):
         ours.step()

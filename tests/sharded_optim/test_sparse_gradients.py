@@ -10,7 +10,7 @@ import torch
 from tests.cases import ALL, KINDS, assert_close
 from torch import nn, optim
 
-from shardwise import shard_parameter
+from shardwise.api import shard_parameter
 from shardwise.testing import ranks
 
 MAKE: dict[str, Callable[[Any], Any]] = {

@@ -15,16 +15,9 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise import (
-    ReplicatedShardingSpec,
-    ReplicatedTensor,
-    ShardedOptimizer,
-    check,
-    errors,
-    from_local,
-    shard_tensor,
-    trace,
-)
+from shardwise import ReplicatedShardingSpec, ShardedOptimizer, check, errors, from_local, trace
+from shardwise.partial import ReplicatedTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 

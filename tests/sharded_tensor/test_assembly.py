@@ -10,19 +10,9 @@ import torch
 import torch.distributed as dist
 from tests.cases import SIZE, SPECS, boxes, chunks, whole
 
-from shardwise import (
-    ChunkShardingSpec,
-    EnumerableShardingSpec,
-    Shard,
-    ShardedTensor,
-    ShardedTensorBase,
-    ShardedTensorMetadata,
-    ShardMetadata,
-    TensorProperties,
-    init_from_local_shards,
-    shard_tensor,
-    zeros,
-)
+from shardwise import ChunkShardingSpec, EnumerableShardingSpec, ShardedTensor, ShardMetadata, zeros
+from shardwise.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.sharded_tensor import Shard, ShardedTensorBase, init_from_local_shards, shard_tensor
 from shardwise.sharded_tensor.joining import build_global_metadata, build_metadata_from_local_shards
 from shardwise.sharded_tensor.shard import narrow_tensor
 from shardwise.testing import ranks

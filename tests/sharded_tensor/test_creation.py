@@ -10,8 +10,8 @@ import torch.distributed as dist
 from tests.cases import SIZE, SPECS, boxes, chunks, places, whole
 
 import shardwise
-from shardwise import ChunkShardingSpec, ShardedTensor, ShardingSpec, TensorProperties
-from shardwise.metadata import ShardedTensorMetadata
+from shardwise import ChunkShardingSpec, ShardedTensor, ShardingSpec
+from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.testing import ranks
 
 

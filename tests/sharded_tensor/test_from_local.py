@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import shardwise
-from shardwise import ReplicatedTensor, ShardedTensor, errors, from_local, meeting, shard_tensor
+from shardwise import ShardedTensor, errors, from_local, meeting
+from shardwise.partial import ReplicatedTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 SIZES = [2, 0, 3, 1]
@@ -136,7 +138,9 @@ def test_a_mistake_of_one_rank_stops_all(mistake: str) -> None:
             "another dtype": torch.ones(2, 5).double(),
             "another number of dims": torch.ones(2, 5, 1),
             "a list": [1],
-            "sharded already": shardwise.ShardedTensorBase.__new__(shardwise.ShardedTensorBase),
+            "sharded already": shardwise.sharded_tensor.ShardedTensorBase.__new__(
+                shardwise.sharded_tensor.ShardedTensorBase
+            ),
             "a gradient on some ranks": torch.ones(2, 5, requires_grad=True),
         }[mistake]
     if mistake == "sharded already":
@@ -160,7 +164,7 @@ def test_a_model_on_a_joined_batch_and_on_the_whole_batch() -> None:
             twin = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.ReLU(), nn.Linear(5, 4)).double()
             twin.load_state_dict(plain.state_dict())
             for name in names[:count]:
-                shardwise.shard_parameter(twin, name, chunks(0, 0, 1, 2))
+                shardwise.api.shard_parameter(twin, name, chunks(0, 0, 1, 2))
             made = twin(x)
             assert made.shape == (7, 4)
             made.square().mean().backward()
@@ -190,7 +194,7 @@ def test_layers_fed_by_parameters_and_buffers_of_the_module() -> None:
         x = torch.rand(5, 3, 6, dtype=torch.float64)
         plain(x)[0].square().sum().backward()
         for name in [name for name, _ in twin.named_parameters()]:
-            shardwise.shard_parameter(twin, name, chunks(0, 0, 1))
+            shardwise.api.shard_parameter(twin, name, chunks(0, 0, 1))
         for batch in (x, from_local(x.split([2, 3])[dist.get_rank()])):
             twin.zero_grad()
             made = twin(batch)[0]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from tests.cases import assert_close, chunks, places
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import ReplicatedShardingSpec, shard_tensor
-from shardwise.sharded_tensor import gradient_buckets
+from shardwise import ReplicatedShardingSpec
+from shardwise.sharded_tensor import gradient_buckets, shard_tensor
 from shardwise.testing import ranks
 from shardwise.transfer import all_reduce
 

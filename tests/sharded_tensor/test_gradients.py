@@ -12,7 +12,8 @@ import torch.distributed as dist
 from tests.cases import ALL, PLAIN, SIZE, SPECS, assert_close, boxes, chunks, holds
 
 import shardwise
-from shardwise import ShardedTensor, ShardingSpec, shard_tensor
+from shardwise import ShardedTensor, ShardingSpec
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 

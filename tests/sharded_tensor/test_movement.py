@@ -13,8 +13,9 @@ import torch.distributed as dist
 from tests.cases import ALL, PLAIN, SIZE, SPECS, boxes, chunks, holds, places, whole
 
 import shardwise
-from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardingSpec, make_plan, shard_tensor
+from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardingSpec, make_plan
 from shardwise.errors import TransferError
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import RankFailure, ranks, run_on_ranks
 from shardwise.transfer import execute
 
@@ -208,7 +209,7 @@ def test_every_spec_can_shard() -> None:
 
 @ranks(4)
 def test_a_tensor_of_any_strides_can_be_sharded() -> None:
-    """Turned, stepped, expanded, conjugated; each rank's may have others."""
+    """Turned, stepped, expanded, conjugated, zeros without memory; each rank's may have others."""
     views = {
         "turned": PLAIN.reshape(6, 7).t(),
         "stepped": torch.arange(84.0).reshape(7, 12)[:, ::2],
@@ -216,14 +217,31 @@ def test_a_tensor_of_any_strides_can_be_sharded() -> None:
         "conjugated": torch.complex(PLAIN, PLAIN + 1).conj(),
         "negated": torch.complex(PLAIN, PLAIN + 1).conj().imag,
         "one column": torch.arange(84.0).reshape(2, 42)[1].reshape(6, 7).t(),
+        "zeros without memory": torch._efficientzerotensor(SIZE),
     }
     for view in views.values():
-        expected = view.resolve_conj().resolve_neg().contiguous()
+        expected = view.resolve_conj().resolve_neg().contiguous().clone()
         for spec in ALL.values():
             for given in (view, view if dist.get_rank() else expected, view if dist.get_rank() == 0 else expected):
                 tensor = shard_tensor(given, spec)
                 assert holds(tensor, expected)
                 assert all(shard.tensor.is_contiguous() for shard in tensor.local_shards())
+
+
+@ranks(4)
+def test_zeros_that_are_not_in_memory_are_moved() -> None:
+    """Torch gives such gradients, as of `sgn`: they are added up, put together and moved, also in rounds."""
+    for name, spec in ALL.items():
+        for other in ALL.values():
+            leaf = spec.shard(PLAIN).requires_grad_()
+            result = leaf.redistribute(other).sgn()
+            result.backward(torch.ones_like(result))
+            assert leaf.grad is not None
+            assert torch.equal(leaf.grad.full_tensor(), torch.zeros(SIZE)), name
+            leaf.grad = None
+            leaf.sgn().backward(torch.ones_like(leaf))
+            for options in ({}, {"max_bytes": 24}):
+                assert holds(leaf.grad.redistribute(other, **options), torch.zeros(SIZE)), name
 
 
 @pytest.mark.parametrize(

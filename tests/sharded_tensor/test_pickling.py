@@ -12,7 +12,8 @@ import torch.distributed as dist
 from tests.cases import SIZE, SPECS, chunks, whole
 
 import shardwise
-from shardwise import ShardedTensor, load_with_process_group
+from shardwise import ShardedTensor
+from shardwise.process_group import load_with_process_group
 from shardwise.sharded_tensor.pickling import state_of
 from shardwise.sharded_tensor.tensor import rebuild_sharded_tensor
 from shardwise.testing import ranks

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from tests.cases import SPECS, chunks, whole
 
 import shardwise
-from shardwise import load_with_process_group
 from shardwise.errors import ProcessGroupError
+from shardwise.process_group import load_with_process_group
 from shardwise.testing import ranks
 
 
@@ -23,8 +23,8 @@ class Holder(torch.nn.Module):
         super().__init__()
         self.table = tensor
         self.child = child
-        self._register_state_dict_hook(shardwise.state_dict_hook)
-        self._register_load_state_dict_pre_hook(shardwise.pre_load_state_dict_hook, with_module=True)
+        self._register_state_dict_hook(shardwise.sharded_tensor.state_dict_hook)
+        self._register_load_state_dict_pre_hook(shardwise.sharded_tensor.pre_load_state_dict_hook, with_module=True)
 
 
 @ranks(4)

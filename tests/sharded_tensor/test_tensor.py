@@ -55,23 +55,23 @@ class Mine(ChunkShardingSpec):
 def test_a_spec_of_a_users_own_shards_by_its_own_function() -> None:
     """Asked by shard_tensor and shard_parameter, if the ranks agree whom to ask."""
     spec, plain = Mine(1, places(0, 1, 3)), PLAIN.clone()
-    tensor = shardwise.shard_tensor(plain, spec, src_rank=2)
+    tensor = shardwise.sharded_tensor.shard_tensor(plain, spec, src_rank=2)
     assert tensor.sharding_spec() is spec
     assert holds(tensor, PLAIN + 1)
     layer = nn.Linear(6, 7)
     weight = layer.weight.detach().clone()
-    shardwise.shard_parameter(layer, "weight", spec)
+    shardwise.api.shard_parameter(layer, "weight", spec)
     dist.broadcast(weight, 0)
     assert holds(layer.weight, weight + 1)
     for rank_spec, source in ((spec if dist.get_rank() else chunks(1, 0, 1, 3), 0), (spec, dist.get_rank() // 3)):
         with pytest.raises(ValueError, match="does not match from different ranks"):
-            shardwise.shard_tensor(plain, rank_spec, source)
+            shardwise.sharded_tensor.shard_tensor(plain, rank_spec, source)
 
 
 @ranks(4)
 def test_a_spec_can_be_assigned() -> None:
     """It names the rule; the boxes stay where they are, also in a pickle."""
-    tensor = shardwise.shard_tensor(PLAIN, chunks(0, 0, 1, 2, 3))
+    tensor = shardwise.sharded_tensor.shard_tensor(PLAIN, chunks(0, 0, 1, 2, 3))
     for spec in (boxes(([0, 0], [7, 6], 2)), UNEVEN):
         tensor._sharding_spec = spec
         assert tensor.sharding_spec() is spec

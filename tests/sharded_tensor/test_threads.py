@@ -14,7 +14,8 @@ from tests.cases import ALL, PLAIN, SIZE, assert_close, chunks, holds, places
 from torch import nn
 
 import shardwise
-from shardwise import ChunkShardingSpec, Shard, ShardedOptimizer, ShardingPlan, shard_module, shard_tensor
+from shardwise import ChunkShardingSpec, ShardedOptimizer, ShardingPlan, shard_module
+from shardwise.sharded_tensor import Shard, shard_tensor
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -90,7 +91,7 @@ def test_sub_groups_of_threads_with_and_without_data() -> None:
             assert zeros.device.type == (tensor + 1).device.type == tensor.sum().device.type == kind
             local = torch.zeros(2, 2, device=kind)
             shard = Shard.from_tensor_and_offsets(local, [2 * dist.get_rank(group), 0], dist.get_rank())
-            made = shardwise.init_from_local_shards([shard], 4, 2, process_group=group)
+            made = shardwise.sharded_tensor.init_from_local_shards([shard], 4, 2, process_group=group)
             assert [each.placement.rank() for each in made.metadata().shards_metadata] == mine
             module = nn.Linear(6, 4, device=kind)
             shard_module(module, ShardingPlan({"weight": spec}), process_group=group)

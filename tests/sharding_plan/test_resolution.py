@@ -12,8 +12,9 @@ from tests.api.models import Net, net
 from tests.cases import boxes, chunks, places
 from torch import nn
 
-from shardwise import ChunkShardingSpec, ReplicatedShardingSpec, ShardedTensor, Sharder, ShardingPlan, shard_module
+from shardwise import ChunkShardingSpec, ReplicatedShardingSpec, ShardedTensor, ShardingPlan, shard_module
 from shardwise.errors import PlanError, ShardwiseError
+from shardwise.sharder import Sharder
 from shardwise.sharding_plan import resolve
 from shardwise.testing import ranks
 
@@ -57,6 +58,12 @@ SINGLE: dict[str, tuple[ShardingPlan, type[Exception], str]] = {
     "unknown output": (ShardingPlan({}, {"fc1.x": ROWS}), AttributeError, "Linear has no attribute `x`"),
     "unknown local output": (ShardingPlan({}, None, ["fc2"]), AttributeError, "Nested has no attribute `fc2`"),
     "empty pattern": (ShardingPlan({"layers.*": ROWS}), AttributeError, r"pattern 'layers\.\*' matches nothing"),
+    "a slip in a pattern": (
+        ShardingPlan({"**.fc1.wieght": ROWS}),
+        AttributeError,
+        r"no attribute like that; did you mean '\*\*\.fc1\.weight' or",
+    ),
+    "a layer, not its weight": (ShardingPlan({"**.fc1": ROWS}), ValueError, "did you mean '\\*\\*.fc1.weight'"),
     "empty module pattern": (ShardingPlan({}, {"fc1.**.x": ROWS}), AttributeError, "matches nothing"),
     "module, not parameter": (
         ShardingPlan({"fc1": ROWS}),
@@ -125,9 +132,9 @@ SINGLE: dict[str, tuple[ShardingPlan, type[Exception], str]] = {
         "return_local_tensor is a list of module paths, found int",
     ),
     "no plan": (
-        {"fc1.weight": ROWS},
+        [("fc1.weight", ROWS)],
         TypeError,
-        "takes a ShardingPlan, or a ShardingPlanner that makes one, found dict",
+        "takes a ShardingPlan, or a ShardingPlanner that makes one, or a dict by names of parameters, found list",
     ),
 }
 

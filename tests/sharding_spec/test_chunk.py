@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.cases import chunks, places
 
-from shardwise import ChunkShardingSpec, ReplicatedShardingSpec, TensorProperties
+from shardwise import ChunkShardingSpec, ReplicatedShardingSpec, settings
+from shardwise.metadata import TensorProperties
 from shardwise.sharding_spec.chunking import get_chunk_sharding_params, get_chunked_dim_size, get_split_size
 
 
@@ -62,11 +65,24 @@ def test_specs_are_values() -> None:
     """Equal when they say the same, also after a pickle."""
     assert chunks(0, 1, 2) == chunks(0, 1, 2) != chunks(0, 2, 1)
     assert pickle.loads(pickle.dumps(chunks(0, 1, 2))) == chunks(0, 1, 2)
+    assert dataclasses.replace(chunks(0, 1, 2), dim=1) == chunks(1, 1, 2)
+    assert eval(repr(chunks(0, 1, 2))) == chunks(0, 1, 2)
 
 
-@pytest.mark.parametrize("spec", [chunks(0, 1, 2), ReplicatedShardingSpec(places(1, 2))])
-def test_placements_can_be_assigned(spec: Any) -> None:
-    """They are parsed as those of the constructor are."""
+@pytest.mark.parametrize("make", [lambda: chunks(0, 1, 2), lambda: ReplicatedShardingSpec(places(1, 2))])
+def test_placements_can_be_assigned_on_the_dropin_only(make: Callable[[], Any]) -> None:
+    """They are parsed as those of the constructor are; elsewhere a spec is a value, with a hash."""
+    value = make()
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        value.placements = ["rank:0/cpu"]
+    with pytest.raises(TypeError):
+        value.placements[0] = "rank:0/cpu"
+    assert {value: 1}[make()] == 1
+    with settings.changed(mutable_specs=True):
+        _assign(make())
+
+
+def _assign(spec: Any) -> None:
     spec.placements = ["rank:3/cuda:1", "rank:0/cpu"]
     assert [(place.rank(), str(place.device())) for place in spec.placements] == [(3, "cuda:1"), (0, "cpu")]
     assert str(spec.build_metadata(torch.Size([4]), TensorProperties()).shards_metadata[0].placement) == "rank:3/cuda:1"

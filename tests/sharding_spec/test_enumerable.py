@@ -9,7 +9,8 @@ import pytest
 import torch
 from tests.cases import SIZE, SPECS, boxes
 
-from shardwise import EnumerableShardingSpec, ShardMetadata, TensorProperties
+from shardwise import EnumerableShardingSpec, ShardMetadata
+from shardwise.metadata import TensorProperties
 from shardwise.sharding_spec.enumerable import check_tensor, validate_non_overlapping_shards_metadata
 
 
@@ -27,7 +28,10 @@ def test_equal_specs_are_equal() -> None:
     """Also after a pickle; the repr stays short however many shards there are."""
     spec = boxes(([0], [3], 0), ([3], [4], 1))
     assert pickle.loads(pickle.dumps(spec)) == spec
-    assert repr(spec) == "EnumerableShardingSpec(2 shards)"
+    assert eval(repr(spec)) == spec
+    assert hash(eval(repr(spec))) == hash(spec)
+    many = boxes(*(([k], [1], 0) for k in range(100)))
+    assert repr(many) == "EnumerableShardingSpec(100 shards)"
 
 
 @pytest.mark.parametrize(

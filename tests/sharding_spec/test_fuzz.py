@@ -9,16 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise import (
-    ChunkShardingSpec,
-    EnumerableShardingSpec,
-    GridShardingSpec,
-    Layout,
-    ShardingSpec,
-    ShardMetadata,
-    TensorProperties,
-    infer_sharding_spec,
-)
+from shardwise import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, Layout, ShardingSpec, ShardMetadata
+from shardwise.metadata import TensorProperties
+from shardwise.sharding_spec import infer_sharding_spec
 
 junk = st.one_of(
     st.none(), st.booleans(), st.floats(), st.text(max_size=3), st.integers(), st.integers(-(2**70), 2**70)

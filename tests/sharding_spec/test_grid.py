@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from tests.cases import places
 
-from shardwise import GridShardingSpec
+from shardwise import GridShardingSpec, ReplicatedShardingSpec
 
 
 def test_even_cuts_are_chunks_of_chunks() -> None:
@@ -43,8 +46,13 @@ def test_a_grid_of_three_axes() -> None:
     [
         (((0, 1), [places(0, 1), places(2)]), "form no grid"),
         (((0, 1), places(0, 1)), "nested 1 deep"),
-        (((), []), "each cut dim once"),
-        (((0, 0), [places(0)]), "each cut dim once"),
+        (((), []), "for each axis"),
+        (((0, 0), [places(0, 1)], [None, (1, 2)]), "cut by several axes"),
+        (((None,), places(0, 1), [(1, 2)]), "cuts nothing"),
+        (((0,), places(0, 1), [(1, 2)], [(1, 2)]), "give one"),
+        (((0,), places(0, 1), None, [(1, 2, 3)]), "2 weights"),
+        (((0,), places(0, 1), None, [(0, 0)]), "not all 0"),
+        (((0,), places(0, 1), None, [(1, float("nan"))]), "numbers >= 0"),
         (((0,), []), "form no grid"),
         (((0,), places(0, 1), [(1,)]), "needs 2 sizes"),
         (((0,), places(0, 1), [(1, -1)]), "needs 2 sizes"),
@@ -61,8 +69,8 @@ def test_what_is_no_grid_is_refused(arguments: tuple[Any, ...], message: str) ->
 
 def test_what_the_tensor_decides() -> None:
     """Dims that do not exist, or that turn out to be the same, and sizes that do not add up."""
-    spec = GridShardingSpec((0, -1), [places(0, 1)])
-    with pytest.raises(ValueError, match="name one dim of a 1-dim tensor twice"):
+    spec = GridShardingSpec((0, -1), [places(0, 1)], [None, (2, 2)])
+    with pytest.raises(ValueError, match="dim 0 is cut by several axes"):
         spec.layout((4,))
     with pytest.raises(ValueError, match="Invalid sharding dim"):
         GridShardingSpec((2,), places(0)).layout((4, 4))
@@ -77,4 +85,38 @@ def test_a_grid_is_a_value() -> None:
     spec = GridShardingSpec((0, 1), [places(0, 1), places(2, 3)], [None, (1, 2)])
     assert pickle.loads(pickle.dumps(spec)) == spec
     assert len({spec, pickle.loads(pickle.dumps(spec))}) == 1
-    assert repr(spec) == "GridShardingSpec(dims=(0, 1) over 2x2 placements, sizes=[None, (1, 2)])"
+    assert eval(repr(spec)) == spec
+    weighed = GridShardingSpec((None, 0), [places(0, 1), places(2, 3)], weights=[None, (2, 1.5)])
+    assert eval(repr(weighed)) == weighed == pickle.loads(pickle.dumps(weighed)) != spec
+    many = GridShardingSpec((0, None), [[f"rank:{r}/cpu"] for r in range(99)])
+    assert repr(many) == "GridShardingSpec(dims=(0, None), 99x1 placements)"
+
+
+def test_an_axis_of_replicas_cuts_nothing() -> None:
+    """Data parallel by tensor parallel, as one spec."""
+    layout = GridShardingSpec((None, 0), [places(0, 1), places(2, 3)]).layout((5, 2))
+    assert layout.boxes.offsets.tolist() == [[0, 0], [3, 0], [0, 0], [3, 0]]
+    assert layout.boxes.sizes.tolist() == [[3, 2], [2, 2], [3, 2], [2, 2]]
+    assert layout.has_replicas
+    assert GridShardingSpec((None,), places(0, 1)).layout((5, 2)) == ReplicatedShardingSpec(places(0, 1)).layout((5, 2))
+
+
+def test_axes_that_cut_one_dim_cut_what_is_left() -> None:
+    """As chunks of chunks, also where they are uneven or empty."""
+    layout = GridShardingSpec((0, 0), [places(0, 1, 2), places(3, 4, 5)]).layout((7,))
+    expected = [part.tolist() for half in torch.arange(7).chunk(2) for part in half.chunk(3)]
+    begins, sizes = layout.boxes.offsets[:, 0].tolist(), layout.boxes.sizes[:, 0].tolist()
+    found = [list(range(begin, begin + size)) for begin, size in zip(begins, sizes, strict=True)]
+    assert [part for part in found if part] == expected
+
+
+@given(st.integers(0, 200), st.lists(st.one_of(st.integers(0, 9), st.floats(0, 9)), min_size=1, max_size=6))
+def test_weights_cut_in_proportion(length: int, weights: list[float]) -> None:
+    """To the nearest element: whole sizes that add up, each within one of its share."""
+    assume(any(weights))
+    layout = GridShardingSpec((0,), places(*range(len(weights))), weights=[weights]).layout((length,))
+    sizes = layout.boxes.sizes[:, 0].tolist()
+    assert sum(sizes) == length
+    shares = [length * Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
+    assert all(abs(size - share) <= 1 for size, share in zip(sizes, shares, strict=True))
+    assert all(size == 0 for size, weight in zip(sizes, weights, strict=True) if weight == 0)

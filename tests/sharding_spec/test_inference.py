@@ -8,15 +8,9 @@ import pytest
 import torch
 from tests.cases import SIZE, SPECS, boxes, chunks, places
 
-from shardwise import (
-    ChunkShardingSpec,
-    EnumerableShardingSpec,
-    GridShardingSpec,
-    ShardMetadata,
-    TensorProperties,
-    infer_sharding_spec,
-)
-from shardwise.sharding_spec import infer_chunk_or_enumerable
+from shardwise import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ShardMetadata
+from shardwise.metadata import TensorProperties
+from shardwise.sharding_spec import infer_chunk_or_enumerable, infer_sharding_spec
 
 
 def records(spec_name: str) -> list[ShardMetadata]:

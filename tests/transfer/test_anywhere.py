@@ -16,8 +16,8 @@ from shardwise import (
     ShardingSpec,
     ShardMetadata,
     make_plan,
-    shard_tensor,
 )
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.sharded_tensor.shard import narrow_tensor
 from shardwise.testing import run_on_ranks
 

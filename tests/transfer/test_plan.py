@@ -15,17 +15,9 @@ from tests.geometry.strategies import partitions
 from tests.layout.grids import layouts as grid_layouts
 from tests.layout.grids import spelled
 
-from shardwise import (
-    EnumerableShardingSpec,
-    GridShardingSpec,
-    Layout,
-    Plan,
-    ReplicatedShardingSpec,
-    ShardMetadata,
-    make_plan,
-    relabel,
-)
+from shardwise import EnumerableShardingSpec, GridShardingSpec, Layout, ReplicatedShardingSpec, ShardMetadata, make_plan
 from shardwise.geometry import Boxes
+from shardwise.transfer import TransferPlan, relabel
 from shardwise.transfer.relabel import assign
 from shardwise.transfer.views import cut
 
@@ -66,7 +58,7 @@ def layout_pairs(draw: st.DrawFn) -> tuple[Layout, Layout]:
     return one, other
 
 
-def carried_out(plan: Plan) -> list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]]:
+def carried_out(plan: TransferPlan) -> list[np.ndarray[tuple[int, ...], np.dtype[np.int64]]]:
     """The destination's boxes after the plan, each element holding its own number; -1 where nothing was written."""
     plain = np.arange(plan.src.size.numel()).reshape(tuple(plan.src.size))
     filled = [np.full(row.tolist(), -1) for row in plan.dst.boxes.sizes]
@@ -82,7 +74,7 @@ def carried_out(plan: Plan) -> list[np.ndarray[tuple[int, ...], np.dtype[np.int6
     return filled
 
 
-def fewest(plan: Plan) -> int:
+def fewest(plan: TransferPlan) -> int:
     """Element by element, how many each rank wants and does not have."""
     total = 0
     for rank in plan.ranks:

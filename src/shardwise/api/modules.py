@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypeVar
 
 from torch import nn
@@ -13,6 +14,7 @@ from shardwise.api.parameters import agree
 from shardwise.api.plain_values import make_plain_alike
 from shardwise.errors import PlanKindError, plan_error
 from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharing, or_default
+from shardwise.sharder import Sharder
 from shardwise.sharding_plan import Resolution, SharderStep, ShardingPlan, ShardingPlanner, resolve
 from shardwise.sharding_spec import ShardingSpec
 from shardwise.sharding_spec.spec import PlacedShardingSpec
@@ -21,11 +23,20 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def shard_module(
-    module: M, plan: ShardingPlan | ShardingPlanner, src_rank: int = 0, process_group: ProcessGroup | None = None
+    module: M,
+    plan: ShardingPlan | ShardingPlanner | Mapping[str, ShardingSpec | Sharder | int | None],
+    src_rank: int = 0,
+    process_group: ProcessGroup | None = None,
 ) -> M:
     """Shard the module in place, as the plan says, and return it.
 
-    Every rank of the group calls it with the same plan, or with a planner that makes the same one. Parameters get the
+    Every rank of the group calls it with the same plan, or with a planner that makes the same one. A dict is the first
+    part of a `ShardingPlan`: by names and patterns, the dim of each parameter that is cut over all ranks, or None for
+    replicas, or a spec::
+
+        shard_module(model, {"**.q_proj.weight": 0, "**.o_proj.weight": 1, "**.bias": None})
+
+    Parameters get the
     values that the group's rank ``src_rank`` has, as in `shard_parameter`, one after the other: each plain one is freed
     before the next is sharded. What stays plain gets its values too, for a plain tensor is the same on every rank; on
     the drop-in, and within `own_batches`, it is left alone. Submodules with a `Sharder` are replaced by what it makes
@@ -62,15 +73,18 @@ def shard_module(
     return module
 
 
-def _resolved(module: nn.Module, plan: ShardingPlan | ShardingPlanner, group: ProcessGroup) -> Resolution:
+def _resolved(module: nn.Module, plan: object, group: ProcessGroup) -> Resolution:
     """The steps of the plan if it is sound on every rank; else one error with all problems of all ranks."""
 
     def work() -> tuple[Resolution, Fields, list[tuple[str, str]]]:
         made: object = plan.build_plan(module) if isinstance(plan, ShardingPlanner) else plan
+        if isinstance(made, Mapping):
+            made = ShardingPlan(made)
         if not isinstance(made, ShardingPlan):
             found = type(made).__name__
             raise PlanKindError(
-                f"shard_module takes a ShardingPlan, or a ShardingPlanner that makes one, found {found}"
+                "shard_module takes a ShardingPlan, or a ShardingPlanner that makes one, or a dict by names of "
+                f"parameters, found {found}"
             )
         steps = resolve(made, module, group)
         return steps, {"verb": "shard_module"}, steps.problems

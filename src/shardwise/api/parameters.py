@@ -13,16 +13,15 @@ from torch.distributed import ProcessGroup
 from shardwise.errors import PropertyError
 from shardwise.process_group import Fields, group_ranks, in_step_sharing, or_default
 from shardwise.sharded_tensor import ShardedTensor, empty, shard_tensor
-from shardwise.sharded_tensor.assembly import require_spec
 from shardwise.sharded_tensor.movement import global_rank
 from shardwise.sharding_plan import ModuleTree, ParameterStep, parameter_step
-from shardwise.sharding_spec import ShardingSpec
+from shardwise.shorthand import How
 
 
 def shard_parameter(
     module: nn.Module,
     param_name: str,
-    sharding_spec: ShardingSpec,
+    sharding_spec: How,
     src_rank: int = 0,
     process_group: ProcessGroup | None = None,
 ) -> None:
@@ -41,7 +40,6 @@ def shard_parameter(
     group = or_default(process_group)
 
     def steps() -> list[ParameterStep]:
-        require_spec(sharding_spec)
         return [parameter_step(ModuleTree(module), param_name, sharding_spec, group, any_tensor=True)]
 
     agree(steps, src_rank, group).shard()

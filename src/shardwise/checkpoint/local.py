@@ -16,7 +16,7 @@ from shardwise.layout import Layout
 from shardwise.placement import Placement
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.movement import require_movable
-from shardwise.transfer.views import as_bytes, cut, is_as_it_lies
+from shardwise.transfer.views import as_bytes, cut, is_as_it_lies, resolved
 
 STAGED = 16 * 2**20  # bytes that are copied at a time where memory cannot be written or read as it lies
 
@@ -126,5 +126,5 @@ def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
         return
     box = [0] * tensor.ndim, list(tensor.shape)
     for offsets, sizes in cut(box, max(STAGED // tensor.element_size(), 1)):
-        part = view_of(tensor, offsets, sizes).resolve_conj().resolve_neg().contiguous()
+        part = resolved(view_of(tensor, offsets, sizes)).contiguous()
         yield buffer_of(part.cpu())

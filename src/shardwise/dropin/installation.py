@@ -23,7 +23,8 @@ def install(*, for_children: bool = True) -> None:
     imported there, and then runs the next `sitecustomize`, if there is one. ``for_children=False`` leaves them alone.
 
     With the old names comes the old rule of `own_batches`, in this whole process: a plain input of `linear` and of the
-    embeddings is each rank's own. Code that means the same batch everywhere says `own_batches(False)`.
+    embeddings is each rank's own. Code that means the same batch everywhere says `own_batches(False)`. Sharding specs
+    that are made from now on can be changed, as the old ones can.
     """
     if not is_installed():
         if loaded(ROOT):
@@ -34,7 +35,7 @@ def install(*, for_children: bool = True) -> None:
         finder.start()
         corrections.start()
         old_pickles.start()
-        settings.set_outside(own_batches=True)
+        settings.set_outside(own_batches=True, mutable_specs=True)
     if for_children:
         children.include()
 
@@ -45,7 +46,7 @@ def uninstall() -> None:
     Modules that were imported meanwhile keep what they have.
     """
     if is_installed():
-        settings.set_outside(own_batches=False)
+        settings.set_outside(own_batches=False, mutable_specs=False)
         old_pickles.stop()
         corrections.stop()
         finder.stop()

@@ -125,7 +125,7 @@ TABLE: dict[str, dict[str, Any]] = {
     },
     "op_registry_utils": {
         "_basic_validation": dispatch.basic_validation,
-        "_register_op": dispatch.register_op,
+        "_register_op": dispatch.add_handler,
         "_decorator_func": dispatch.decorator_func,
     },
     "sharding_spec": {**_METADATA, **_SPECS, **_CHUNK},
@@ -163,7 +163,7 @@ TABLE: dict[str, dict[str, Any]] = {
         **_FACTORIES,
         "state_dict_hook": sharded_tensor.state_dict_hook,
         "pre_load_state_dict_hook": sharded_tensor.pre_load_state_dict_hook,
-        "custom_sharded_op_impl": dispatch.custom_sharded_op_impl,
+        "custom_sharded_op_impl": dispatch.register_op,
         "_sharded_op_impl": dispatch.sharded_op_impl,
         "_decorator_func": dispatch.decorator_func,
     },

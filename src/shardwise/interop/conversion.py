@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement as Placing
 
 from shardwise.dispatch import summary
 from shardwise.errors import ProcessGroupError, PropertyError, SpecError
-from shardwise.interop.mesh_layout import cut_up, held_size, put_together
+from shardwise.interop.local_tensor import cut_up, held_size, put_together
 from shardwise.interop.placements import (
     cuts_of,
     inferred,

@@ -14,9 +14,9 @@ from torch.distributed.tensor.placement_types import Placement as Placing
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import SpecError
-from shardwise.interop.mesh_layout import Cut, mesh_layout
 from shardwise.layout import Layout, Places
 from shardwise.mesh_group import mesh_ranks
+from shardwise.sharding_spec.mesh_cuts import Cut, mesh_layout
 
 MOST_TRIED = 4096  # combinations of placements that are looked through to find those of a layout
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,6 +22,7 @@ from shardwise.meeting.chain import Ledger, ledger_of
 from shardwise.meeting.group import ranks_of, store_of
 
 MOST_READ = 16  # ranks whose word is read in one look, of those that are waited for
+LOOKS = 0.01  # seconds between two looks at how many ranks have come
 NEWLINE = "\n"
 _choice = random.Random()  # of its own: looking must not change what users draw
 
@@ -166,6 +168,17 @@ def break_off(process_group: ProcessGroup, error: Exception) -> None:
         f"the ranks are out of step since {what}, with collectives under way that do not end: "
         "this process group cannot be used any more"
     )
+
+
+def wait_to_end(process_group: ProcessGroup, seconds: float) -> None:
+    """Until all ranks of a group have come here in this epoch, or so many seconds are over."""
+    ledger, store = ledger_of(process_group), store_of(process_group)
+    end, key = time.monotonic() + seconds, _key(ledger, "ending")
+    with suppress(RuntimeError):  # a store that is gone knows nothing
+        here = 0 if store is None else store.add(key, 1)
+        while store is not None and here < process_group.size() and time.monotonic() < end:
+            time.sleep(LOOKS)
+            here = store.add(key, 0)
 
 
 def require_sound(process_group: ProcessGroup) -> Ledger:

@@ -86,7 +86,7 @@ class Gathering(_Exchange):
         super().__init__(process_group, tag, longest * (process_group.size() - 1))
         self._longest, self._device = longest, collective_device(process_group)
         if self._device.type != "cpu":
-            outlast(process_group)
+            outlast(process_group, self._device)
         if longest:
             self._mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(self._device)
             self._all = torch.empty(self._size * longest, dtype=torch.uint8, device=self._device)
@@ -148,7 +148,7 @@ class Reduction(_Exchange):
         super().__init__(process_group, tag, 8 * len(numbers) * (process_group.size() - 1).bit_length())
         self._device = collective_device(process_group)
         if self._device.type != "cpu":
-            outlast(process_group)
+            outlast(process_group, self._device)
         self._numbers = torch.tensor(numbers, dtype=torch.int64).to(self._device)
         self._attempt(self._begin)
 

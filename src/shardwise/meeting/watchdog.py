@@ -13,15 +13,17 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.distributed import ProcessGroup
 
 from shardwise.meeting import post
-from shardwise.meeting.aside import break_off, find_verdict, given_up, require_sound
+from shardwise.meeting.aside import break_off, find_verdict, given_up, require_sound, wait_to_end
 from shardwise.meeting.chain import ledger_of
 
 LONG = 5.0  # seconds after which a collective that was begun before an error of all ranks will not end
 PAUSE = 0.1  # seconds between two glances at collectives that are under way
 SOON = 0.002  # within which most of them end
+TOGETHER = 2.5  # seconds that a rank waits for the others before it ends a communicator: within it they look twice
 
 
 class _Beginning:
@@ -46,6 +48,7 @@ class _Watched(NamedTuple):
 
 _watched: WeakKeyDictionary[ProcessGroup, _Watched] = WeakKeyDictionary()
 _changed = threading.Event()
+_ending = threading.Lock()
 _thread: threading.Thread | None = None
 
 
@@ -61,20 +64,34 @@ def watch(work: Any, process_group: ProcessGroup) -> None:
         _thread.start()
 
 
-def outlast(process_group: ProcessGroup) -> None:
-    """Wait on the host until the last collective of a group has ended, or is known never to: that is raised.
+def outlast(process_group: ProcessGroup, device: torch.device) -> None:
+    """Wait on the host until all that was given to a device has ended, or is known never to: that is raised.
 
-    For who is about to wait for the device, which nobody could call back.
+    For who is about to wait for the device, which nobody could call back. It is the stream that is asked: a collective
+    says that it is over also when it has failed, as when another rank has ended it, and its kernel runs on.
     """
-    while (watched := _watched.get(process_group)) is not None and not _is_over(watched.work):
+    ended = torch.get_device_module(device).Event()
+    ended.record()  # on the stream that waits for the collectives
+    begun = looked = time.monotonic()
+    while not (ended.query() and _has_ended(process_group)):
         require_sound(process_group)
-        time.sleep(0 if time.monotonic() - watched.begun < SOON else PAUSE / 100)
+        now = time.monotonic()
+        if now - looked >= post.PATIENCE:
+            error, looked = find_verdict(process_group, range(process_group.size())), now
+            if error is not None:
+                end(process_group, error)
+        time.sleep(0 if now - begun < SOON else PAUSE / 1000)
     require_sound(process_group)
 
 
+def _has_ended(process_group: ProcessGroup) -> bool:
+    watched = _watched.get(process_group)
+    return watched is None or _is_over(watched.work)
+
+
 def _forget() -> None:
-    global _thread
-    _thread = None
+    global _thread, _ending
+    _thread, _ending = None, threading.Lock()
     _watched.clear()
     _changed.clear()
 
@@ -88,8 +105,12 @@ def _run() -> None:
         _changed.clear()
         while _watched:
             time.sleep(PAUSE)
-            for group, watched in list(_watched.items()):
-                _glance(group, watched)
+            for reference in _watched.keyrefs():  # a list, while other threads go on
+                group = reference()
+                watched = None if group is None else _watched.get(group)
+                if group is not None and watched is not None:
+                    _glance(group, watched)
+                del group
 
 
 def _glance(group: ProcessGroup, watched: _Watched) -> None:
@@ -115,9 +136,18 @@ def _is_over(work: Any) -> bool:
 
 
 def end(process_group: ProcessGroup, error: Exception) -> None:
-    """Have the next call raise this error, and those after it that the group is of no use; end what is under way."""
-    _watched.pop(process_group, None)
-    break_off(process_group, error)
-    ledger_of(process_group).verdict = error
+    """Have the next call raise this error, and those after it that the group is of no use; end what is under way.
+
+    Torch ends a process that finds the connection to another rank closed. So the ranks wait for each other, for a
+    while, and then end their communicators together.
+    """
+    ledger = ledger_of(process_group)
+    with _ending:
+        if ledger.broken:
+            return
+        break_off(process_group, error)
+        ledger.verdict = error
+        _watched.pop(process_group, None)  # from here on another thread may go on, and must find the verdict
+    wait_to_end(process_group, TOGETHER)
     with suppress(RuntimeError, AttributeError):
         process_group.abort()

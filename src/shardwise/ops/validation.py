@@ -7,7 +7,6 @@ compared between the ranks before the call.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,13 +21,13 @@ from torch.utils import _pytree as pytree
 from shardwise import settings
 from shardwise.dispatch import Distributed, op_name
 from shardwise.errors import PlainValueError
-from shardwise.process_group import Fields, group_ranks, in_step_sharing, talks, without_data
+from shardwise.process_group import Fields, group_ranks, in_step_sharing, talks
 from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.value_digest import digest
 
 BATCH = {"input", "indices", "offsets", "per_sample_weights"}  # arguments that may be each rank's own, in these ops:
 OF_OWN_BATCHES = {functional.linear, functional.embedding, functional.embedding_bag}
 OF_OWN_BATCHES |= {torch.embedding, torch.embedding_bag}
-MOST_HASHED = 2**16  # bytes of a plain operand that are compared where ranks agree anyway
 
 
 @contextmanager
@@ -137,16 +136,3 @@ def _names(op: Callable[..., Any]) -> tuple[str, ...]:
         return ()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(name for name, parameter in found.parameters.items() if parameter.kind in kinds)
-
-
-def digest(plain: torch.Tensor, most: int | None = MOST_HASHED) -> str:
-    """What differs when the values do; nothing for tensors of more bytes than that, or that a GPU may not have made."""
-    if plain.layout == torch.sparse_coo and most is None:
-        whole = plain.detach().coalesce()
-        return digest(whole.indices(), None) + digest(whole.values(), None)
-    if plain.is_meta or plain.layout != torch.strided or without_data():
-        return ""
-    if most is not None and (plain.device.type != "cpu" or plain.nbytes > most or not settings.current().validate):
-        return ""
-    data = plain.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy().data, digest_size=8).hexdigest()

@@ -24,8 +24,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose parameters may be sharded, and have names. Training is that of the plain twin.
 
     ``named_params`` is a mapping such as ``dict(model.named_parameters())``, or pairs, or a list of groups: dicts whose
-    ``params`` are such, with options beside them. ``optimizer_class`` is one of torch's, or any other in a `Scoped`
-    that says what its updates look at; the arguments after it are given to it, as they are.
+    ``params`` are such, with options beside them. ``optimizer_class`` is one of torch's, or another in an
+    `UpdateScope` that says what its updates look at; the arguments after it are given to it, as they are.
 
     An optimizer that updates elements one by one runs on the shards where they lie, and a step sends nothing. One that
     looks at whole parameters gets each whole on one rank, for the time of the step. One that looks at all of them at

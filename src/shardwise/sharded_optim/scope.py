@@ -23,7 +23,7 @@ TORCH = {getattr(torch.optim, name): scope for name, scope in _BY_NAME.items() i
 
 
 @dataclass(frozen=True)
-class Scoped:
+class UpdateScope:
     """An optimizer class together with what its update of one element looks at. For classes that are not torch's.
 
     ``"element"``: that element, its gradient and its state alone: shards are updated where they lie.
@@ -32,7 +32,7 @@ class Scoped:
 
     ::
 
-        ShardedOptimizer(dict(model.named_parameters()), Scoped(Lion, "element"), lr=1e-4)
+        ShardedOptimizer(dict(model.named_parameters()), UpdateScope(Lion, "element"), lr=1e-4)
     """
 
     optimizer_class: type[torch.optim.Optimizer]
@@ -46,7 +46,7 @@ class Scoped:
 
 def scope_of(optimizer_class: Any) -> tuple[type[torch.optim.Optimizer], Scope | None]:
     """The class itself, and what it looks at; None where nobody has said."""
-    if isinstance(optimizer_class, Scoped):
+    if isinstance(optimizer_class, UpdateScope):
         return optimizer_class.optimizer_class, optimizer_class.scope
     _require_class(optimizer_class)
     for kind in optimizer_class.__mro__:
@@ -62,8 +62,9 @@ def undeclared(optimizer_class: type, name: str) -> OptimizerError:
     kind = optimizer_class.__name__
     return OptimizerError(
         f"{kind} is not one of torch's own optimizers, so it is not known whether it may update the shards of "
-        f"{name!r} one by one. Say what its update of an element looks at: Scoped({kind}, 'element') for that element "
-        f"alone, Scoped({kind}, 'tensor') for the whole parameter, Scoped({kind}, 'model') for several parameters"
+        f"{name!r} one by one. Say what its update of an element looks at: UpdateScope({kind}, 'element') for that "
+        f"element alone, UpdateScope({kind}, 'tensor') for the whole parameter, UpdateScope({kind}, 'model') for several "
+        "parameters (from shardwise.sharded_optim)"
     )
 
 

@@ -107,7 +107,7 @@ def _merged(member: Member, told: list[Described | None]) -> Described:
         if (kind == OTHER and not lies_whole(held.layout)) or (kind == OBJECT and len(said) < len(told)):
             raise OptimizerError(
                 f"state {key!r} of {member.name!r} is neither a number, nor one for all its shards, nor of its size: "
-                "the optimizer looks at more than one element, so declare it with Scoped(..., 'tensor')"
+                "the optimizer looks at more than one element, so declare it with UpdateScope(..., 'tensor')"
             )
     return said[0]
 

@@ -42,6 +42,7 @@ from shardwise.sharded_tensor.joining import build_metadata_from_local_shards, d
 from shardwise.sharded_tensor.replicas import make_alike
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharding_spec import ShardingSpec, infer_chunk_or_enumerable
+from shardwise.shorthand import How, spec_said
 
 Fill = Callable[[torch.Tensor], object]
 
@@ -87,7 +88,7 @@ def create_tensor_from_params(
 
 
 def allocate(
-    spec: ShardingSpec,
+    how: How,
     size: Sequence[Any],
     properties: TensorProperties,
     process_group: ProcessGroup | None,
@@ -102,7 +103,7 @@ def allocate(
     group = or_default(process_group)
 
     def work() -> tuple[Parts, Fields]:
-        require_spec(spec)
+        spec = spec_said(how, process_group=group)
         _require_supported(properties)
         whole = flatten_size(size)
         layout = locate_all(spec.layout(whole), group)

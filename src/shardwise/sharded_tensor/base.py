@@ -187,6 +187,11 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
         return self._frame.layout
 
     @property
+    def sharding(self) -> Layout:
+        """Which boxes lie on which ranks. ``make_plan(a.sharding, b.sharding)`` is the way from one to another."""
+        return self._frame.layout
+
+    @property
     def _sharding_spec(self) -> ShardingSpec:
         return self._frame.spec
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from shardwise.random import TileGenerator
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.tensor import ShardedTensor
-from shardwise.sharding_spec import ShardingSpec
+from shardwise.shorthand import How
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,34 +58,32 @@ def _shows_options(factory: Callable[P, R]) -> Callable[P, R]:
 
 
 @_shows_options
-def empty(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+def empty(sharding_spec: How, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
     """A tensor with uninitialised shards. Every rank of the group calls it; only a digest travels."""
     return ShardedTensor(sharding_spec, *size, **options)
 
 
 @_shows_options
-def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+def zeros(sharding_spec: How, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
     """A tensor of zeros. Every rank of the group calls it; only a digest travels."""
     return ShardedTensor._filled(torch.Tensor.zero_, "zeros", sharding_spec, size, **options)
 
 
 @_shows_options
-def ones(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
+def ones(sharding_spec: How, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
     """A tensor of ones. Every rank of the group calls it; only a digest travels."""
     return ShardedTensor._filled(lambda shard: shard.fill_(1), "ones", sharding_spec, size, **options)
 
 
 @_shows_options
-def full(
-    sharding_spec: ShardingSpec, size: Sequence[int], fill_value: Any, **options: Unpack[Options]
-) -> ShardedTensor:
+def full(sharding_spec: How, size: Sequence[int], fill_value: Any, **options: Unpack[Options]) -> ShardedTensor:
     """A tensor of one value, of torch's default dtype unless told otherwise. Every rank calls it."""
     verb = f"full of {fill_value}"
     return ShardedTensor._filled(lambda shard: shard.fill_(fill_value), verb, sharding_spec, (size,), **options)
 
 
 @_shows_options
-def rand(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[RandomOptions]) -> ShardedTensor:
+def rand(sharding_spec: How, *size: Any, **options: Unpack[RandomOptions]) -> ShardedTensor:
     """A tensor drawn uniformly from [0, 1), each rank from its own generator. Every rank calls it.
 
     With a `shardwise.random.TileGenerator` as ``generator``, the values do not depend on the sharding.
@@ -96,7 +94,7 @@ def rand(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[RandomOption
 
 
 @_shows_options
-def randn(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[RandomOptions]) -> ShardedTensor:
+def randn(sharding_spec: How, *size: Any, **options: Unpack[RandomOptions]) -> ShardedTensor:
     """A tensor drawn from the standard normal distribution, each rank from its own generator. Every rank calls it.
 
     With a `shardwise.random.TileGenerator` as ``generator``, the values do not depend on the sharding.

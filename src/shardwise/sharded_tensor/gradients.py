@@ -13,7 +13,7 @@ from shardwise import settings
 from shardwise.layout import Layout
 from shardwise.sharded_tensor.gradient_buckets import agreed_sum, compared, put_off
 from shardwise.sharded_tensor.recorded_backward import all_depending, depending, passed
-from shardwise.transfer import Plan, Tell, empty_tensors, make_plan, move
+from shardwise.transfer import Tell, TransferPlan, empty_tensors, make_plan, move
 from shardwise.transfer.all_reduce import ReplicaSums
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Way(NamedTuple):
     tell: Tell | None = None  # by which a few bytes go instead
     verb: str = "a transfer"  # as errors call it
 
-    def backward(self, plan: Plan, dtype: torch.dtype) -> Way:
+    def backward(self, plan: TransferPlan, dtype: torch.dtype) -> Way:
         """How a transfer of the backward goes. If checks are strict, ranks begin to compare at once which one it is."""
         if not plan.moved:
             return self
@@ -72,7 +72,7 @@ class Differentiable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, plan: TransferPlan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
         """The destination's local tensors, then an anchor; the inputs are the source's, then an anchor."""
         ctx.plan, ctx.dtype, ctx.way = plan, dtype, way.kept()
         outs = move(plan, tensors[:-1], dtype=dtype, **way.options()).wait()
@@ -91,7 +91,7 @@ class Differentiable(torch.autograd.Function):
 _apply: Callable[..., tuple[torch.Tensor, ...]] = Differentiable.apply  # which torch declares without types
 
 
-def _again(plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _again(plan: TransferPlan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A transfer in a backward, which may be recorded."""
     outs = _apply(plan, way, dtype, *tensors)
     if torch.is_grad_enabled():
@@ -106,7 +106,7 @@ class Whole(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, plan: TransferPlan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> Any:
         """The plan goes to all of the tensor on each rank; the last tensor is an anchor."""
         ctx.plan, ctx.dtype, ctx.way = plan, dtype, way.kept()
         anchor = torch.zeros((), device=tensors[-1].device)
@@ -124,7 +124,7 @@ class Whole(torch.autograd.Function):
         return None, None, None, *parts
 
 
-def whole_of(plan: Plan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
+def whole_of(plan: TransferPlan, way: Way, dtype: torch.dtype, *tensors: torch.Tensor) -> torch.Tensor:
     """All of a tensor; the last of these tensors is an anchor."""
     return _whole(plan, way, dtype, *tensors)[0]
 
@@ -136,7 +136,7 @@ class _Own(torch.autograd.Function):
     """What this rank's shards are of a whole tensor that every rank has; its own backward puts the whole together."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, way: Way, dtype: torch.dtype, whole: torch.Tensor) -> Any:
+    def forward(ctx: Any, plan: TransferPlan, way: Way, dtype: torch.dtype, whole: torch.Tensor) -> Any:
         """A tensor for each shard, zeros where another rank has the first replica; then a zero for the anchor."""
         layout, rank = plan.src, dist.get_rank()
         ctx.plan, ctx.dtype, ctx.way = plan, dtype, way
@@ -280,7 +280,7 @@ def shared_replicas(
 def moved_locals(
     tensors: Sequence[torch.Tensor],
     anchor: torch.Tensor | None,
-    plan: Plan,
+    plan: TransferPlan,
     way: Way,
     dtype: torch.dtype,
     *,
@@ -324,7 +324,9 @@ def note_write(tensor: ShardedTensorBase, anchor: torch.Tensor) -> None:
         one = one._view_of
 
 
-def moved_tensors(tensor: ShardedTensorBase, plan: Plan, way: Way) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+def moved_tensors(
+    tensor: ShardedTensorBase, plan: TransferPlan, way: Way
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """The local tensors of the plan's destination, recorded by autograd if need be, and the anchor if recorded."""
     if tensor.is_meta:  # nothing to move; every rank knows that, for the layout says so
         way.ready()

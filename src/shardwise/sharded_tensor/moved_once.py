@@ -17,7 +17,7 @@ from shardwise.errors import RankMismatchError
 from shardwise.layout import Layout
 from shardwise.meeting import leave_word
 from shardwise.sharded_tensor.gradients import Way, moved_locals, recorded
-from shardwise.transfer import Plan
+from shardwise.transfer import TransferPlan
 
 if TYPE_CHECKING:
     from shardwise.sharded_tensor.base import ShardedTensorBase
@@ -75,7 +75,7 @@ def kept_layout(tensor: ShardedTensorBase) -> Layout | None:
 
 
 def moved_once(
-    tensor: ShardedTensorBase, plan: Plan, way: Way, *, record: bool, keeps: bool = True
+    tensor: ShardedTensorBase, plan: TransferPlan, way: Way, *, record: bool, keeps: bool = True
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """The local tensors of the plan's destination and, if recorded, an anchor; moved now unless they were before.
 

@@ -45,6 +45,7 @@ from shardwise.sharded_tensor.gradients import (
     whole_of,
 )
 from shardwise.sharding_spec import ShardingSpec, placed
+from shardwise.shorthand import How, spec_said
 from shardwise.transfer import Moving, empty_tensors, make_plan, move, relabel
 
 if TYPE_CHECKING:
@@ -56,7 +57,8 @@ if TYPE_CHECKING:
 class Request:
     """Where a tensor is asked to go, and how."""
 
-    spec: ShardingSpec
+    how: How
+    dims: Any  # of the axes, if that is a mesh
     process_group: ProcessGroup | None
     max_bytes: int | None
     relabel: bool
@@ -225,8 +227,7 @@ def _agreed_target(tensor: ShardedTensor, request: Request) -> tuple[Frame, Way]
     joint = tensor._process_group if request.process_group is None else or_default(None)
 
     def work() -> tuple[Frame, Fields]:
-        spec = request.spec
-        require_spec(spec)
+        spec = spec_said(request.how, request.dims, device_type=tensor.device.type, process_group=group)
         require_movable(tensor)
         if request.async_op and wants_graph(tensor):
             raise SpecError("an asynchronous transfer cannot be differentiated: use torch.no_grad() or async_op=False")
@@ -265,12 +266,12 @@ def redistributing(tensor: ShardedTensor, request: Request) -> tuple[Frame, Movi
     return frame, move(plan, tensor._local_tensors(), dtype=tensor.dtype, **way.options())
 
 
-def reshard(tensor: ShardedTensor, spec: ShardingSpec) -> None:
+def reshard(tensor: ShardedTensor, how: How) -> None:
     """Change the tensor in place to another spec, with its gradient. See `ShardedTensor.reshard`."""
     group = tensor._process_group
 
     def work() -> tuple[Frame, Fields, bool]:
-        require_spec(spec)
+        spec = spec_said(how, device_type=tensor.device.type, process_group=group)
         require_movable(tensor)
         layout = locate_all(spec.layout(tensor.size()), group).in_rank_order
         frame = Frame.of(layout, spec, layout.rows_on(dist.get_rank()), tensor.dtype, group)
@@ -280,7 +281,7 @@ def reshard(tensor: ShardedTensor, spec: ShardingSpec) -> None:
         return frame, {"verb": "reshard", **outlines, "requires_grad": tensor.requires_grad, "leaf": leaf}, has_grad
 
     frame, have_grads = in_step_sharing(group, work)
-    if tensor.sharding_spec() == spec and frame.layout.order_of(tensor._layout) is not None:
+    if tensor.sharding_spec() == frame.spec and frame.layout.order_of(tensor._layout) is not None:
         return
     if not is_member(group):
         tensor._become(frame, [])

@@ -28,6 +28,7 @@ from shardwise.sharding_spec import (
     ReplicatedShardingSpec,
     ShardingSpec,
 )
+from shardwise.shorthand import How
 from shardwise.transfer import Moving
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class ShardedTensor(ShardedTensorBase):
 
     def __new__(
         cls,
-        sharding_spec: ShardingSpec,
+        sharding_spec: How,
         *size: Any,
         dtype: torch.dtype | None = None,
         layout: torch.layout = torch.strided,
@@ -79,7 +80,7 @@ class ShardedTensor(ShardedTensorBase):
         cls,
         fill: assembly.Fill | None,
         verb: str,
-        spec: ShardingSpec,
+        spec: How,
         size: Sequence[Any],
         dtype: torch.dtype | None = None,
         layout: torch.layout = torch.strided,
@@ -218,15 +219,17 @@ class ShardedTensor(ShardedTensorBase):
 
     def redistribute(
         self,
-        sharding_spec: ShardingSpec,
+        sharding_spec: How,
+        dims: Any = None,
         *,
         process_group: ProcessGroup | None = None,
         max_bytes: int | None = None,
         async_op: bool = False,
         relabel: bool = False,
     ) -> Any:
-        """A new tensor with the same values, sharded by another spec; exactly what must move is moved.
+        """A new tensor with the same values in another sharding; exactly what must move is moved.
 
+        It is said as in `shardwise.shard`: a spec, a dim over all ranks, None, or a mesh and a dim for each axis.
         Every rank of the group calls it; with another group, every rank of the default group. It is differentiable: the
         backward moves gradients the other way, and adds up what comes from several replicas.
 
@@ -234,22 +237,26 @@ class ShardedTensor(ShardedTensorBase):
         gives an object whose ``wait()`` gives the tensor; until then this tensor must not be changed, and autograd does
         not record it. ``relabel=True`` exchanges the ranks of the spec among themselves so that the least must move.
         """
-        request = movement.Request(sharding_spec, process_group, max_bytes, relabel, async_op)
+        request = movement.Request(sharding_spec, dims, process_group, max_bytes, relabel, async_op)
         if async_op:
             return Pending(self, *movement.redistributing(self, request))
         return self._moved_to(request)
 
     def _redistributed(self, sharding_spec: ShardingSpec) -> ShardedTensor:
         """The same within an op: ranks that differ find out as they do in ops."""
-        return self._moved_to(movement.Request(sharding_spec, None, None, relabel=False, async_op=False, in_op=True))
+        request = movement.Request(sharding_spec, None, None, None, relabel=False, async_op=False, in_op=True)
+        return self._moved_to(request)
 
     def _moved_to(self, request: movement.Request) -> ShardedTensor:
         frame, tensors, anchor = movement.redistributed(self, request)
         new: ShardedTensor = self._derived(frame, tensors, anchor)
         return new
 
-    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """Change this tensor in place to another spec, and its gradient with it. Every rank of the group calls it."""
+    def reshard(self, resharding_spec: How) -> ShardedTensor:
+        """Change this tensor in place to another sharding, and its gradient with it. Every rank of the group calls it.
+
+        It is a spec, a dim that is cut over all ranks, or None for a replica on each.
+        """
         movement.reshard(self, resharding_spec)
         return self
 

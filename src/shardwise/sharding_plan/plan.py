@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -16,7 +17,8 @@ class ShardingPlan:
     """How to shard a module: specs for parameters, sharders for submodules, and what becomes of outputs.
 
     ``plan`` has the spec of each parameter that is to be sharded, by its name in the module, and the `Sharder` of each
-    submodule that is to be swapped, by its path. ``output_plan`` has specs by the path of a module, "" for the module
+    submodule that is to be swapped, by its path. A number in the place of a spec is a dim that is cut over all ranks of
+    the group, and None a replica on each. ``output_plan`` has specs by the path of a module, "" for the module
     itself: its sharded output is redistributed. Outputs of modules in ``return_local_tensor`` become this rank's plain
     local tensor, after that::
 
@@ -34,7 +36,7 @@ class ShardingPlan:
     A parameter that the module uses in several places (tied) is one parameter: any of its names stands for all of them.
     """
 
-    plan: dict[str, ShardingSpec | Sharder]
+    plan: Mapping[str, ShardingSpec | Sharder | int | None]
     output_plan: dict[str, ShardingSpec] | None = None
     return_local_tensor: list[str] | None = None
 

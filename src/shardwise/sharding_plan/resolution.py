@@ -35,15 +35,24 @@ def resolve(plan: ShardingPlan, module: nn.Module, group: ProcessGroup) -> Resol
     entries = resolver.entries(plan.plan, "plan")
     for name, entry in entries.items():
         with resolver.noting():
-            if not isinstance(entry, ShardingSpec | Sharder):
+            if not _is_entry(entry):
                 kind = type(entry).__name__
-                raise PlanKindError(f"Only `ShardingSpec` and `Sharder` are supported to shard {name!r}, not {kind}")
+                raise PlanKindError(
+                    f"Only `ShardingSpec` and `Sharder` are supported to shard {name!r}, or a dim that is cut over all "
+                    f"ranks, or None for replicas, not {kind}"
+                )
     # Sharders first: patterns of the others do not reach into what belongs to a sharder.
     resolver.add_sharders({name: entry for name, entry in entries.items() if isinstance(entry, Sharder)})
-    resolver.add_parameters({name: entry for name, entry in entries.items() if isinstance(entry, ShardingSpec)})
+    resolver.add_parameters(
+        {name: entry for name, entry in entries.items() if _is_entry(entry) and not isinstance(entry, Sharder)}
+    )
     resolver.add_output_specs({} if plan.output_plan is None else plan.output_plan)
     resolver.add_local_outputs(() if plan.return_local_tensor is None else plan.return_local_tensor)
     return resolver.found
+
+
+def _is_entry(entry: object) -> bool:
+    return entry is None or (isinstance(entry, ShardingSpec | Sharder | int) and not isinstance(entry, bool))
 
 
 class _Resolver:
@@ -87,7 +96,7 @@ class _Resolver:
             with self.noting():
                 self._require_apart(f"the Sharder on {step.path!r}", tree.modules[step.path], step.path)
 
-    def add_parameters(self, specs: Mapping[str, ShardingSpec]) -> None:
+    def add_parameters(self, specs: Mapping[str, ShardingSpec | int | None]) -> None:
         tree = self._tree
         within_reach = {name for name, place in tree.parameters.items() if id(place.owner) not in self._sharders}
         names = Names(tree.parameters, within_reach, tree.names_of_parameter, lambda name: no_parameter(tree, name))

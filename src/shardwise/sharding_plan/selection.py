@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from shardwise.errors import PlanError, PlanNameError
-from shardwise.sharding_plan.tree import is_pattern, matches
+from shardwise.sharding_plan.tree import is_pattern, matches, nearest
 
 E = TypeVar("E")
 
@@ -30,7 +30,9 @@ class Names:
             raise self.missing(key)
         matched = [name for name in self.known if name and matches(key, name)]
         if not matched:
-            raise PlanNameError(f"the pattern {key!r} matches nothing: the module has no attribute like that")
+            near = " or ".join(map(repr, nearest(key, filter(None, self.known))))
+            hint = f"; did you mean {near}?" if near else ""
+            raise PlanNameError(f"the pattern {key!r} matches nothing: the module has no attribute like that{hint}")
         return [name for name in matched if name in self.within_reach]
 
 

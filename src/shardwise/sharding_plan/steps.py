@@ -17,6 +17,7 @@ from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharder import Sharder
 from shardwise.sharding_plan.tree import ModuleTree, Place
 from shardwise.sharding_spec import ShardingSpec
+from shardwise.shorthand import How, spec_said
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class OutputStep:
 
 
 def parameter_step(
-    tree: ModuleTree, name: str, spec: ShardingSpec, group: ProcessGroup, *, any_tensor: bool = False
+    tree: ModuleTree, name: str, how: How, group: ProcessGroup, *, any_tensor: bool = False
 ) -> ParameterStep:
     """The step for the parameter of this name, or the error that says why it cannot be sharded so.
 
@@ -73,9 +74,12 @@ def parameter_step(
     parameter = places[0].get()
     _require_shardable(name, parameter, group)
     try:
+        kind = None if parameter.is_meta else parameter.device.type
+        spec = spec_said(how, device_type=kind, process_group=group)
         layout = locate_all(spec.layout(parameter.shape), group)
     except Exception as error:
-        said = f"{name!r} of size {tuple(parameter.shape)} cannot be cut by {type(spec).__name__}: {error}"
+        by = type(how).__name__ if isinstance(how, ShardingSpec) else f"dim {how}"
+        said = f"{name!r} of size {tuple(parameter.shape)} cannot be cut by {by}: {error}"
         raise same_kind(type(error).__name__, said) from error
     return ParameterStep(name, places, spec, layout)
 
@@ -98,6 +102,12 @@ def no_parameter(tree: ModuleTree, name: str) -> Exception:
     return PlanError(f"Expected {place} to be a Tensor, but found {type(found).__name__}{at}{hint}")
 
 
+def require_sized(name: str, parameter: torch.Tensor) -> None:
+    """Raise if a parameter has no size yet."""
+    if is_lazy(parameter):
+        raise PlanError(f"{name!r} has no size yet: run the module once, so that its lazy parameters are made")
+
+
 def _require_shardable(name: str, parameter: torch.Tensor, group: ProcessGroup) -> None:
     if isinstance(parameter, ShardedTensor):
         if parameter._process_group is not group:
@@ -105,9 +115,9 @@ def _require_shardable(name: str, parameter: torch.Tensor, group: ProcessGroup) 
                 f"{name!r} is already sharded, over another process group: give that one to reshard it there, or "
                 "replace it by redistribute(spec, process_group=...)"
             )
-    elif is_lazy(parameter):
-        raise PlanError(f"{name!r} has no size yet: run the module once, so that its lazy parameters are made")
-    elif type(parameter) not in (nn.Parameter, torch.Tensor, FakeTensor):
+        return
+    require_sized(name, parameter)
+    if type(parameter) not in (nn.Parameter, torch.Tensor, FakeTensor):
         raise PropertyError(f"{name!r} is a {type(parameter).__name__}: make it a plain parameter to shard it")
     elif parameter.layout != torch.strided:
         raise PropertyError(f"Only torch.strided layout is currently supported: {name!r} has {parameter.layout}")

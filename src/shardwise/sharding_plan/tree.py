@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -134,6 +135,27 @@ def matches(pattern: str, name: str) -> bool:
                 after.add(k + 1)
         used = _skipping(wanted, after)
     return len(wanted) in used
+
+
+def nearest(pattern: str, names: Iterable[str]) -> list[str]:
+    """Patterns that match something and are like this one, the most like it first. Numbers of layers are ``*`` in them.
+
+    >>> names = [f"layers.{k}.{name}" for k in range(2) for name in ("q_proj.weight", "norm.bias")]
+    >>> nearest("**.q_prj.weight", names), nearest("**.q_proj", names), nearest("layer.*.norm.bias", names)
+    (['**.q_proj.weight'], ['**.q_proj.weight'], ['layers.*.norm.bias'])
+    """
+    wanted = pattern.split(".")
+    found: dict[str, None] = {}
+    for name in names:
+        parts = ["*" if part.isdigit() else part for part in name.split(".")]
+        if wanted[0] != "**":
+            found[".".join(parts)] = None
+            continue
+        for count in (len(wanted) - 1, len(wanted)):  # one more, for who leaves out the last part
+            if 0 < count <= len(parts) and parts[-count] != "*":
+                found[".".join(("**", *parts[-count:]))] = None
+    below = [one for one in found if one.startswith(f"{pattern}.")]
+    return below[:2] or difflib.get_close_matches(pattern, list(found), n=2, cutoff=0.7)
 
 
 def _skipping(wanted: list[str], used: set[int]) -> set[int]:

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(init=False, repr=False)
+@dataclass(init=False, repr=False, eq=False)
 class ChunkShardingSpec(PlacedShardingSpec):
     """One dim cut as `torch.chunk` cuts it, one chunk per placement, in the order of the placements.
 
-    A rank may be named several times, or not at all; chunks may be short or empty::
+    Without placements, one chunk on each rank of the default group. A rank may be named several times, or not at all;
+    chunks may be short or empty::
 
         >>> spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
         >>> [shard.shard_sizes for shard in spec.build_metadata((5, 3), TensorProperties()).shards_metadata]
@@ -31,9 +32,9 @@ class ChunkShardingSpec(PlacedShardingSpec):
     """
 
     dim: int
-    placements: list[RemoteDevice]
+    placements: Sequence[RemoteDevice]
 
-    def __init__(self, dim: int, placements: Sequence[PlacementLike]) -> None:
+    def __init__(self, dim: int, placements: Sequence[PlacementLike] | None = None) -> None:
         require_number("ChunkShardingSpec", dim)
         self.dim = dim
         self.placements = placements  # type: ignore[assignment] # parsed there

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from shardwise import settings
+from shardwise.errors import FrozenSpecError
 from shardwise.layout import (
     Layout,
+    Places,
     parse_shards,
     parse_size,
     require_cover,
@@ -18,64 +20,102 @@ from shardwise.layout import (
     shard_names,
 )
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.placement import RemoteDevice
-from shardwise.sharding_spec.spec import MOST_SAID, ShardingSpec, said_by
+from shardwise.sharding_spec.spec import MOST_SHOWN, ShardingSpec
 
 
-@dataclass(repr=False)
 class EnumerableShardingSpec(ShardingSpec):
     """Every shard given by its offsets, sizes and placement; no two may overlap.
 
     Any number of shards of any sizes may lie on a rank::
 
-        >>> EnumerableShardingSpec([
+        >>> spec = EnumerableShardingSpec([
         ...     ShardMetadata([0, 0], [3, 4], "rank:0/cpu"),
         ...     ShardMetadata([3, 0], [5, 1], "rank:1/cpu"),
         ...     ShardMetadata([3, 1], [5, 3], "rank:0/cpu"),
         ... ])
-        EnumerableShardingSpec(3 shards)
+        >>> len(spec.layout((8, 4)))
+        3
+
+    It is a value: records that are changed later do not change it. On the drop-in they do, as in the old system.
     """
 
-    shards: list[ShardMetadata]
-
-    def __post_init__(self) -> None:
-        self._disjoint = parse_shards(self.shards)  # the boxes that are known not to overlap
+    def __init__(self, shards: Sequence[ShardMetadata]) -> None:
+        self._boxes = parse_shards(shards)  # which are known not to overlap
+        require_disjoint(self._boxes, shard_names(shards))
         self._made: tuple[Any, Layout] | None = None  # the last layout, and what it was made of besides these boxes
-        require_disjoint(self._disjoint, shard_names(self.shards))
-        self.shards = list(self.shards)
+        self._records: list[ShardMetadata] | None = None  # those of the caller, if they may be changed
+        placements = [shard.placement for shard in shards]
+        if settings.current().mutable_specs or None in placements:
+            self._records, placements = list(shards), []
+        self._places = Places.of(placements)  # without records
+
+    @property
+    def shards(self) -> list[ShardMetadata]:
+        """The shards, as new records; on the drop-in, those that were given."""
+        if self._records is not None:
+            return self._records
+        devices = [place.remote_device() for place in self._places]
+        return ShardMetadata.many(self._boxes.offsets.tolist(), self._boxes.sizes.tolist(), devices)
+
+    @shards.setter
+    def shards(self, shards: Sequence[ShardMetadata]) -> None:
+        if not settings.current().mutable_specs:
+            raise FrozenSpecError(f"a {type(self).__name__} is a value that cannot be changed: make another one")
+        EnumerableShardingSpec.__init__(self, shards)
 
     def layout(self, size: Sequence[int]) -> Layout:
         """The shards, when they make up a tensor of exactly this size."""
-        size, boxes, name = parse_size(size), parse_shards(self.shards), shard_names(self.shards)
-        placements = [shard.placement for shard in self.shards]
-        devices = [placement for placement in placements if isinstance(placement, RemoteDevice)]
-        is_short = len(devices) == len(placements) <= MOST_SAID
-        said = (size, said_by(devices)) if is_short else None
-        if said is not None and self._made is not None and self._made[0] == said and boxes == self._disjoint:
+        size, boxes = parse_size(size), self._boxes if self._records is None else parse_shards(self._records)
+        where = self._places if self._records is None else _places_now(self._records)
+        if self._made is not None and self._made[0] == (size, where) and boxes == self._boxes:
             return self._made[1]
+        name = shard_names(self.shards)
         require_inside(boxes, size, name)
-        if boxes != self._disjoint:  # a record was changed
+        if boxes != self._boxes:  # a record was changed
             require_disjoint(boxes, name)
         require_cover(boxes, size)
-        made = Layout.of(size, boxes, placements)
-        if said is not None and boxes == self._disjoint:
-            self._made = said, made
+        made = Layout.of(size, boxes, where)
+        if boxes == self._boxes:
+            self._made = (size, where), made
         return made
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """The shards, as new records, when they make up a tensor of exactly this size."""
         return self.layout(tensor_sizes).metadata(tensor_properties)
 
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        if self._records is not None or other._records is not None:
+            return self.shards == other.shards
+        return self._boxes == other._boxes and self._places == other._places
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._boxes.offsets.tobytes(), self._boxes.sizes.tobytes()))
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self.shards)} shards)"
+        count = len(self._boxes)
+        if count > MOST_SHOWN:
+            return f"{type(self).__name__}({count} shards)"
+        shown = ", ".join(
+            f"ShardMetadata({shard.shard_offsets}, {shard.shard_sizes}, {str(shard.placement)!r})"
+            for shard in self.shards
+        )
+        return f"{type(self).__name__}([{shown}])"
 
     def _plain_arguments(self) -> tuple[Any, ...]:
         return (self.shards,)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Pickles of the old system, and of subclasses: the shards are checked as those of the constructor are.
+        state = dict(state)
+        if "shards" in state:
+            EnumerableShardingSpec.__init__(self, state.pop("shards"))
         vars(self).update(state)
-        EnumerableShardingSpec.__post_init__(self)
+
+
+def _places_now(records: Sequence[ShardMetadata]) -> Places:
+    return Places.of([record.placement for record in records])
 
 
 def validate_non_overlapping_shards_metadata(shards: list[ShardMetadata]) -> None:

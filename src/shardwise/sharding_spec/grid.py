@@ -10,24 +10,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.errors import SpecError
-from shardwise.layout import Layout, Places, parse_size
+from shardwise.layout import Axis, Layout, Places, parse_size
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
-from shardwise.placement import RemoteDevice, mesh_grid, parse
+from shardwise.placement import RemoteDevice, all_ranks, mesh_grid, parse
 from shardwise.sharding_spec.chunking import even_axis, parse_dim, require_number, sized_axis
-from shardwise.sharding_spec.spec import MOST_SHOWN, Seen, ShardingSpec, has_changed, places_of_list
+from shardwise.sharding_spec.mesh_cuts import Cut, mesh_layout
+from shardwise.sharding_spec.proportion import parse_weights, weighted_sizes
+from shardwise.sharding_spec.spec import MOST_SHOWN, ShardingSpec, places_of_list
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
+Dims = tuple[int | None, ...]
 Sizes = tuple[tuple[int, ...] | None, ...]
+Weights = tuple[tuple[float, ...] | None, ...]
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, repr=False, eq=False)
 class GridShardingSpec(ShardingSpec):
-    """Axis ``k`` of a grid of placements cuts the tensor's dim ``dims[k]``.
+    """Axis ``k`` of a grid of placements cuts the tensor's dim ``dims[k]``; where that is None, it has replicas.
 
-    ``placements`` is nested like the grid: rows of columns for two dims. An axis cuts evenly, as `torch.chunk` does, or
-    into the sizes given for it::
+    ``placements`` is nested like the grid: rows of columns for two dims. Without them, one axis has all ranks of the
+    default group. An axis cuts evenly, as `torch.chunk` does; or into the ``sizes`` given for it; or, for a dim of any
+    length, in proportion to ``weights``. Several axes may cut one dim evenly: each cuts what the one before has left::
 
         >>> spec = GridShardingSpec(
         ...     dims=(0, 1),
@@ -36,86 +42,168 @@ class GridShardingSpec(ShardingSpec):
         ... )
         >>> [shard.shard_sizes for shard in spec.build_metadata((8, 4), TensorProperties()).shards_metadata]
         [[6, 2], [6, 2], [2, 2], [2, 2]]
+        >>> spec = GridShardingSpec([0], ["rank:0/cpu", "rank:1/cpu", "rank:2/cpu"], weights=[(2, 1, 1)])
+        >>> spec.layout((10,)).boxes.sizes.tolist()
+        [[5], [3], [2]]
     """
 
-    dims: tuple[int, ...]
+    dims: Dims
     placements: tuple[RemoteDevice, ...]  # flat, in row-major order of the grid
     grid: tuple[int, ...]
     sizes: Sizes
+    weights: Weights
 
     def __init__(
         self,
-        dims: Sequence[int],
-        placements: Sequence[Any],
+        dims: Sequence[int | None],
+        placements: Sequence[Any] | None = None,
         sizes: Sequence[Sequence[int] | None] | None = None,
+        weights: Sequence[Sequence[float] | None] | None = None,
     ) -> None:
         dims = _parse_dims(dims)
-        grid, flat = _parse_grid(placements, len(dims))
+        grid, flat = _parse_grid(all_ranks() if placements is None else placements, len(dims))
         object.__setattr__(self, "dims", dims)
         object.__setattr__(self, "placements", tuple(flat))
         object.__setattr__(self, "grid", grid)
         object.__setattr__(self, "sizes", _parse_sizes(sizes, dims, grid))
+        object.__setattr__(self, "weights", _parse_weights(weights, dims, grid))
+        _require_one_way(dims, self.sizes, self.weights)
 
     @classmethod
     def from_mesh(
-        cls, mesh: DeviceMesh, dims: Sequence[int], *, sizes: Sequence[Sequence[int] | None] | None = None
+        cls,
+        mesh: DeviceMesh,
+        dims: Sequence[Any],
+        *,
+        sizes: Sequence[Sequence[int] | None] | None = None,
+        weights: Sequence[Sequence[float] | None] | None = None,
     ) -> GridShardingSpec:
-        """Cut one tensor dim over each axis of a device mesh."""
+        """Each axis of a device mesh cuts one dim of the tensor or, with None, has replicas of the same.
+
+        On a mesh of data parallel by tensor parallel ranks, ``(None, 0)`` are rows over the second axis, the same for
+        all places along the first. DTensor's placements say it, too: ``[Replicate(), Shard(0)]``.
+        """
         flat, shape = mesh_grid(mesh)
-        return cls(dims, nest(flat, shape), sizes=sizes)
+        said = [_dim_of(entry) for entry in dims]
+        if len(said) != len(shape):
+            raise SpecError(
+                f"a mesh of {len(shape)} axes needs {len(shape)} dims, one or None for each; found {dims!r}"
+            )
+        return cls(said, nest(flat, shape), sizes=sizes, weights=weights)
+
+    def dtensor_placements(self) -> list[Placement]:
+        """What DTensor calls this on the same mesh: a `Shard` or `Replicate` for each axis, if all cut evenly."""
+        from torch.distributed.tensor import Replicate, Shard  # slow to import
+
+        uneven = [dim for dim, *cuts in zip(self.dims, self.sizes, self.weights, strict=True) if any(cuts)]
+        if uneven:
+            raise SpecError(f"DTensor cuts evenly, and {self!r} cuts dim {uneven[0]} otherwise")
+        return [Replicate() if dim is None else Shard(dim) for dim in self.dims]
 
     def layout(self, size: Sequence[int]) -> Layout:
-        """One box for each place of the grid."""
-        return _layout(parse_size(size), self.dims, self.grid, self.sizes, self._places)
+        """One box for each place of the grid; more where several axes cut one dim."""
+        return _layout(parse_size(size), self.dims, self.grid, self.sizes, self.weights, self._places)
 
     @property
     def _places(self) -> Places:
-        seen: Seen | None = vars(self).get("_seen")
-        if seen is None or has_changed(seen, self.placements):
-            seen = vars(self)["_seen"] = places_of_list(self.placements)
-        return seen[2]
+        places: Places | None = vars(self).get("_known_places")
+        if places is None:
+            places = vars(self)["_known_places"] = places_of_list(self.placements)[2]
+        return places
 
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
-        """One shard for each place of the grid, as new records."""
+        """The boxes of a tensor of this size, as new records."""
         return self.layout(tensor_sizes).metadata(tensor_properties)
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._said() == other._said() and self._places == other._places
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._said(), self._places))
+
+    def _said(self) -> tuple[Any, ...]:
+        return self.dims, self.grid, self.sizes, self.weights
 
     def __repr__(self) -> str:
         shape = "x".join(map(str, self.grid))
-        uneven = ""
-        if any(cut is not None for cut in self.sizes):
-            uneven = f", sizes=[{', '.join('None' if cut is None else short(cut) for cut in self.sizes)}]"
-        return f"GridShardingSpec(dims={self.dims} over {shape} placements{uneven})"
+        where = f"{shape} placements"
+        if len(self.placements) <= MOST_SHOWN:
+            where = f"placements={nest([str(placement) for placement in self.placements], self.grid)}"
+        said = [f"dims={self.dims}", where]
+        for name, cuts in (("sizes", self.sizes), ("weights", self.weights)):
+            if any(cut is not None for cut in cuts):
+                said.append(f"{name}=[{', '.join('None' if cut is None else short(cut) for cut in cuts)}]")
+        return f"{type(self).__name__}({', '.join(said)})"
 
     def _plain_arguments(self) -> tuple[Any, ...]:
         nested = nest([str(placement) for placement in self.placements], self.grid)
-        return list(self.dims), nested, [None if cut is None else list(cut) for cut in self.sizes]
+        sizes, weights = ([None if cut is None else list(cut) for cut in cuts] for cuts in (self.sizes, self.weights))
+        return list(self.dims), nested, sizes, weights
 
 
 @lru_cache(maxsize=512)
-def _layout(size: torch.Size, dims: tuple[int, ...], grid: tuple[int, ...], sizes: Sizes, places: Places) -> Layout:
+def _layout(
+    size: torch.Size, dims: Dims, grid: tuple[int, ...], sizes: Sizes, weights: Weights, places: Places
+) -> Layout:
     """Remembered, so that the many tensors of a model that are sharded alike share one layout object."""
-    cut = [parse_dim(dim, len(size)) for dim in dims]
-    if len(set(cut)) != len(cut):
-        raise SpecError(f"dims {dims} name one dim of a {len(size)}-dim tensor twice")
+    cut = [None if dim is None else parse_dim(dim, len(size)) for dim in dims]
+    named = [dim for dim in cut if dim is not None]
+    if len(set(named)) != len(named):
+        _require_one_way(tuple(cut), sizes, weights)
+        return mesh_layout(size, grid, tuple(Cut(k, dim) for k, dim in enumerate(cut) if dim is not None), places)
     axes = []
-    for dim, count, given in zip(cut, grid, sizes, strict=True):
-        if given is not None and sum(given) != size[dim]:
-            raise SpecError(
-                f"sizes {short(list(given))} for dim {dim} add up to {sum(given)}, but the tensor has {size[dim]}: "
-                "the shards do not cover the entire tensor"
-            )
-        axes.append(even_axis(dim, size[dim], count) if given is None else sized_axis(dim, given))
+    for dim, count, given, weighed in zip(cut, grid, sizes, weights, strict=True):
+        if dim is None:
+            axes.append(Axis(count))
+        elif weighed is not None:
+            axes.append(sized_axis(dim, weighted_sizes(size[dim], weighed)))
+        elif given is None:
+            axes.append(even_axis(dim, size[dim], count))
+        else:
+            if sum(given) != size[dim]:
+                raise SpecError(
+                    f"sizes {short(list(given))} for dim {dim} add up to {sum(given)}, but the tensor has {size[dim]}: "
+                    "the shards do not cover the entire tensor"
+                )
+            axes.append(sized_axis(dim, given))
     return Layout.by_rule(size, axes, places)
 
 
-def _parse_dims(dims: Sequence[int]) -> tuple[int, ...]:
+def _dim_of(entry: Any) -> int | None:
+    """What an axis does: a dim that it cuts, or None; or the same in DTensor's words."""
+    if entry is None or not hasattr(entry, "is_replicate"):
+        return entry  # type: ignore[no-any-return] # looked at by the constructor
+    if entry.is_replicate():
+        return None
+    if type(entry).__name__ == "Shard":
+        return int(entry.dim)
+    raise SpecError(f"an axis cuts a dim, as Shard(0) says, or has replicas, as Replicate() says; found {entry!r}")
+
+
+def _parse_dims(dims: Sequence[int | None]) -> Dims:
     if not isinstance(dims, Sequence):
-        raise SpecError(f"dims should be a sequence of integers, found: {dims!r}")
+        raise SpecError(f"dims should be a sequence of integers, or None for an axis of replicas, found: {dims!r}")
     for dim in dims:
-        require_number("GridShardingSpec", dim)
-    if not dims or len(set(dims)) != len(dims):
-        raise SpecError(f"dims should name each cut dim once, found {list(dims)}")
+        if dim is not None:
+            require_number("GridShardingSpec", dim)
+    if not dims:
+        raise SpecError("dims should say for each axis of the grid which dim it cuts, or None; found none")
     return tuple(dims)
+
+
+def _require_one_way(dims: Dims, sizes: Sizes, weights: Weights) -> None:
+    """Raise if an axis is told twice how to cut, or a dim that several axes cut is to be cut unevenly."""
+    for dim, given, weighed in zip(dims, sizes, weights, strict=True):
+        if given is not None and weighed is not None:
+            raise SpecError(
+                f"dim {dim} is to be cut into sizes {short(given)} and by weights {short(weighed)}: give one"
+            )
+        if dim is None and (given is not None or weighed is not None):
+            raise SpecError("an axis of replicas cuts nothing, so it has neither sizes nor weights: give None for it")
+        if dims.count(dim) > 1 and (given is not None or weighed is not None):
+            raise SpecError(f"dim {dim} is cut by several axes, which then cut evenly: leave out sizes and weights")
 
 
 def _parse_grid(placements: Sequence[Any], axes: int) -> tuple[tuple[int, ...], list[RemoteDevice]]:
@@ -133,7 +221,7 @@ def _parse_grid(placements: Sequence[Any], axes: int) -> tuple[tuple[int, ...], 
     return tuple(grid), [parse(placement) for placement in level]
 
 
-def _parse_sizes(sizes: Sequence[Sequence[int] | None] | None, dims: tuple[int, ...], grid: tuple[int, ...]) -> Sizes:
+def _parse_sizes(sizes: Sequence[Sequence[int] | None] | None, dims: Dims, grid: tuple[int, ...]) -> Sizes:
     if sizes is None:
         return (None,) * len(dims)
     if not isinstance(sizes, Sequence) or not all(cut is None or isinstance(cut, Sequence) for cut in sizes):
@@ -146,6 +234,16 @@ def _parse_sizes(sizes: Sequence[Sequence[int] | None] | None, dims: tuple[int, 
                 f"dim {dim} is cut over {places} placements, so it needs {places} sizes, found {short(cut)}"
             )
     return tuple(None if cut is None else tuple(cut) for cut in sizes)
+
+
+def _parse_weights(weights: Sequence[Sequence[float] | None] | None, dims: Dims, grid: tuple[int, ...]) -> Weights:
+    if weights is None:
+        return (None,) * len(dims)
+    if not isinstance(weights, Sequence) or len(weights) != len(dims):
+        raise SpecError(
+            f"weights should be given for each of {len(dims)} axes, or None to cut evenly; found {weights!r}"
+        )
+    return tuple(None if cut is None else parse_weights(cut, count) for cut, count in zip(weights, grid, strict=True))
 
 
 def nest(flat: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:

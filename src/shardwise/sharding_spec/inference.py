@@ -97,7 +97,7 @@ def placed(spec: ShardingSpec, layout: Layout) -> ShardingSpec:
     if type(spec) is ChunkShardingSpec:
         return ChunkShardingSpec(spec.dim, placements)
     if type(spec) is GridShardingSpec:
-        return GridShardingSpec(spec.dims, nest(placements, spec.grid), spec.sizes)
+        return GridShardingSpec(spec.dims, nest(placements, spec.grid), spec.sizes, spec.weights)
     if type(spec) is ReplicatedShardingSpec:
         return ReplicatedShardingSpec(placements)
     if layout.has_replicas:

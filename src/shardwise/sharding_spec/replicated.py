@@ -16,19 +16,19 @@ from shardwise.placement import PlacementLike, RemoteDevice
 from shardwise.sharding_spec.spec import PlacedShardingSpec
 
 
-@dataclass(init=False, repr=False)
+@dataclass(init=False, repr=False, eq=False)
 class ReplicatedShardingSpec(PlacedShardingSpec):
-    """Every placement holds all of the tensor; each rank at most once.
+    """Every placement holds all of the tensor; each rank at most once. Without placements, every rank holds it.
 
     Each replica has a gradient of its own, of what was computed from it; the tensor's gradient is their sum.
     """
 
-    placements: list[RemoteDevice]
+    placements: Sequence[RemoteDevice]
 
-    def __init__(self, placements: Sequence[PlacementLike]) -> None:
+    def __init__(self, placements: Sequence[PlacementLike] | None = None) -> None:
         self.placements = placements  # type: ignore[assignment] # parsed there
 
-    def _parsed(self, placements: Sequence[PlacementLike]) -> list[RemoteDevice]:
+    def _parsed(self, placements: Sequence[PlacementLike] | None) -> Sequence[RemoteDevice]:
         parsed = super()._parsed(placements)
         names = [(placement.rank(), placement.worker_name()) for placement in parsed]
         if len(set(names)) != len(names):

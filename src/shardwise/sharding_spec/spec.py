@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from shardwise import settings
 from shardwise.dispatch import registry
-from shardwise.errors import SpecError
+from shardwise.errors import FrozenSpecError, SpecError
 from shardwise.layout import Layout, Places
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
-from shardwise.placement import PlacementLike, RemoteDevice, parse, parse_all
+from shardwise.placement import PlacementLike, RemoteDevice, all_ranks, parse, parse_all
 
 
 class PlacementSpec(ABC):  # noqa: B024 - an open base, nothing to implement
@@ -70,38 +71,69 @@ class ShardingSpec(ABC):
 
 
 class PlacedShardingSpec(ShardingSpec):
-    """Base of specs with a list of placements, which are parsed whenever a list is assigned."""
+    """Base of specs with a list of placements: a value, which is hashed and compared by what it says.
 
-    placements: list[RemoteDevice]
+    On the drop-in it can be changed, as the old ones: placements are parsed whenever a list is assigned.
+    """
+
+    placements: Sequence[RemoteDevice]
 
     def __setattr__(self, name: str, value: Any) -> None:
+        fields = getattr(type(self), "__dataclass_fields__", ())
+        if name in fields and name in vars(self) and not settings.current().mutable_specs:
+            raise FrozenSpecError(
+                f"a {type(self).__name__} is a value that cannot be changed: make another one, as in "
+                f"dataclasses.replace(spec, {name}=...)"
+            )
         super().__setattr__(name, self._parsed(value) if name == "placements" else value)
 
-    def _parsed(self, placements: Sequence[PlacementLike]) -> list[RemoteDevice]:
-        parsed = parse_all(placements)
+    def _parsed(self, placements: Sequence[PlacementLike] | None) -> Sequence[RemoteDevice]:
+        parsed = all_ranks() if placements is None else parse_all(placements)
         if not parsed:
             raise SpecError(f"{type(self).__name__} needs at least one placement")
-        if all(type(one) is str for one in placements):
+        if placements is not None and all(type(one) is str for one in placements):
             vars(self)["_seen"] = list(parsed), said_by(parsed), _of_names(tuple(map(str, placements)))
-        return parsed
+        else:
+            vars(self).pop("_seen", None)
+        return parsed if settings.current().mutable_specs else tuple(parsed)
 
     @property
     def _places(self) -> Places:
-        """The placements in their frozen form, which is made anew when the list, or one of them, was changed."""
+        """The placements in their frozen form, which is made anew where the list, or one of them, was changed."""
         seen: Seen | None = vars(self).get("_seen")
-        if seen is None or seen[0] != self.placements or has_changed(seen, self.placements):
+        if seen is None or (isinstance(self.placements, list) and (seen[0] != self.placements or self._was_changed)):
             seen = vars(self)["_seen"] = places_of_list(self.placements)
         return seen[2]
 
+    @property
+    def _was_changed(self) -> bool:
+        return has_changed(vars(self)["_seen"], self.placements)
+
+    def _said(self) -> dict[str, Any]:
+        """What the spec says besides its placements, by name."""
+        return {name: value for name, value in vars(self).items() if name not in ("placements", "_seen")}
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._said() == other._said() and self._places == other._places
+
+    def __hash__(self) -> int:
+        return hash((type(self), *sorted(map(repr, self._said().items())), self._places))
+
     def __repr__(self) -> str:
-        shown: list[Any] = self.placements[:MOST_SHOWN]
-        more = len(self.placements) - MOST_SHOWN
-        named = [f"{name}={value!r}" for name, value in vars(self).items() if name not in ("placements", "_seen")]
-        text = f"{shown!r}" if more <= 0 else f"{str(shown)[:-1]}, … and {more} more]"
-        return f"{type(self).__name__}({', '.join([*named, f'placements={text}'])})"
+        named = [f"{name}={value!r}" for name, value in self._said().items()]
+        return f"{type(self).__name__}({', '.join([*named, f'placements={listed_places(self.placements)}'])})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_seen"}
+
+
+def listed_places(placements: Sequence[RemoteDevice]) -> str:
+    """Placements as one writes them, of many the first ones."""
+    shown = ", ".join(repr(str(placement)) for placement in placements[:MOST_SHOWN])
+    more = len(placements) - MOST_SHOWN
+    return f"[{shown}]" if more <= 0 else f"[{shown}, … and {more} more]"
 
 
 # A list of placements, what they said if they are few, and their frozen form.

@@ -115,6 +115,8 @@ class Pool:
                 if outcomes[rank].failure is not None:
                     deadline = min(deadline, time.monotonic() + GRACE)
         if len(outcomes) == self.world_size and all(outcome.failure is None for outcome in outcomes.values()):
+            if any(outcome.spent for outcome in outcomes.values()):
+                self.close()
             skipped = [outcome.skipped for outcome in outcomes.values() if outcome.skipped is not None]
             if skipped:
                 raise unittest.SkipTest(skipped[0])

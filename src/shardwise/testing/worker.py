@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from shardwise.meeting import begin_anew, put_away
+from shardwise.meeting import begin_anew, ledger_of, put_away
 from shardwise.testing.task import Task
 
 _start_folder = os.getcwd()
@@ -36,6 +37,7 @@ class Outcome:
     value: Any
     failure: str | None
     skipped: str | None = None
+    spent: bool = False  # whether the rank cannot take another task, since its default group was ended
 
 
 def serve(connection: Connection, rank: int, world_size: int, folder: str, backend: str) -> None:
@@ -59,6 +61,7 @@ def serve(connection: Connection, rank: int, world_size: int, folder: str, backe
 
 
 def _prepare(rank: int, world_size: int, folder: Path, backend: str) -> None:
+    _take_turns()
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -80,7 +83,19 @@ def _prepare(rank: int, world_size: int, folder: Path, backend: str) -> None:
         world_size=world_size,
         timeout=COLLECTIVE_TIMEOUT,
     )
-    gc.freeze()  # what is loaded by now stays: collecting after each task then looks at the task's own objects only
+    gc.freeze()
+
+
+def _take_turns() -> None:
+    """Let this process and its threads, where the system knows such a thing, wait until another one pauses or has had
+    its time, and not take its place as soon as there is something to do.
+
+    There are more ranks than cores. gloo's thread tries again and again for a lock that the rank has while it sends;
+    who gets the message would else take the rank's core just then, and that thread the other one, for nothing.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):  # a system that does not allow it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _take_gpu(rank: int, world_size: int) -> None:
@@ -100,23 +115,30 @@ def _attempt(task: Task, task_number: int) -> Outcome:
     torch.set_grad_enabled(True)
     random.seed(0)
     torch.manual_seed(0)
-    default = dist.group.WORLD
+    default, loaded = dist.group.WORLD, len(sys.modules)
     if default is not None:
         begin_anew(default, task_number)  # whatever some ranks have caught, or have not noticed, in the task before
     try:
         value = task.run()
     except BaseException as error:  # a rank reports whatever ends its task, pytest's outcomes included
         if type(error).__name__ in ("Skipped", "SkipTest"):
-            return Outcome(None, None, skipped=str(error))
+            return Outcome(None, None, skipped=str(error), spent=_is_spent(default))
         return Outcome(None, _traceback(error))
     finally:
         if default is not None and dist.group.WORLD is default:
             put_away(default)
         sys.stdout.flush()
         gc.collect()
+        if len(sys.modules) > loaded:
+            gc.freeze()  # modules stay: collecting after the next tasks then looks at their own objects only
     if dist.group.WORLD is not default:
         return Outcome(None, "the task left no default process group: use fresh=True for a task that ends it\n")
-    return Outcome(value, None)
+    return Outcome(value, None, spent=_is_spent(default))
+
+
+def _is_spent(default: dist.ProcessGroup | None) -> bool:
+    """Whether collectives are under way in the default group that do not end: what comes after would hang or fail."""
+    return default is not None and bool(ledger_of(default).broken)
 
 
 def _end_groups() -> None:

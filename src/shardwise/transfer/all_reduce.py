@@ -22,7 +22,7 @@ from shardwise.tracing import record
 from shardwise.transfer.collectives import REDUCED, begin_all_reduce
 from shardwise.transfer.exchange import Ready, UnderWay, exchanged, failing_together, when_ready, wire_device
 from shardwise.transfer.sums import add_in_order
-from shardwise.transfer.views import as_bytes
+from shardwise.transfer.views import as_bytes, resolved
 
 Team = tuple[int, ...]  # the ranks that hold one box, ascending
 Each = Sequence[Sequence[torch.Tensor]]  # a tensor for each box and each of its holders
@@ -105,7 +105,7 @@ class AllReduce:
         self._wire = wire_device(holding.device_types, group)
         all_are_ready = when_ready(group, ready, said)
         with failing_together(group), torch.no_grad():
-            flat = [tensor.detach().resolve_conj().resolve_neg().reshape(-1) for tensor in tensors]
+            flat = [resolved(tensor.detach()).reshape(-1) for tensor in tensors]
             flat = [one.to(self._wire, dtype) for one in flat]
             if self._wire.type != "cpu" and dtype in REDUCED and holding.everywhere:
                 total = torch.cat(flat)

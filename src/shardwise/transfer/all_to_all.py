@@ -12,7 +12,7 @@ from shardwise.transfer.carrier import Carrier
 from shardwise.transfer.exchange import Ready, UnderWay, exchanged, failing_together
 from shardwise.transfer.local_memory import LocalMemory
 from shardwise.transfer.messages import Message, Messages, messages_received, messages_sent
-from shardwise.transfer.plan import Plan
+from shardwise.transfer.plan import TransferPlan
 from shardwise.transfer.sums import write_sum
 from shardwise.transfer.views import copy, parts_of
 
@@ -22,7 +22,7 @@ class AllToAll(Carrier):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TransferPlan,
         tensors: Sequence[torch.Tensor],
         outs: list[torch.Tensor],
         group: ProcessGroup,

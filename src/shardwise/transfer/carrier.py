@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from shardwise.errors import TransferError
 from shardwise.meeting import lost
 from shardwise.transfer.exchange import wire_device
-from shardwise.transfer.plan import Plan
+from shardwise.transfer.plan import TransferPlan
 from shardwise.transfer.views import copy, is_as_it_lies, parts_of
 
 Write = Callable[[torch.Tensor, torch.Tensor], object]  # into a view of the destination, what arrived for it
@@ -20,7 +20,7 @@ Write = Callable[[torch.Tensor, torch.Tensor], object]  # into a view of the des
 class Carrier:
     """What all ways of sending need: the wire, buffers on it, and how what arrives is written."""
 
-    def __init__(self, plan: Plan, outs: list[torch.Tensor], group: ProcessGroup, dtype: torch.dtype) -> None:
+    def __init__(self, plan: TransferPlan, outs: list[torch.Tensor], group: ProcessGroup, dtype: torch.dtype) -> None:
         self.outs = outs
         self._plan, self._group, self._dtype = plan, group, dtype
         self._rank = dist.get_rank()

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from shardwise.process_group import rank_array
 from shardwise.transfer.carrier import Carrier
 from shardwise.transfer.exchange import Ready, UnderWay, failing_together, wire_device
-from shardwise.transfer.plan import Plan
+from shardwise.transfer.plan import TransferPlan
 from shardwise.transfer.recognise import Collective, recognised
 from shardwise.transfer.views import as_bytes, copy
 from shardwise.transfer.wire import Collective as Begun
@@ -28,7 +28,7 @@ REDUCED = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.co
 REDUCED |= {torch.int8, torch.uint8, torch.int32, torch.int64}
 
 
-def own_collective(plan: Plan, group: ProcessGroup, dtype: torch.dtype) -> type[OwnCollective] | None:
+def own_collective(plan: TransferPlan, group: ProcessGroup, dtype: torch.dtype) -> type[OwnCollective] | None:
     """The carrier by the backend's own collective, if the plan is one, and the backend is fastest by it."""
     if wire_device(plan.device_types, group).type == "cpu" or (plan.sums and dtype not in REDUCED):
         return None
@@ -53,7 +53,7 @@ class OwnCollective(Carrier, ABC):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TransferPlan,
         tensors: Sequence[torch.Tensor],
         outs: list[torch.Tensor],
         group: ProcessGroup,

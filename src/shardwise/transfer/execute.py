@@ -21,7 +21,7 @@ from shardwise.process_group import is_fake, sends, without_data
 from shardwise.transfer.all_to_all import AllToAll
 from shardwise.transfer.collectives import own_collective
 from shardwise.transfer.exchange import failing_together, when_ready
-from shardwise.transfer.plan import Plan
+from shardwise.transfer.plan import TransferPlan
 from shardwise.transfer.rounds import PointToPoint
 from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
 from shardwise.transfer.wire import said_of
@@ -35,7 +35,7 @@ class Moving(Protocol):
 
 
 def move(
-    plan: Plan,
+    plan: TransferPlan,
     tensors: Sequence[torch.Tensor],
     process_group: ProcessGroup,
     *,
@@ -68,7 +68,7 @@ def move(
 
 
 def _begun(
-    plan: Plan,
+    plan: TransferPlan,
     tensors: Sequence[torch.Tensor],
     group: ProcessGroup,
     dtype: torch.dtype,

@@ -14,7 +14,7 @@ import numpy as np
 from shardwise.geometry import IntArray
 from shardwise.layout import Layout
 from shardwise.transfer.pieces import MOST_ASKED, MOST_SPOTS, Pieces
-from shardwise.transfer.plan import Plan, lies_whole
+from shardwise.transfer.plan import TransferPlan, lies_whole
 
 
 class Spot(NamedTuple):
@@ -52,12 +52,12 @@ class Messages:
         return int(self.pieces.boxes.volumes[first].sum())
 
 
-def messages_sent(plan: Plan, rank: int, members: IntArray) -> Messages:
+def messages_sent(plan: TransferPlan, rank: int, members: IntArray) -> Messages:
     """What a rank sends: in its local tensors of the source."""
     return _messages(plan.sends(rank), plan.src, rank, members, sent=True)
 
 
-def messages_received(plan: Plan, rank: int, members: IntArray) -> Messages:
+def messages_received(plan: TransferPlan, rank: int, members: IntArray) -> Messages:
     """What a rank gets: in its local tensors of the destination."""
     return _messages(plan.receives(rank), plan.dst, rank, members, sent=False)
 

@@ -27,7 +27,7 @@ MOST_KEPT = 1 << 18  # pieces, of all plans together: some 16 MiB
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class TransferPlan:
     """Pieces to be moved, each from a box of the source to a box of the destination.
 
     All that one rank sends to another is one run of pieces, which both read in the same order: that of their place in
@@ -37,15 +37,15 @@ class Plan:
     src: Layout
     dst: Layout
     sums: bool = False  # pieces that fall on one element are added; else each element is written once
-    forward: Plan | None = None  # of which this is the way back
+    forward: TransferPlan | None = None  # of which this is the way back
 
-    def reverse(self) -> Plan:
+    def reverse(self) -> TransferPlan:
         """The same pieces on their way back, adding up what comes from several replicas."""
         return self._back if self.forward is None else self.forward
 
     @cached_property
-    def _back(self) -> Plan:
-        return Plan(self.dst, self.src, not self.sums, self)
+    def _back(self) -> TransferPlan:
+        return TransferPlan(self.dst, self.src, not self.sums, self)
 
     @property
     def ranks(self) -> list[int]:
@@ -208,7 +208,7 @@ class Plan:
 
 
 @lru_cache(maxsize=256)
-def make_plan(src: Layout, dst: Layout) -> Plan:
+def make_plan(src: Layout, dst: Layout) -> TransferPlan:
     """The pieces that turn one layout into the other, moving nothing that is already there.
 
     Replicas in the source share the load: of each box that several ranks hold, each sends an equal part. A replicated
@@ -216,18 +216,18 @@ def make_plan(src: Layout, dst: Layout) -> Plan:
     """
     if src.size != dst.size:
         raise LayoutError(f"a tensor of size {tuple(src.size)} cannot become one of size {tuple(dst.size)}")
-    return Plan(src, dst)
+    return TransferPlan(src, dst)
 
 
 class _Kept:
     """The pieces that were asked for last, of all plans; no more in all than take a bounded amount of memory."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[tuple[Plan, int, bool], Pieces] = OrderedDict()
+        self._found: OrderedDict[tuple[TransferPlan, int, bool], Pieces] = OrderedDict()
         self._count = 0
         self._lock = threading.Lock()  # ranks may be threads, and backwards are
 
-    def get(self, key: tuple[Plan, int, bool], make: Callable[[int], Pieces]) -> Pieces:
+    def get(self, key: tuple[TransferPlan, int, bool], make: Callable[[int], Pieces]) -> Pieces:
         """The pieces of a plan and a rank, on their way out or in."""
         found = self._found.get(key)
         if found is None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwise.geometry import Boxes, IntArray
 from shardwise.layout import Grid, Layout
-from shardwise.transfer.plan import Plan, lies_whole
+from shardwise.transfer.plan import TransferPlan, lies_whole
 
 MOST_PADDED = 0.02  # of the data; so much more may travel where parts are filled up to the size of the largest
 
@@ -112,10 +112,10 @@ class Collective:
         return shape, [*(outer[axis.dim] for axis in grid.axes if axis.dim is not None), *inner]
 
 
-_known: WeakKeyDictionary[Plan, list[tuple[IntArray, Collective | None]]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[TransferPlan, list[tuple[IntArray, Collective | None]]] = WeakKeyDictionary()
 
 
-def recognised(plan: Plan, members: IntArray) -> Collective | None:
+def recognised(plan: TransferPlan, members: IntArray) -> Collective | None:
     """The collective that a plan is among these members of a group, if it is one."""
     known = _known.setdefault(plan, [])
     for group, found in known:
@@ -126,7 +126,7 @@ def recognised(plan: Plan, members: IntArray) -> Collective | None:
     return found
 
 
-def _recognised(plan: Plan, members: IntArray) -> Collective | None:
+def _recognised(plan: TransferPlan, members: IntArray) -> Collective | None:
     there = plan if plan.forward is None else plan.forward
     if plan.sums == (plan.forward is None):
         return None

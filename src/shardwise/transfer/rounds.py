@@ -12,7 +12,7 @@ from torch.distributed import P2POp, ProcessGroup
 from shardwise.meeting import Post, given_up, is_tagged, ledger_of, look, watch
 from shardwise.transfer.carrier import Carrier
 from shardwise.transfer.exchange import Ready, failing_together
-from shardwise.transfer.plan import Plan
+from shardwise.transfer.plan import TransferPlan
 from shardwise.transfer.views import as_bytes, source_views, target_views
 
 
@@ -39,7 +39,7 @@ class PointToPoint(Carrier):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TransferPlan,
         tensors: Sequence[torch.Tensor],
         outs: list[torch.Tensor],
         group: ProcessGroup,

@@ -13,12 +13,12 @@ from shardwise.layout import Layout
 from shardwise.tracing import record
 from shardwise.transfer import execute
 from shardwise.transfer.execute import Moving
-from shardwise.transfer.plan import Plan
+from shardwise.transfer.plan import TransferPlan
 from shardwise.transfer.unsent import Tell
 
 
 def move(
-    plan: Plan,
+    plan: TransferPlan,
     tensors: Sequence[torch.Tensor],
     process_group: ProcessGroup,
     *,
@@ -36,7 +36,7 @@ def move(
     return moving if begun is None else Traced(moving, begun)
 
 
-def kind_of(plan: Plan) -> str:
+def kind_of(plan: TransferPlan) -> str:
     """By the name that the pattern has: all to everybody, sums to whom they belong, or any other exchange."""
     if plan.sums and _is_whole(plan.src):
         return "reduce-scatter"

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.process_group import group_ranks
-from shardwise.transfer.plan import Plan
-from shardwise.transfer.views import as_bytes, copy, source_views, target_views
+from shardwise.transfer.plan import TransferPlan
+from shardwise.transfer.views import as_bytes, copy, resolved, source_views, target_views
 
 Tell = Callable[[bytes], list[bytes]]  # tells a few bytes to every rank, and gives what all told, in group order
 
@@ -28,14 +28,14 @@ class Done:
         return self.outs
 
 
-def copy_own(plan: Plan, tensors: Sequence[torch.Tensor], outs: list[torch.Tensor]) -> Done:
+def copy_own(plan: TransferPlan, tensors: Sequence[torch.Tensor], outs: list[torch.Tensor]) -> Done:
     """A transfer in which nothing travels, on any rank: each copies its own pieces."""
     _take_from(dist.get_rank(), plan, tensors, outs)
     return Done(outs)
 
 
 def tell_all(
-    plan: Plan,
+    plan: TransferPlan,
     tensors: Sequence[torch.Tensor],
     outs: list[torch.Tensor],
     group: ProcessGroup,
@@ -43,7 +43,7 @@ def tell_all(
     tell: Tell,
 ) -> Done:
     """A transfer of a few bytes: every rank tells all others what it has, while they agree on what they are doing."""
-    flat = [tensor.detach().resolve_conj().resolve_neg().reshape(-1).to("cpu", dtype) for tensor in tensors]
+    flat = [resolved(tensor.detach()).reshape(-1).to("cpu", dtype) for tensor in tensors]
     mine = as_bytes(torch.cat(flat)) if flat else torch.empty(0, dtype=torch.uint8)
     letters = dict(zip(group_ranks(group), tell(bytes(mine.numpy())), strict=True))
     for rank in plan.receives(dist.get_rank()).ranks:
@@ -52,7 +52,7 @@ def tell_all(
     return Done(outs)
 
 
-def _take_from(rank: int, plan: Plan, tensors: Sequence[torch.Tensor], outs: list[torch.Tensor]) -> None:
+def _take_from(rank: int, plan: TransferPlan, tensors: Sequence[torch.Tensor], outs: list[torch.Tensor]) -> None:
     """Write what a rank has for this one, its tensors being here."""
     write = torch.Tensor.add_ if plan.sums else copy
     pieces = plan.receives(dist.get_rank()).of(rank)

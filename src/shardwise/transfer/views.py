@@ -8,20 +8,20 @@ import torch
 import torch.distributed as dist
 
 from shardwise.transfer.pieces import Pieces, Spots
-from shardwise.transfer.plan import Plan
+from shardwise.transfer.plan import TransferPlan
 
 Tensors = Sequence[torch.Tensor]
 
 
 def source_views(
-    pieces: Pieces, plan: Plan, tensors: Tensors, most: int | None = None, rank: int | None = None
+    pieces: Pieces, plan: TransferPlan, tensors: Tensors, most: int | None = None, rank: int | None = None
 ) -> list[torch.Tensor]:
     """Where pieces lie in the source's local tensors, or another rank's: views of at most so many elements each."""
     here = plan.src.rows_on(dist.get_rank() if rank is None else rank)
     return _views(pieces.spots(pieces.src_rows, plan.src), here, tensors, most)
 
 
-def target_views(pieces: Pieces, plan: Plan, tensors: Tensors, most: int | None = None) -> list[torch.Tensor]:
+def target_views(pieces: Pieces, plan: TransferPlan, tensors: Tensors, most: int | None = None) -> list[torch.Tensor]:
     """Where pieces lie in the destination's local tensors."""
     return _views(pieces.spots(pieces.dst_rows, plan.dst), plan.dst.rows_on(dist.get_rank()), tensors, most)
 
@@ -83,16 +83,24 @@ def _comes_in(view: torch.Tensor, unit: torch.dtype) -> bool:
     ratio = unit.itemsize // view.element_size()
     if ratio <= 1 or not view.dim() or view.stride(-1) != 1 or view.size(-1) % ratio:
         return False
-    # Of a dim of one element too, though its stride is never walked: torch looks at it.
-    return view.data_ptr() % unit.itemsize == 0 and all(stride % ratio == 0 for stride in view.stride()[:-1])
+    # Of a dim of one element too, though its stride is never walked: torch looks at it. It asks where a view begins in
+    # its storage, as the kernels do in memory; a view without elements has no place there.
+    begins = view.storage_offset() % ratio == 0 and view.data_ptr() % unit.itemsize == 0
+    return begins and all(stride % ratio == 0 for stride in view.stride()[:-1])
 
 
 def is_as_it_lies(*tensors: torch.Tensor) -> bool:
-    """Whether the values are those in memory: torch may have put off to conjugate or to negate them."""
+    """Whether the values are those in memory: torch may have put off to conjugate or negate them, or to write zeros."""
     for tensor in tensors:  # noqa: SIM110 # asked for every message: a generator takes twice as long
-        if tensor.is_conj() or tensor.is_neg():
+        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
             return False
     return True
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if its memory holds its values, else a copy whose memory does."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.clone() if tensor._is_zerotensor() else tensor
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from shardwise.meeting import (
     watch,
 )
 from shardwise.meeting.chain import DIGEST
-from shardwise.transfer.plan import Plan
+from shardwise.transfer.plan import TransferPlan
 
 Messages = Sequence[torch.Tensor]  # bytes, one for each member of a group in order; empty where there is nothing
 
@@ -115,7 +115,7 @@ class _Packed(Collective):
             one.copy_(other)
 
 
-def said_of(plan: Plan, dtype: torch.dtype, max_bytes: int | None, verb: str) -> Said:
+def said_of(plan: TransferPlan, dtype: torch.dtype, max_bytes: int | None, verb: str) -> Said:
     """What all ranks must say alike of a transfer."""
     return _said(plan.src, plan.dst, plan.sums, dtype, max_bytes, verb)
 

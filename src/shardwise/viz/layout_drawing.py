@@ -90,10 +90,8 @@ class _Drawer:
                 shown &= scale.shows(boxes.offsets[:, dim])
         if int(shown.sum()) > MOST_BOXES:
             shown &= _largest(boxes, MOST_BOXES)
-        here = self.details.here
-        for row in sorted(
-            np.flatnonzero(shown).tolist(), key=lambda row: int(panel.rows[row]) in here
-        ):  # outlined last
+        rows, here = np.flatnonzero(shown).tolist(), self.details.here
+        for row in sorted(rows, key=lambda row: int(panel.rows[row]) in here):  # outlines lie on top
             x, width = _span(self.across, boxes, across, row)
             y, height = _span(self.down, boxes, down, row)
             self._box(canvas, int(panel.rows[row]), (left + x, top + y, width, height))

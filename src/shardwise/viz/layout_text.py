@@ -40,12 +40,10 @@ def _holders(layout: LayoutLike, unit: Unit, colours: bool) -> list[str]:
     if len(held) > MOST_PLACES:
         rows = [(equal.name, equal.one, len(equal.members)) for equal in equal_holdings(held)]
     lines = []
-    amounts = [unit.text(one.elements) + " each" * (count > 1) for _, one, count in rows[:MOST_LINES]]
-    broad, deep = (
-        max(map(len, (name for name, _, _ in rows[:MOST_LINES])), default=0),
-        max(map(len, amounts), default=0),
-    )
-    for (name, one, _), amount in zip(rows, amounts, strict=False):
+    shown = rows[:MOST_LINES]
+    amounts = [unit.text(one.elements) + " each" * (count > 1) for _, one, count in shown]
+    broad, deep = max((len(name) for name, _, _ in shown), default=0), max(map(len, amounts), default=0)
+    for (name, one, _), amount in zip(shown, amounts, strict=True):
         empty = f" ({one.empty} empty)" if one.empty else ""
         bar = "█" * round(20 * one.share) or "▏"
         line = (
@@ -71,7 +69,8 @@ def _drawing(layout: LayoutLike, width: int, colours: bool) -> list[str]:
     for panel in found.panels:
         most = {found.down: MOST_DOWN, found.right: width // (len(f"rank {ranks.max()}") + 3) - 1}
         boxes, names = _shortened(layout.boxes.take(panel.rows), ranks[panel.rows], most)
-        picture = draw(boxes, names, width=width - 4)
+        seen = boxes.select([dim for dim in (found.down, found.right) if dim is not None])
+        picture = draw(seen, names, width=width - 4)
         if not picture:
             return ["  (too many edges to draw)"]
         if panel.title:

@@ -19,9 +19,9 @@ from shardwise.errors import ProcessGroupError, PropertyError
 from shardwise.layout import Layout
 from shardwise.ops.engine.chunking import chunked_layout
 from shardwise.ops.engine.compute import assemble, frame_of, places_of
-from shardwise.ops.validation import digest
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharding_spec import spec_of
+from shardwise.value_digest import digest
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ from shardwise.sharded_tensor.gradient_buckets import compared
 from shardwise.sharded_tensor.gradients import new_anchor, wants_graph
 from shardwise.tracing import record
 from shardwise.transfer.exchange import wire_device
-from shardwise.transfer.views import as_bytes
+from shardwise.transfer.views import as_bytes, resolved
 from shardwise.transfer.wire import exchange
 
 
@@ -47,7 +47,7 @@ class Table:
             own_out, own_into = (_own_slice(counts, self.route.here) for counts in (out, into))
             taken.zero_()[own_into] = given.reshape(-1)[own_out]
             return taken
-        sent = as_bytes(given.to(self.wire).resolve_conj().resolve_neg().contiguous())
+        sent = as_bytes(resolved(given.to(self.wire)).contiguous())
         came, went = ((counts * given.element_size()).tolist() for counts in (into, out))
         try:
             tag, here = begin_sending(self.group, self._said), self.route.here

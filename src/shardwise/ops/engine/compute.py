@@ -36,10 +36,11 @@ from shardwise.transfer import make_plan
 Tensors = list[torch.Tensor]
 
 
-def compute(call: Call, rule: Rule, *, lead: int | None = None) -> Any:
+def compute(call: Call, rule: Rule, *, lead: int | None = None, moves: bool = True) -> Any:
     """The op under this rule, or NotImplemented when no schedule is within the gather budget.
 
-    Where operands move, every rank of the group takes part. With a ``lead``, that operand is written into.
+    Where operands move, every rank of the group takes part; without ``moves``, that is NotImplemented too. With a
+    ``lead``, that operand is written into.
     """
     expected = expect(call)
     _require_agreement_of(rule, expected, call)
@@ -47,7 +48,7 @@ def compute(call: Call, rule: Rule, *, lead: int | None = None) -> Any:
     keeps = not gives_its_operand(call.op)
     operands = tuple(_known(operand, keeps=keeps) for operand in call.operands)
     schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
-    if schedule is None:
+    if schedule is None or (schedule.moved and not moves):
         return NotImplemented
     return _Computation(call, rule, schedule, group, everyone, expected, lead).run()
 
@@ -145,7 +146,10 @@ class _Computation:
             (operand,) = done(Shared(self.group), operand)
         if operand.requires_grad and not self.here:
             self.anchors.append(tie([operand]))
-        return [operand[layout.index(row)] if operand.ndim else operand for row in self.here]
+        if gives_its_operand(self.call.op):  # never the operand itself
+            return [operand[layout.index(row)] if operand.ndim else operand for row in self.here]
+        size = list(operand.shape)
+        return [operand if layout.extent(row) == size else operand[layout.index(row)] for row in self.here]
 
     def _local(self, row: int, tensors: Tensors) -> Any:
         changes = {}

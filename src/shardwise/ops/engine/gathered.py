@@ -18,12 +18,12 @@ from shardwise.layout import Layout
 from shardwise.ops.engine.call import Call, plain_values
 from shardwise.ops.engine.compute import assemble, frame_of, places_of
 from shardwise.ops.engine.plain_operand import shared_plain
-from shardwise.ops.validation import digest
 from shardwise.process_group import Fields, in_op, in_step_sharing, is_member, without_data
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradients import Way, moved_tensors
 from shardwise.sharded_tensor.movement import copy_into, require_movable
 from shardwise.transfer import make_plan
+from shardwise.value_digest import digest
 
 Function = Callable[..., Any]
 
@@ -125,7 +125,7 @@ def require_budget(
             args,
             kwargs,
             f"{why}, which would gather {whole:,} bytes on every rank, more than the gather budget of {budget:,}",
-            f"Allow it with shardwise.gather_budget({whole}) or register a rule with @shardwise.custom_sharded_op_impl",
+            f"Allow it with shardwise.gather_budget({whole}) or register a rule with @shardwise.register_op",
         )
         error.reason = why
         raise error

@@ -29,6 +29,9 @@ ORDINARY = {"_frame", "_tensors", "_shards", "_pinned", "_wants_grad", "_anchor"
 MARKS = ("_moved", "_copy_of_view")
 
 
+IN_PYTHON = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn)  # where functions of ops are
+
+
 class _Watch(threading.local):
     """The recorder of the call that is now watched in this thread."""
 
@@ -242,6 +245,8 @@ def _is_harmless(func: Any) -> bool:
 def _in_python(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
     """A call of an aten op as one of the function that Python has for it, if it has one: that is quicker.
 
+    Not so where a list of tensors lacks some, such as the indices of dims that are not indexed: Python's takes no None.
+
     The arguments go by position as far as they can, without those at the end that are as they are by default.
     """
     schema = op._schema.arguments
@@ -252,9 +257,12 @@ def _in_python(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[An
         by_position.pop()
     if any(name not in given for name in by_position) or any(name not in by_position for name in told):
         return op, [], given
+    in_order = [given[name] for name in by_position]
+    if any(isinstance(value, list | tuple) and any(one is None for one in value) for value in in_order):
+        return op, in_order, {}
     name = op.overloadpacket.__name__
-    found = getattr(torch._C._VariableFunctions, name, None) or getattr(torch._C.TensorBase, name, None)
-    return found if callable(found) else op, [given[name] for name in by_position], {}
+    found = next((getattr(home, name) for home in IN_PYTHON if hasattr(home, name)), op)
+    return found if callable(found) else op, in_order, {}
 
 
 def _is_default(argument: Any, value: Any) -> bool:

@@ -17,7 +17,7 @@ from shardwise.layout import Grid, Layout, Places
 from shardwise.ops.engine.cells import cells_of, contributing, dealt, projected
 from shardwise.ops.engine.rule import Dims, Rule
 from shardwise.sharding_spec import even_axis
-from shardwise.transfer import Plan, make_plan
+from shardwise.transfer import TransferPlan, make_plan
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class Joining:
     along a new first dim, to be reduced there.
     """
 
-    plan: Plan
+    plan: TransferPlan
     stacked: bool
     rows: IntArray | None  # which cells contribute, in the order of the source's boxes; None: all
     result: Layout

@@ -26,7 +26,7 @@ from shardwise.sharded_tensor.gradients import Way, moved_locals, recorded
 from shardwise.sharded_tensor.moved_once import kept_layout, moved_once
 from shardwise.sharded_tensor.movement import require_movable
 from shardwise.sharded_tensor.recorded_backward import tie
-from shardwise.transfer import Plan
+from shardwise.transfer import TransferPlan
 
 Tensors = list[torch.Tensor]
 
@@ -50,7 +50,7 @@ class OpSaid(NamedTuple):
 class Bring(NamedTuple):
     """A sharded operand as another layout has it: moved, or what was moved before."""
 
-    plan: Plan
+    plan: TransferPlan
     group: ProcessGroup
     said: OpSaid
     record: bool
@@ -66,7 +66,7 @@ class Bring(NamedTuple):
 class Move(NamedTuple):
     """Local tensors from one layout to another; partial results of a reduction, or an operand that is no argument."""
 
-    plan: Plan
+    plan: TransferPlan
     group: ProcessGroup
     said: OpSaid
     record: bool

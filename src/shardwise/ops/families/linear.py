@@ -31,14 +31,12 @@ def _multiply(op: Any, args: Any, kwargs: Any) -> Any:
     if "input" not in given and args:  # moved to the front by name
         given["input"] = args[0]
     x, weight, bias = given["input"], given["weight"], given.get("bias")
-    if not isinstance(weight, ShardedTensorBase) or weight.ndim != 2:
-        return descend(functional.linear, (x, weight) if bias is None else (x, weight, bias), {})
-    if isinstance(x, ReplicatedTensor):
-        x = x.as_subclass(torch.Tensor)
-    elif settings.current().own_batches and not isinstance(x, ShardedTensorBase):
-        x = _all_batches(x, weight)
-    made = descend(functional.linear, (x, weight), {})
-    return made if bias is None else made + bias
+    if isinstance(weight, ShardedTensorBase) and weight.ndim == 2:
+        if isinstance(x, ReplicatedTensor):
+            x = x.as_subclass(torch.Tensor)
+        elif settings.current().own_batches and not isinstance(x, ShardedTensorBase):
+            x = _all_batches(x, weight)
+    return descend(functional.linear, (x, weight) if bias is None else (x, weight, bias), {})
 
 
 def _all_batches(batch: torch.Tensor, weight: ShardedTensorBase) -> ShardedTensorBase:

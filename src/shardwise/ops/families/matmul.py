@@ -35,8 +35,11 @@ def contraction(pattern: str) -> Callable[[Call], Rule | None]:
     return rule
 
 
-def _product_rule(left: Sequence[int], right: Sequence[int], *, transposed: bool) -> Rule | None:
-    """Of ``left @ right``, whose dims before the last two are broadcast against each other; or of its transpose."""
+def _product_rule(left: Sequence[int], right: Sequence[int], *, transposed: bool, biased: bool = False) -> Rule | None:
+    """Of ``left @ right``, whose dims before the last two are broadcast against each other; or of its transpose.
+
+    With a bias, which has the columns: it must not be added to each partial sum, so what is summed over is not cut.
+    """
     if not left or not right:
         return None
     labels, (before, other), out = broadcast([left[:-2], right[:-2]])
@@ -44,7 +47,8 @@ def _product_rule(left: Sequence[int], right: Sequence[int], *, transposed: bool
     inner = labels.new(left[-1])
     columns = [labels.new(right[-2] if transposed else right[-1])] if len(right) > 1 else []
     last = [*columns, inner] if transposed else [inner, *columns]
-    return labels.rule([[*before, *rows, inner], [*other, *last]], [[*out, *rows, *columns]], reduction=SUM)
+    operands = [[*before, *rows, inner], [*other, *last]] + [columns] * biased
+    return labels.rule(operands, [[*out, *rows, *columns]], reduction=None if biased else SUM)
 
 
 def _matmul(call: Call) -> Any:
@@ -59,7 +63,10 @@ def _linear(call: Call) -> Any:
     """A product with the transpose of a matrix, and a bias."""
     x, weight, bias = call["input"], call["weight"], call["bias"]
     if bias is not None:
-        return torch.nn.functional.linear(x, weight) + bias
+        alike = weight.ndim == 2 and bias.shape == weight.shape[:1]
+        rule = _product_rule(x.shape, weight.shape, transposed=True, biased=True) if alike else None
+        found = NotImplemented if rule is None else compute(call, rule, moves=False)  # at once, where all is there
+        return torch.nn.functional.linear(x, weight) + bias if found is NotImplemented else found
     rule = _product_rule(x.shape, weight.shape, transposed=True) if weight.ndim <= 2 else None
     found = NotImplemented if rule is None else compute(call, rule)
     return torch.matmul(x, weight.t()) if found is NotImplemented else found

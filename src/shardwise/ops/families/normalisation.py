@@ -176,13 +176,19 @@ def _keep_statistics(call: Call, running: Sequence[Any], mean: Any, scale: Any) 
 
 
 def _with_running_statistics(call: Call) -> Any:
-    """Element by element, for the statistics are given: the input stays where it is. Nothing is saved."""
+    """Element by element, for the statistics are given: the input stays where it is.
+
+    As torch's kernels do, those of the CPU save nothing, others the statistics as they were used.
+    """
     x = call["input"]
     expect(call)
     shape = (-1, *[1] * (x.ndim - 2))
-    mean, scale = call["running_mean"].reshape(shape), (call["running_var"] + call["eps"]).rsqrt().reshape(shape)
+    used = call["running_mean"], (call["running_var"] + call["eps"]).rsqrt()
+    mean, scale = (one.reshape(shape) for one in used)
     made = _affine((x - mean) * scale, call["weight"], call["bias"], shape, x.dtype)
-    return made, *(torch.empty(0, dtype=mean.dtype, device=x.device) for _ in range(2))
+    if x.device.type == "cpu":
+        return made, *(torch.empty(0, dtype=mean.dtype, device=x.device) for _ in range(2))
+    return made, *(one.detach().clone().to(accumulated(x.dtype)) for one in used)
 
 
 def _any_batch_norm(call: Call) -> Any:

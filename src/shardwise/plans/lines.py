@@ -1,0 +1,123 @@
+"""`Lines`: the ranks that share out each parameter, and the spec that cuts a dim over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.errors import PlanError
+from shardwise.geometry import IntArray
+from shardwise.mesh_group import mesh_ranks
+from shardwise.placement import Placement, RemoteDevice, device_moved_by, rank_device
+from shardwise.process_group import group_ranks, is_member, or_default, outside
+from shardwise.sharding_spec import ChunkShardingSpec, GridShardingSpec, ShardingSpec
+from shardwise.sharding_spec.proportion import parse_weights, weighted_sizes
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of a dim that is shared out by itself, in a number of units that must not be cut: heads, or elements."""
+
+    size: int
+    units: int
+
+    @property
+    def unit(self) -> int:
+        """The length of a unit."""
+        return self.size // self.units if self.units else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Lines:
+    """Rows of ranks: each row holds the whole parameter, of which each rank of the row has one part."""
+
+    ranks: IntArray  # replicas × parts
+    device_type: str | None  # None: where the parameter is
+    weights: tuple[float, ...] | None
+    process_group: ProcessGroup
+
+    @staticmethod
+    def of(mesh: DeviceMesh | None, weights: Sequence[float] | None, process_group: ProcessGroup | None) -> Lines:
+        """All ranks of the group in one row; or the rows along this axis of a mesh that lie within the group."""
+        group = or_default(process_group)
+        if mesh is None:
+            ranks, device_type = np.array([group_ranks(group)]), None
+        else:
+            ranks, device_type = _rows_of(mesh), mesh.device_type
+            if is_member(group):
+                inside = np.array([not len(outside(row, group)) for row in ranks])
+                if not inside.any():
+                    raise PlanError(
+                        f"the mesh {mesh} has no ranks of the process group, or not all of its ranks are in it: its "
+                        f"lines are {ranks.tolist()}, and the group has {list(group_ranks(group))}"
+                    )
+                ranks = ranks[inside]
+        shares = None if weights is None else parse_weights(weights, ranks.shape[1])
+        return Lines(ranks, device_type, shares, group)
+
+    def __len__(self) -> int:
+        """How many ranks share out a parameter."""
+        return int(self.ranks.shape[1])
+
+    def spec(self, parameter: torch.Tensor, dim: int, parts: Sequence[Part]) -> tuple[ShardingSpec, str]:
+        """The spec that cuts each part of a dim over the ranks of a row, and the same in words.
+
+        Of several parts, a rank has a piece of each.
+        """
+        count = len(self)
+        kind = self._device_type(parameter)
+        rows = [[_place(rank, kind) for rank in row] * len(parts) for row in self.ranks.tolist()]
+        sizes: list[int] | None = None
+        if self.weights is not None:
+            shares = [[n * part.unit for n in weighted_sizes(part.units, self.weights)] for part in parts]
+            sizes = [size for share in shares for size in share]
+        elif len(parts) > 1 and (len({part.size for part in parts}) > 1 or parts[0].size % count):
+            even = [[part.size // count + (k < part.size % count) for k in range(count)] for part in parts]
+            sizes = [size for share in even for size in share]
+        said = f"dim {dim}" if len(parts) == 1 else f"{len(parts)} parts of dim {dim}"
+        said += f" as {' | '.join(map(str, sizes[:count]))}" if sizes and len(parts) == 1 else f" over {count} ranks"
+        if len(rows) > 1:
+            said += f", {len(rows)} replicas"
+            return GridShardingSpec((None, dim), rows, sizes=[None, sizes]), said
+        if sizes is not None:
+            return GridShardingSpec((dim,), rows[0], sizes=[sizes]), said
+        return ChunkShardingSpec(dim, rows[0]), said
+
+    def _device_type(self, parameter: torch.Tensor) -> str:
+        """The mesh's; else where the parameter is, if the group can move it from there."""
+        moved = {device.type for device in self.process_group._device_types}
+        there = parameter.device.type
+        return self.device_type or (there if there in moved else device_moved_by(self.process_group))
+
+
+def _place(rank: int, device_type: str) -> RemoteDevice:
+    return Placement(rank_device(rank, device_type), rank).remote_device()
+
+
+def _rows_of(mesh: DeviceMesh) -> IntArray:
+    """The lines along a mesh of one axis and, if it is part of a larger one, all lines parallel to it."""
+    if not isinstance(mesh, DeviceMesh):
+        raise PlanError(f"a plan is made over a DeviceMesh of one axis, such as mesh['tp'], found {type(mesh).__name__}")
+    line, root = mesh_ranks(mesh), mesh_ranks(mesh._get_root_mesh())
+    if line.ndim != 1:
+        names = mesh.mesh_dim_names or ()
+        raise PlanError(
+            f"a plan shares out parameters along one axis, and {mesh} has {line.ndim}: give one of them, as in "
+            f"mesh[{(names[-1] if names else 'tp')!r}]"
+            + ("" if names else ", of a mesh that is made with mesh_dim_names=('dp', 'tp')")
+            + "; there are replicas along the others"
+        )
+    where = [np.argwhere(root == rank)[0] for rank in line if rank in root]
+    if len(where) == len(line):
+        places = np.stack(where)
+        along = [axis for axis in range(root.ndim) if len(set(places[:, axis].tolist())) > 1]
+        others = [axis for axis in range(root.ndim) if axis not in along]
+        rows = root.transpose(*others, *along).reshape(-1, int(np.prod([root.shape[axis] for axis in along])))
+        if any(np.array_equal(row, line) for row in rows):
+            return rows
+    return line[None]

@@ -1,0 +1,98 @@
+"""Plans that treat every parameter by one rule: along its longest dim, by rows, by columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.plans.lines import Lines, Part
+from shardwise.plans.reasons import Reason, ReasonedPlan
+from shardwise.sharding_plan import ModuleTree
+from shardwise.sharding_plan.steps import require_sized
+from shardwise.sharding_spec import ShardingSpec
+
+Choice = Callable[[torch.Tensor], tuple[int | None, str]]  # the dim that is cut, or None, and why
+
+
+def fully_sharded(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    weights: Sequence[float] | None = None,
+    process_group: ProcessGroup | None = None,
+) -> ReasonedPlan:
+    """The plan that cuts every parameter along its longest dim, the first of several; those of fewer elements than
+    ranks stay plain.
+
+    Parameters are shared out over all ranks of the group, or along a mesh of one axis; if that is an axis of a larger
+    mesh, as in ``mesh["shard"]``, there are replicas along the others. ``weights`` has a number for each rank, and
+    parts are in proportion. Every rank makes the same plan; nothing is sent::
+
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("fake", rank=0, world_size=3)
+        >>> model = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+        >>> print(fully_sharded(model, weights=[1, 1, 0.5]))
+        parameter  size  cut                why
+        0.weight   4×6   dim 1 as 2 | 3 | 1  its longest dim
+        0.bias     4     dim 0 as 2 | 1 | 1  its longest dim
+        1.weight   4     dim 0 as 2 | 1 | 1  its longest dim
+        1.bias     4     dim 0 as 2 | 1 | 1  its longest dim
+        2.weight   1×4   dim 1 as 2 | 1 | 1  its longest dim
+        2.bias     1     plain               fewer elements than ranks
+        5 of 6 parameters are cut
+        >>> dist.destroy_process_group()
+    """
+    lines = Lines.of(mesh, weights, process_group)
+
+    def choice(parameter: torch.Tensor) -> tuple[int | None, str]:
+        if parameter.numel() < len(lines) or not parameter.ndim:
+            return None, "fewer elements than ranks"
+        return max(range(parameter.ndim), key=lambda dim: parameter.shape[dim]), "its longest dim"
+
+    return _plan(model, lines, choice)
+
+
+def rows(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    weights: Sequence[float] | None = None,
+    process_group: ProcessGroup | None = None,
+) -> ReasonedPlan:
+    """The plan that cuts every parameter along dim 0; scalars stay plain. For the rest, see `fully_sharded`."""
+    lines = Lines.of(mesh, weights, process_group)
+    return _plan(model, lines, lambda parameter: (0, "its rows") if parameter.ndim else (None, "a scalar"))
+
+
+def columns(
+    model: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    weights: Sequence[float] | None = None,
+    process_group: ProcessGroup | None = None,
+) -> ReasonedPlan:
+    """The plan that cuts every parameter along dim 1; those of fewer dims stay plain. For the rest, see
+    `fully_sharded`."""
+    lines = Lines.of(mesh, weights, process_group)
+    return _plan(model, lines, lambda one: (1, "its columns") if one.ndim > 1 else (None, "it has no columns"))
+
+
+def _plan(model: nn.Module, lines: Lines, choice: Choice) -> ReasonedPlan:
+    tree = ModuleTree(model)
+    specs: dict[str, ShardingSpec] = {}
+    reasons = []
+    for name, place in tree.parameters.items():
+        if tree.names_of_parameter(name)[0] != name:
+            continue  # tied, and seen by its first name
+        parameter = place.get()
+        require_sized(name, parameter)
+        dim, why = choice(parameter)
+        cut = "plain"
+        if dim is not None:
+            specs[name], cut = lines.spec(parameter, dim, [Part(parameter.shape[dim], parameter.shape[dim])])
+        reasons.append(Reason(name, tuple(parameter.shape), cut, why))
+    return ReasonedPlan(specs, reasons=tuple(reasons))

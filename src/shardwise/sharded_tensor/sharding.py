@@ -1,0 +1,120 @@
+"""`shard` and `replicate`: a sharded tensor of a plain one that every rank has, without moving anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise import settings
+from shardwise.dispatch import require_plain
+from shardwise.errors import PlainValueError, PropertyError
+from shardwise.layout import Layout
+from shardwise.meeting import listed
+from shardwise.mesh_group import mesh_group
+from shardwise.metadata import TensorProperties
+from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharing, is_member, locate_all, or_default
+from shardwise.sharded_tensor.assembly import fields_of
+from shardwise.sharded_tensor.frame import Frame, Parts
+from shardwise.sharded_tensor.tensor import ShardedTensor, shard_tensor
+from shardwise.sharding_spec import ShardingSpec
+from shardwise.shorthand import How, spec_said
+from shardwise.value_digest import digest
+
+
+def shard(
+    tensor: torch.Tensor,
+    how: How,
+    dims: Any = None,
+    *,
+    weights: Sequence[Any] | None = None,
+    src: int | None = None,
+    process_group: ProcessGroup | None = None,
+) -> ShardedTensor:
+    """A tensor in pieces on all ranks, on the kind of device that it is on.
+
+    Every rank of the group calls it, with a tensor that is the same everywhere: each takes its own part, and only a
+    checksum travels, so that an unseeded tensor is an error and not a mixture; with ``validation(False)`` nothing does.
+    With ``src``, the group's rank of that number has the values, the others may pass any tensor of that size and dtype,
+    one on ``meta`` too, and each shard is sent once, to its rank.
+
+    ``how`` is the sharding: a dim that is cut over all ranks; None for a replica on each, as in `replicate`; a spec; or
+    a mesh, with ``dims`` that say for each of its axes which dim it cuts, or None where it has replicas. DTensor's
+    placements say it, too. ``weights`` cut in proportion::
+
+        w = shardwise.shard(x, 0)  # rows over all ranks
+        w = shardwise.shard(x, 0, weights=[2, 1, 1])  # the first rank gets half of them
+        w = shardwise.shard(x, mesh, (None, 0))  # replicas along the first axis, rows along the second
+        w = shardwise.shard(x, spec, src=0)  # only rank 0 has x
+
+    The shards are leaves, with memory of their own, and require grad as the tensor does. Raises `PlainValueError` on
+    every rank if the tensors differ, `SpecError` if the sharding cannot cut this size.
+    """
+    group = mesh_group(how, process_group) if isinstance(how, DeviceMesh) else or_default(process_group)
+    if src is not None:
+        kind = tensor.device.type if isinstance(tensor, torch.Tensor) and not tensor.is_meta else None
+        spec = spec_said(how, dims, weights=weights, device_type=kind, process_group=group)
+        return shard_tensor(tensor, spec, src, group)
+
+    def work() -> tuple[tuple[ShardingSpec, Layout], Fields, str]:
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            kind = getattr(tensor, "layout", type(tensor).__name__)
+            raise PropertyError(f"shard cuts a strided tensor, found {kind}")
+        require_plain(tensor, "what shard cuts")
+        spec = spec_said(how, dims, weights=weights, device_type=tensor.device.type, process_group=group)
+        layout = locate_all(spec.layout(tensor.size()), group)
+        said = fields_of(layout, spec, TensorProperties.create_from_tensor(tensor))
+        return (spec, layout), {"verb": "shard", **said}, digest(tensor, None) if settings.current().validate else ""
+
+    if not settings.current().validate:
+        spec, layout = in_step(group, lambda: work()[:2])
+        return _cut(tensor, spec, layout, group)
+    (spec, layout), told = in_step_sharing(group, work)
+    if len(told.kinds) > 1:
+        ranks, first = group_ranks(group), told.kind_of[0]
+        others = [rank for rank, kind in zip(ranks, told.kind_of.tolist(), strict=True) if kind != first]
+        them = f"rank {others[0]}" if len(others) == 1 else f"ranks {listed(others)}"
+        raise PlainValueError(
+            "shard takes each rank's part of a tensor that is the same everywhere, but on "
+            f"{them} its values differ from those on rank {ranks[0]}. Seed before you draw it; or give "
+            "src=0, and all take that rank's values; or, if each rank has its own part, say shardwise.from_local(x)"
+        )
+    return _cut(tensor, spec, layout, group)
+
+
+def _cut(tensor: torch.Tensor, spec: ShardingSpec, layout: Layout, group: ProcessGroup) -> ShardedTensor:
+    """What this rank's shards are of a tensor that it has."""
+    rows = layout.rows_on(dist.get_rank()) if is_member(group) else ()
+    frame = Frame.of(layout, spec, rows, tensor.dtype, group)
+    parts = [_part(tensor, layout, row) for row in rows]
+    return ShardedTensor._wrap(Parts(frame, parts, None, tensor.requires_grad))
+
+
+def _part(tensor: torch.Tensor, layout: Layout, row: int) -> torch.Tensor:
+    """A box of a tensor, in memory of its own."""
+    found = tensor.detach()[layout.index(row)]
+    made = torch.empty(found.shape, dtype=tensor.dtype, device=layout.place(row).device)
+    return made.copy_(found).requires_grad_(tensor.requires_grad)
+
+
+def replicate(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh | None = None,
+    *,
+    src: int | None = None,
+    process_group: ProcessGroup | None = None,
+) -> ShardedTensor:
+    """The same tensor on every rank, or on every rank of a mesh, as one value that is kept the same.
+
+    It is `shard` with nothing cut: every rank of the group calls it, only a checksum travels unless ``src`` is given,
+    and it raises what `shard` does. Each replica gets the whole gradient, so that an optimizer keeps them alike::
+
+        scale = shardwise.replicate(torch.ones(4))
+    """
+    if mesh is None:
+        return shard(tensor, None, src=src, process_group=process_group)
+    return shard(tensor, mesh, (None,) * mesh.ndim, src=src, process_group=process_group)

@@ -1,0 +1,76 @@
+"""Shardings said in short: a number is a dim over all ranks, None a replica on each, a mesh has a dim for each axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.errors import SpecError
+from shardwise.placement import all_ranks, device_moved_by
+from shardwise.process_group import is_member, kept_for, or_default
+from shardwise.sharding_spec import ChunkShardingSpec, GridShardingSpec, ReplicatedShardingSpec, ShardingSpec
+
+How = ShardingSpec | DeviceMesh | int | None
+
+
+def spec_said(
+    how: How,
+    dims: Any = None,
+    *,
+    weights: Sequence[Any] | None = None,
+    device_type: str | None = None,
+    process_group: ProcessGroup | None = None,
+) -> ShardingSpec:
+    """The spec that is meant. No communication.
+
+    ``how`` is a spec; or a dim that is cut over all ranks of the group, in proportion to ``weights`` if there are any;
+    or None, for a replica on every rank; or a mesh. With a mesh, ``dims`` has for each of its axes the dim that the
+    axis cuts, or None where it has replicas; one number is cut over all axes. ``weights`` are those of the one axis
+    that cuts, or one list, or None, for each axis. The shards are on devices of the given type, or of that which the
+    group moves.
+    """
+    if isinstance(how, DeviceMesh):
+        return _on_mesh(how, dims, weights)
+    if dims is not None:
+        raise SpecError(f"dims={dims!r} say what the axes of a mesh do, and there is none: found {how!r} in its place")
+    if isinstance(how, ShardingSpec):
+        if weights is not None:
+            raise SpecError(f"weights={weights!r} go with a dim or a mesh; here {how!r} says how to cut")
+        return how
+    if (how is not None and not isinstance(how, int)) or isinstance(how, bool):
+        raise SpecError(
+            f"Expecting ShardingSpec but got: {type(how)}. A sharding is a spec, a dim that is cut over all ranks, "
+            "None for a replica on each, or a mesh and a dim for each of its axes"
+        )
+    group = or_default(process_group)
+    if not is_member(group):
+        raise SpecError("this rank is not in the group whose ranks are meant: give it a spec that names them")
+    kind = device_moved_by(group) if device_type is None else device_type
+    weighed = None if weights is None else tuple(weights)
+    return kept_for(group, ("spec", how, weighed, kind), lambda: _over_all(how, weighed, all_ranks(group, kind)))
+
+
+def _over_all(dim: int | None, weights: tuple[float, ...] | None, places: list[Any]) -> ShardingSpec:
+    if dim is None:
+        if weights is not None:
+            raise SpecError(f"weights={list(weights)} say in which proportion a dim is cut, and replicas cut none")
+        return ReplicatedShardingSpec(places)
+    return ChunkShardingSpec(dim, places) if weights is None else GridShardingSpec([dim], places, weights=[weights])
+
+
+def _on_mesh(mesh: DeviceMesh, dims: Any, weights: Sequence[Any] | None) -> ShardingSpec:
+    if dims is None:
+        said = ", ".join(["None"] * (mesh.ndim - 1) + ["0"]) + ("," if mesh.ndim == 1 else "")
+        raise SpecError(f"a mesh of {mesh.ndim} axes needs a dim for each, or None for replicas, such as ({said})")
+    dims = (dims,) * mesh.ndim if isinstance(dims, int) else dims
+    if weights is not None and not any(one is None or isinstance(one, Sequence) for one in weights):
+        cutting = [k for k, dim in enumerate(dims) if dim is not None]
+        if len(cutting) != 1:
+            raise SpecError(
+                f"{len(cutting)} axes of the mesh cut a dim: give a list of weights, or None, for each axis"
+            )
+        weights = [weights if k == cutting[0] else None for k in range(len(dims))]
+    return GridShardingSpec.from_mesh(mesh, dims, weights=weights)
