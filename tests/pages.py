@@ -58,6 +58,12 @@ class Page:
         is_said = SCRIPT not in self.files or any(file == SCRIPT for _, file in said)
         return said if is_said else [*said, (str(RANKS), SCRIPT)]
 
+    def not_in(self, printed: str) -> list[str]:
+        """What it shows and was not printed; an ellipsis stands for anything, and lines may be broken elsewhere."""
+        heard = " ".join(printed.split())
+        patterns = {shown: " ".join(shown.split()).split("…") for shown in self.blocks("text")}
+        return [shown for shown, parts in patterns.items() if not re.search(".*?".join(map(re.escape, parts)), heard)]
+
     def run(self, folder: Path) -> None:
         """Write its files into a folder, and do what its commands say; rank 0 is heard here."""
         for name, code in self.files.items():

@@ -15,7 +15,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util.nodes import make_refnode
 
 NAME = re.compile(r"(?P<package>shardwise\.)?(?P<name>[A-Za-z_][\w.]*)(\(.*\))?", flags=re.DOTALL)
-WITHIN = ("shardwise.", "shardwise.errors.", "shardwise.testing.", "shardwise.viz.", "shardwise.ShardedTensor.")
+WITHIN = tuple(f"shardwise.{one}" for one in ("", "errors.", "testing.", "viz.", "partial.", "ShardedTensor."))
 # Here a bare name is often another system's: only `shardwise.name` is ours for sure.
 FULL_NAMES_ONLY = {"migrating", "limits", "old-names", "why"}
 
