@@ -15,6 +15,7 @@ release = version = shardwise.__version__
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx_copybutton",
     "sphinx_design",
     "name_links",
@@ -40,6 +41,7 @@ maximum_signature_line_length = 88
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
+autosummary_generate = False
 
 # Looks
 html_theme = "furo"
@@ -51,7 +53,7 @@ html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
 pygments_style = "a11y-high-contrast-light"
-pygments_dark_style = "a11y-high-contrast-dark"
+pygments_dark_style = "github-dark"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"

@@ -54,5 +54,7 @@ def test_the_reference_has_every_public_name_once() -> None:
     documented = re.findall(r"^\.\. auto(?:function|class|data):: shardwise\.(\w+)$", reference, flags=re.MULTILINE)
     public = {name for name in shardwise.__all__ if not isinstance(getattr(shardwise, name), ModuleType)}
     assert sorted(documented) == sorted(public - {"ShardwiseError"})
+    listed = re.findall(r"^   (\w+)$", Page("reference/index.md").text, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(documented)
     errors = re.findall(r"^\.\. autoexception:: shardwise\.errors\.(\w+)$", reference, flags=re.MULTILINE)
     assert sorted(errors) == sorted(name for name, value in vars(shardwise.errors).items() if isinstance(value, type))

@@ -45,7 +45,9 @@ class NameLinks(SphinxPostTransform):
             entry = domain.objects.get(within + found["name"])
             if entry is not None and entry.objtype != "module":
                 return entry
-        return None
+        inner = [name for name in domain.objects if name.endswith(f".{found['name']}")]
+        known = [domain.objects[name] for name in inner if domain.objects[name].objtype in ("function", "class")]
+        return known[0] if len(known) == 1 else None
 
 
 def _is_within_link(node: nodes.Node) -> bool:

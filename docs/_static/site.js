@@ -1,4 +1,4 @@
-// On phones a table is shown row by row: each cell then says which column it is of.
+// On phones a table is shown row by row: each cell then says which column it is of. Paths break where they may.
 document.addEventListener("DOMContentLoaded", () => {
   for (const table of document.querySelectorAll("article table.docutils")) {
     const titles = [...table.querySelectorAll("thead th")].map((cell) => cell.textContent.trim());
@@ -6,5 +6,6 @@ document.addEventListener("DOMContentLoaded", () => {
       [...row.cells].forEach((cell, column) => cell.setAttribute("data-title", titles[column] ?? ""));
     }
     table.classList.add("has-titles");
+    for (const code of table.querySelectorAll("code .pre")) code.innerHTML = code.innerHTML.replace(/([/._])/g, "$1<wbr>");
   }
 });
