@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from shardwise import GridShardingSpec, ShardedOptimizer, ShardingPlan, from_local, shard_module
+from shardwise import GridShardingSpec, ShardedOptimizer, from_local, shard_module
 from shardwise.testing import run_on_ranks
 
 RANKS, ITEMS, WIDTH, USERS, SEEN = 4, 100_000, 32, 64, 10
@@ -42,8 +42,8 @@ def train() -> tuple[list[list[float]], int, int]:
     """On every rank: both losses of each step, the bytes that are here, and those its users need of others' rows."""
     torch.manual_seed(0)
     twin = nn.EmbeddingBag(ITEMS, WIDTH, dtype=torch.float64)  # in float32, rounding would show after some steps
-    rows = GridShardingSpec((0,), [f"rank:{rank}/cpu" for rank in range(RANKS)], [ROWS])
-    table: Any = shard_module(copy.deepcopy(twin), ShardingPlan({"weight": rows}))
+    rows = GridShardingSpec([0], sizes=[ROWS])
+    table: Any = shard_module(copy.deepcopy(twin), {"weight": rows})
     mine = users(dist.get_rank())
     together = tuple(map(from_local, mine))  # each rank's own users, as one batch; nothing moves
     everyone = tuple(torch.cat(parts) for parts in zip(*map(users, range(RANKS)), strict=True))

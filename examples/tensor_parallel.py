@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import ChunkShardingSpec, ShardingPlan, shard_module
+from shardwise import shard_module
 from shardwise.testing import run_on_ranks
 
 RANKS = 4
@@ -36,10 +36,7 @@ def train() -> list[list[float]]:
     """On every rank: the losses of the sharded model and of its plain twin, step by step."""
     torch.manual_seed(0)
     plain = nn.Sequential(Block(16), Block(16)).double()  # in float32, rounding would show after some steps
-    places = [f"rank:{rank}/cpu" for rank in range(dist.get_world_size())]
-    rows, columns = ChunkShardingSpec(0, places), ChunkShardingSpec(1, places)
-    plan = ShardingPlan({"*.up.*": rows, "*.down.weight": columns})
-    model = shard_module(copy.deepcopy(plain), plan)
+    model = shard_module(copy.deepcopy(plain), {"*.up.*": 0, "*.down.weight": 1})  # dims, cut over all ranks
 
     optimizers = [torch.optim.SGD(one.parameters(), lr=1.0) for one in (model, plain)]
     report = []

@@ -61,20 +61,10 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def plan_for(world_size: int) -> shardwise.ShardingPlan:
     """Uneven pieces: the first rank holds most. How the words are cut depends on how many ranks there are."""
-    places = [f"rank:{rank}/cpu" for rank in range(world_size)]
-
-    def cut(dim: int, size: int) -> shardwise.ShardingSpec:
-        return shardwise.GridShardingSpec((dim,), places, [shares(size, world_size)])
-
-    words = (cut(0, WORDS), cut(1, WIDTH), pieces(world_size))[world_size % 3 - 1]
-    return shardwise.ShardingPlan(
-        {
-            "words.weight": words,
-            "up.*": cut(0, MIDDLE),
-            "down.weight": cut(1, MIDDLE),
-            "down.bias": shardwise.ReplicatedShardingSpec(places),
-        }
-    )
+    weights = range(world_size, 0, -1)  # the shares of the ranks, say by how much memory each has
+    rows, columns = (shardwise.GridShardingSpec([dim], weights=[weights]) for dim in (0, 1))
+    words = (rows, columns, pieces(world_size))[world_size % 3 - 1]
+    return shardwise.ShardingPlan({"words.weight": words, "up.*": rows, "down.weight": columns, "down.bias": None})
 
 
 def shares(size: int, count: int) -> list[int]:

@@ -108,7 +108,7 @@ def parts(found: ShardedTensorBase, expected: torch.Tensor, what: str = "") -> l
     return [(shard.tensor.detach(), narrow_tensor(expected.detach(), shard.metadata)) for shard in shards]
 
 
-def lying_as(found: ShardedTensorBase, plain: torch.Tensor) -> ShardedTensorBase:
+def lying_as(found: ShardedTensorBase, plain: torch.Tensor) -> torch.Tensor:
     """A plain tensor that every rank has, cut as a sharded one: each rank takes its own part, without a message."""
     made: Any = torch.empty_like(found.detach(), dtype=plain.dtype)
     for one, part in parts(made, plain):

@@ -13,10 +13,10 @@ import shardwise
 from shardwise import ChunkShardingSpec, ShardedTensor, ones, zeros
 from shardwise.dispatch import (
     basic_validation,
-    custom_sharded_op_impl,
     custom_sharding_spec_op,
     dispatch_custom_op,
     has_custom_op,
+    register_op,
     registry,
 )
 from shardwise.testing import ranks
@@ -55,7 +55,7 @@ def test_the_order_of_tables() -> None:
         assert not has_custom_op(plain.sharding_spec(), torch.clone)
         assert dispatch_custom_op(special.sharding_spec(), torch.clone, (), (special,), {}, dist.group.WORLD) == "spec"
 
-        @custom_sharded_op_impl(torch.clone)
+        @register_op(torch.clone)
         def override(types: Any, args: Any, kwargs: Any, process_group: Any) -> str:
             return "override"
 
@@ -73,7 +73,7 @@ def test_an_op_that_the_library_does_not_know_can_be_added() -> None:
     tensor, plain = ones(chunks(0, 0, 1), 4, 3), torch.ones(3, 2)
     try:
 
-        @custom_sharded_op_impl(torch.nn.functional.bilinear)
+        @register_op(torch.nn.functional.bilinear)
         def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
             return args, kwargs
 
@@ -86,7 +86,7 @@ def test_an_op_that_the_library_does_not_know_can_be_added() -> None:
 
 def test_a_handler_needs_four_parameters() -> None:
     """Found out when it is registered."""
-    for decorator in (custom_sharded_op_impl(torch.add), custom_sharding_spec_op(ChunkShardingSpec, torch.add)):
+    for decorator in (register_op(torch.add), custom_sharding_spec_op(ChunkShardingSpec, torch.add)):
         with pytest.raises(TypeError, match="expects signature"):
             decorator(lambda types, args: None)
     assert torch.add not in registry.overrides
@@ -104,7 +104,7 @@ def test_an_op_without_a_rule_is_refused_with_a_way_out() -> None:
     message = str(caught.value)
     assert "gather_budget(64)" in message
     assert message.endswith("not supported for ShardedTensor!")
-    assert "custom_sharded_op_impl" in message
+    assert "register_op" in message
     assert "ShardedTensor((4, 4), torch.float32, 2 shards on 2 ranks" in message
     assert "1.," not in message
 

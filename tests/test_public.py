@@ -11,9 +11,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import shardwise
-from shardwise import errors
+from shardwise import errors, old_names
+from shardwise.dispatch import registry
+from shardwise.testing import ranks
 
 ROOT = Path(__file__).parent.parent
 MODULES = [m.name for m in pkgutil.walk_packages(shardwise.__path__, "shardwise.")]
@@ -49,8 +53,29 @@ def test_every_module_says_what_it_is_and_its_examples_work(name: str) -> None:
     module = importlib.import_module(name)
     assert module.__doc__
     names = {"ShardMetadata": shardwise.ShardMetadata, "TensorProperties": shardwise.metadata.TensorProperties}
-    failed, _ = doctest.testmod(module, extraglobs=names)
-    assert failed == 0
+    for found in doctest.DocTestFinder().find(module, extraglobs=names):
+        if not _wants_ranks(found):
+            assert doctest.DocTestRunner().run(found).failed == 0
+
+
+def _wants_ranks(found: doctest.DocTest) -> bool:
+    """Whether the examples speak of the library and do not import it: they are for ranks of a job."""
+    source = "".join(example.source for example in found.examples)
+    return "shardwise." in source and "import" not in source
+
+
+@ranks(2)
+def test_examples_of_public_names_work_on_ranks() -> None:
+    """As they stand in the docstrings, on each of two ranks alike."""
+    names = {"shardwise": shardwise, "torch": torch, "dist": dist}
+    modules = [importlib.import_module(name) for name in MODULES]
+    wanted = [found for module in modules for found in doctest.DocTestFinder().find(module, globs=dict(names))]
+    wanted = [found for found in wanted if _wants_ranks(found)]
+    assert len(wanted) > 15
+    for found in sorted(wanted, key=lambda one: one.name):
+        said: list[str] = []
+        assert doctest.DocTestRunner().run(found, out=said.append).failed == 0, "".join(said)
+    registry.overrides.pop(torch.special.gammaincc)
 
 
 def test_the_version_is_told_once() -> None:
@@ -68,3 +93,27 @@ def test_links_in_documents_lead_somewhere(document: str) -> None:
     for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         if "://" not in link:
             assert ((ROOT / document).parent / link).exists(), link
+
+
+@pytest.mark.parametrize("name", sorted(old_names.MOVED))
+def test_old_names_are_found_with_a_warning(name: str) -> None:
+    """Where they live now; they are no longer among the public ones."""
+    assert name not in shardwise.__all__
+    with pytest.warns(DeprecationWarning, match=rf"shardwise\.{name} is now shardwise\."):
+        assert getattr(shardwise, name) is not None
+
+
+def test_other_names_are_unknown() -> None:
+    """As in any module."""
+    with pytest.raises(AttributeError, match="no attribute 'sharded'"):
+        shardwise.sharded  # noqa: B018
+    assert len(shardwise.__all__) < 40
+
+
+@pytest.mark.parametrize("name", shardwise.__all__)
+def test_every_public_name_is_documented(name: str) -> None:
+    """It says what it gives and, unless it is a module or the base of errors, shows it by an example that is run."""
+    value = getattr(shardwise, name)
+    documented = inspect.getdoc(value)
+    assert documented
+    assert ">>>" in documented or isinstance(value, ModuleType) or value is errors.ShardwiseError

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.process_group import in_step, raises_alone
-from shardwise.testing import RankFailure, ranks, run_on_ranks
+from shardwise.testing import RankFailure, pool, ranks, run_on_ranks
 
 
 def rank_and_size(offset: int = 0) -> tuple[int, int]:
@@ -105,8 +105,9 @@ def test_each_task_starts_clean() -> None:
     assert first[0][1] == 1
 
 
-def test_a_failing_rank_is_named_with_its_own_traceback() -> None:
+def test_a_failing_rank_is_named_with_its_own_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it compared, what it printed, and where the others were; the next task finds new ranks."""
+    monkeypatch.setattr(pool, "GRACE", 1.0)
     with pytest.raises(RankFailure) as caught:
         run_on_ranks(3, fails_on, 1)
     report = str(caught.value)
@@ -151,8 +152,11 @@ def test_what_rank_0_prints_is_heard_here_if_asked_for(capsys: pytest.CaptureFix
     assert capsys.readouterr().out == "rank 0 says █░\r██\nrank 0 says " + "ä" * 10_001
 
 
-def test_what_was_heard_is_told_before_the_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_heard_is_told_before_the_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And is in its report too."""
+    monkeypatch.setattr(pool, "GRACE", 1.0)
     with pytest.raises(RankFailure, match="rank 0 was here"):
         run_on_ranks(2, fails_on, 0, echo=True)
     assert capsys.readouterr().out == "rank 0 was here\n"

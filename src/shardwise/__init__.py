@@ -7,9 +7,9 @@
 Names that serve the old system, `torch.distributed._shard`, are in the modules of this package, and on the drop-in.
 """
 
-from typing import Any
+from typing import Any as _Any
 
-from shardwise import errors, huggingface, old_names, ops, plans
+from shardwise import huggingface, old_names, plans
 from shardwise.api import fill_buffers, shard_module
 from shardwise.checkpoint import load, save
 from shardwise.dispatch import register_op
@@ -54,7 +54,6 @@ __all__ = [
     "check",
     "draw",
     "empty",
-    "errors",
     "explain",
     "fill_buffers",
     "from_dtensor",
@@ -81,5 +80,5 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
     return old_names.found(name, __name__)

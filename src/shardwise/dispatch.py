@@ -98,10 +98,12 @@ def register_op(func: Op) -> Callable[[Handler], Handler]:
     The handler is called on every rank that calls the function, as ``handler(types, args, kwargs, process_group)``, in
     the place of what the library would do. It computes on the local tensors, and talks by itself if need be::
 
-        @shardwise.register_op(torch.nn.functional.gelu)
-        def gelu(types, args, kwargs, process_group):
-            x = args[0]
-            return shardwise.from_local(torch.nn.functional.gelu(x.local_tensor()))
+        >>> @shardwise.register_op(torch.special.gammaincc)
+        ... def gammaincc(types, args, kwargs, process_group):
+        ...     return shardwise.from_local(torch.special.gammaincc(*(one.local_tensor() for one in args)))
+        >>> x = shardwise.ones(0, 4)
+        >>> torch.special.gammaincc(x, x).shape
+        torch.Size([4])
 
     Raises `SignatureError` for a handler that cannot be called so.
     """

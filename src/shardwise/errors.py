@@ -52,7 +52,7 @@ import builtins
 
 
 class ShardwiseError(Exception):
-    """Base of every error raised by shardwise."""
+    """Base of every error raised by shardwise, each of which is a builtin error, too: see `shardwise.errors`."""
 
 
 class LayoutError(ShardwiseError, ValueError):

@@ -42,7 +42,11 @@ _new = object.__new__
 
 @dataclass(slots=True, init=False)
 class ShardMetadata:
-    """One shard: where it begins in the tensor, how large it is, and where it is placed."""
+    """One shard: where it begins in the tensor, how large it is, and where it is placed.
+
+    >>> ShardMetadata([2, 0], [2, 4], "rank:1/cpu").placement.rank()
+    1
+    """
 
     shard_offsets: list[int]
     shard_sizes: list[int]

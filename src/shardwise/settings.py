@@ -80,7 +80,13 @@ def gather_budget(max_bytes: int) -> Iterator[None]:
     raises otherwise. 0 means never. What does not count is an operand that is broadcast along what is cut and is no
     larger than a rank's share of the result: every rank needs all of it. Nor does, unless the budget is 0, what another
     op has made if it is multiplied by a matrix and is no larger than the product: layers whose weights lie apart need
-    all of what comes in, however large it is. Must be the same on every rank.
+    all of what comes in, however large it is. Must be the same on every rank. What is beyond it raises
+    `UnsupportedOpError` on every rank::
+
+        >>> x = shardwise.rand(0, 600, 600)
+        >>> with shardwise.gather_budget(4 * 2**20):
+        ...     torch.linalg.svdvals(x).shape  # needs all of it
+        torch.Size([600])
     """
     with changed(gather_budget=int(max_bytes)):
         yield

@@ -17,6 +17,7 @@ from shardwise import (
     ShardingPlan,
     ShardingSpec,
     ShardMetadata,
+    plans,
 )
 
 Cut = Callable[[str, torch.Tensor], ShardingSpec | None]
@@ -70,6 +71,12 @@ def tensor_parallel(model: str) -> Cut:
         return ReplicatedShardingSpec(everywhere()) if "norm" in name else None
 
     return cut
+
+
+def planned(model: nn.Module) -> Cut:
+    """The plan that the library makes for tensor parallelism."""
+    specs = plans.tensor_parallel(model).plan
+    return lambda name, _: specs.get(name)
 
 
 def plan_of(model: nn.Module, cut: Cut) -> ShardingPlan:

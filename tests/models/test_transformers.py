@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.models.plans import columns, rows, tensor_parallel, uneven
+from tests.models.plans import columns, planned, rows, tensor_parallel, uneven
 from tests.models.twins import assert_trains_alike, joined, sharded
 from tests.models.zoo import ZOO, loss_of, made
 
@@ -35,5 +35,5 @@ def test_nothing_is_gathered_for_a_model(name: str) -> None:
     """At a gather budget of zero, as it must be for models of real size."""
     plain, inputs, tolerance = made(name), ZOO[name].inputs(), ZOO[name].tolerance
     with shardwise.gather_budget(0):
-        for cut, given in ((rows, inputs), (tensor_parallel(name), joined(inputs))):
+        for cut, given in ((rows, inputs), (planned(plain), joined(inputs))):
             assert_trains_alike(sharded(plain, cut), plain, given, inputs, loss_of, tolerance)

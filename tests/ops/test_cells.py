@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.layout.grids import layouts
 
+from shardwise import ChunkShardingSpec
 from shardwise.layout import Grid, Layout, Places
 from shardwise.layout.listing import Listing
-from shardwise.ops.engine.cells import _one_by_one, cells_of, contributing, projected
+from shardwise.ops.engine.cells import _one_by_one, cells_of, contributing, projected, without_repeats
 from shardwise.ops.engine.rule import Along, Reduction, Rule
 from shardwise.ops.engine.schedule import Operand, Schedule, make_joining, make_schedule, size_of
 from shardwise.placement import Placement
@@ -71,6 +72,39 @@ def test_cells_by_rule_are_those_of_the_boxes(rule: Rule, data: st.DataObject) -
         assert made.boxes.offsets.tolist() == offsets.tolist()
         assert made.boxes.sizes.tolist() == sizes.tolist()
         assert made.places == found.places
+
+
+@given(rules(), st.data())
+@settings(max_examples=200)
+def test_a_place_is_brought_each_box_once(rule: Rule, data: st.DataObject) -> None:
+    """However many of its cells need it, each of which finds it."""
+    cells = cells_of(rule, 0, data.draw(layouts(tuple(size_of(rule, rule.operands[0])))))
+    if cells is None:
+        return
+    for dims in rule.operands:
+        target = projected(cells, dims, tuple(size_of(rule, dims)))
+        brought, rows = without_repeats(target)
+        boxes = [
+            (place, tuple(brought.boxes.offsets[k]), tuple(brought.boxes.sizes[k]))
+            for k, place in enumerate(brought.places)
+        ]
+        assert len(set(boxes)) == len(boxes)
+        for row in range(len(target)):
+            at = row if rows is None else rows[row]
+            assert boxes[at] == (target.place(row), tuple(target.boxes.offsets[row]), tuple(target.boxes.sizes[row]))
+
+
+def test_layers_packed_in_one_weight_get_their_input_once() -> None:
+    """As much of it travels as for one layer of that size."""
+    rule = Rule((4, 6, 12), ((Along(0), Along(1)), (Along(1), Along(2))), ((Along(0), Along(2)),), reduction=SUM)
+    moved = []
+    for packed in (1, 3):
+        rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]).layout((4, 6))
+        weight = ChunkShardingSpec(1, ["rank:0/cpu", "rank:1/cpu"] * packed).layout((6, 12))
+        schedule = make_schedule(rule, (Operand(rows, 8), Operand(weight, 8)), EVERYONE[:2], 1 << 40, 1)
+        assert schedule is not None
+        moved.append(schedule.moved)
+    assert moved == [4 * 6 * 8] * 2
 
 
 @given(rules(), st.data())

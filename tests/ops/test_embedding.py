@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import ALL, CUTS, SIZE, assert_close, assert_holds, boxes, chunks, places
+from tests.disagreement.given import impatient
 from tests.ops.tables import BAGS, BATCHES, OPTIONS, sent, shards_close, table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -232,9 +233,8 @@ def test_ranks_that_do_not_have_the_same_ids_are_told() -> None:
     """An own batch passed as it is, of another size or of other values: every rank raises, before anything moves."""
     weight, here = shard_tensor(table(), chunks(0, 0, 1)), dist.get_rank()
     for ids in (torch.arange(3 + here), torch.tensor([1, 2, here])):
-        with pytest.raises(
-            RankMismatchError, match=r"plain ids \(what is each rank's own is said with shardwise.from_local\)"
-        ):
+        said = r"plain ids \(what is each rank's own is said with shardwise.from_local\)"
+        with impatient(), pytest.raises(RankMismatchError, match=said):
             functional.embedding(ids, weight)
     with pytest.raises(PropertyError, match="id 7 in a table of 7"):
         functional.embedding(torch.tensor([0, 7]), weight)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import chunks
+from tests.disagreement.given import impatient
 from tests.ops.tables import close, own, table
 from torch.nn import functional
 
@@ -71,7 +72,7 @@ def test_a_mistake_of_one_rank_stops_all(mistake: str) -> None:
     weight = shard_tensor(table(), chunks(0, 0, 1))
     if dist.get_rank() == 0:
         call = right
-    with pytest.raises(kind, match=message):
+    with impatient(), pytest.raises(kind, match=message):
         call(weight)
     close(functional.embedding(torch.tensor([6]), weight), table()[[6]])
 
@@ -86,7 +87,8 @@ def test_what_is_no_table_and_what_ranks_disagree_on() -> None:
     with pytest.raises(PropertyError, match="with data"):
         functional.embedding(ids, shardwise.zeros(shardwise.ChunkShardingSpec(0, ["rank:0/meta", "rank:1/meta"]), 4, 2))
     weight = shard_tensor(table(), chunks(0, 0, 1))
-    with pytest.raises(RankMismatchError, match="options"):
-        functional.embedding(ids, weight, padding_idx=dist.get_rank())
-    with pytest.raises(RankMismatchError, match="requires_grad"), torch.set_grad_enabled(dist.get_rank() == 0):
-        functional.embedding(ids, shard_tensor(table(), chunks(0, 0, 1)).requires_grad_())
+    with impatient():
+        with pytest.raises(RankMismatchError, match="options"):
+            functional.embedding(ids, weight, padding_idx=dist.get_rank())
+        with pytest.raises(RankMismatchError, match="requires_grad"), torch.set_grad_enabled(dist.get_rank() == 0):
+            functional.embedding(ids, shard_tensor(table(), chunks(0, 0, 1)).requires_grad_())

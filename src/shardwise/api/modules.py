@@ -34,7 +34,9 @@ def shard_module(
     part of a `ShardingPlan`: by names and patterns, the dim of each parameter that is cut over all ranks, or None for
     replicas, or a spec::
 
-        shard_module(model, {"**.q_proj.weight": 0, "**.o_proj.weight": 1, "**.bias": None})
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+        >>> shardwise.shard_module(model, {"0.*": 0, "2.weight": 1, "2.bias": None})(torch.ones(2, 4)).shape
+        torch.Size([2, 4])
 
     Parameters get the
     values that the group's rank ``src_rank`` has, as in `shard_parameter`, one after the other: each plain one is freed

@@ -32,9 +32,12 @@ def to_dtensor(
     Without placements, those are taken that describe how the tensor lies. Where it lies as the DTensor does, the two
     share memory and only a digest travels; else it is moved first. The mesh's ranks are in the tensor's group; those
     of the group that are not in the mesh get a DTensor without data. The gradient of what a DTensor replicates is whole
-    on each rank, and is counted once here. A `PartialTensor` becomes `Partial`, a `ReplicatedTensor` `Replicate`::
+    on each rank, and is counted once here. A `PartialTensor` becomes `Partial`, a `ReplicatedTensor` `Replicate`.
+    Raises `SpecError` if no placements describe how the tensor lies::
 
-        weight.to_dtensor(init_device_mesh("cpu", (4,)), [Shard(0)])
+        >>> mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        >>> shardwise.to_dtensor(shardwise.zeros(0, 4, 4), mesh).placements
+        (Shard(dim=0),)
     """
     made: DTensor = _conversion().to_dtensor(tensor, mesh, placements)
     return made
@@ -49,7 +52,12 @@ def from_dtensor(
     tensor is moved to that spec. A replicated DTensor has a replica on each of those ranks, a partial one is reduced
     first. The tensor belongs to the default group if the mesh has all its ranks, else to the mesh's own group; a mesh
     of several axes that has some ranks only has none for all of them, and needs ``process_group``. The tensor then
-    belongs to that one, all of whose ranks call it and which has all ranks of the mesh.
+    belongs to that one, all of whose ranks call it and which has all ranks of the mesh::
+
+        >>> mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        >>> dtensor = shardwise.zeros(0, 4, 4).to_dtensor(mesh)
+        >>> shardwise.from_dtensor(dtensor).sharding == shardwise.zeros(0, 4, 4).sharding
+        True
     """
     made: ShardedTensor = _conversion().from_dtensor(dtensor, spec, process_group)
     return made

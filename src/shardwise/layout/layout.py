@@ -34,7 +34,16 @@ Where = Iterable[PlacementLike | Placement | None] | Places
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Boxes on ranks for one size. Two layouts are equal when all their boxes and places are, in order."""
+    """Boxes on ranks for one size. Two layouts are equal when all their boxes and places are, in order.
+
+    ``tensor.sharding`` is one, and ``spec.layout(size)``. Printed, it is a picture; so it is in a notebook::
+
+        >>> layout = shardwise.zeros(0, 5, 4).sharding
+        >>> layout.size, len(layout), layout.has_replicas
+        (torch.Size([5, 4]), 2, False)
+        >>> layout.boxes.offsets.tolist(), layout.ranks.tolist()
+        ([[0, 0], [3, 0]], [0, 1])
+    """
 
     size: torch.Size
     pattern: Grid | Listing
@@ -335,6 +344,9 @@ class Layout:
 
     def _repr_html_(self) -> str:
         return self._picture_().html()
+
+    def __str__(self) -> str:
+        return str(self._picture_())
 
     def __repr__(self) -> str:
         ranks = self.places.different_ranks[self.places.different_ranks >= 0]

@@ -46,7 +46,10 @@ def validation(enabled: bool = True, *, values: bool = False, strict: bool = Fal
     with sharded ones: it must be the same on every rank, as it is not after an unseeded `torch.rand`, or where a rank
     passes its own batch without `from_local`. They are compared bit by bit. The error names the op, the argument and
     the ranks. Every such call waits for all ranks, and reads all of the plain tensor. What runs within a backward, such
-    as a checkpoint that computes again, is not compared.
+    as a checkpoint that computes again, is not compared::
+
+        >>> with shardwise.validation(values=True):
+        ...     y = shardwise.ones(0, 4, 2) * torch.tensor([1.0, 2.0])  # a plain tensor, the same on every rank
     """
     strict, enabled = strict or values, enabled or strict or values
     with settings.changed(validate=enabled, strict=strict), _ValuesCompared() if values else nullcontext():

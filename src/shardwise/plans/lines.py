@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ class Lines:
     device_type: str | None  # None: where the parameter is
     weights: tuple[float, ...] | None
     process_group: ProcessGroup
+    _made: dict[Any, tuple[ShardingSpec, str]] = field(default_factory=dict, init=False)  # most parameters are alike
 
     @staticmethod
     def of(mesh: DeviceMesh | None, weights: Sequence[float] | None, process_group: ProcessGroup | None) -> Lines:
@@ -69,24 +71,30 @@ class Lines:
 
         Of several parts, a rank has a piece of each.
         """
-        count = len(self)
-        kind = self._device_type(parameter)
-        rows = [[_place(rank, kind) for rank in row] * len(parts) for row in self.ranks.tolist()]
-        sizes: list[int] | None = None
-        if self.weights is not None:
-            shares = [[n * part.unit for n in weighted_sizes(part.units, self.weights)] for part in parts]
-            sizes = [size for share in shares for size in share]
-        elif len(parts) > 1 and (len({part.size for part in parts}) > 1 or parts[0].size % count):
-            even = [[part.size // count + (k < part.size % count) for k in range(count)] for part in parts]
-            sizes = [size for share in even for size in share]
-        said = f"dim {dim}" if len(parts) == 1 else f"{len(parts)} parts of dim {dim}"
-        said += f" as {' | '.join(map(str, sizes[:count]))}" if sizes and len(parts) == 1 else f" over {count} ranks"
+        key = self._device_type(parameter), dim, tuple(parts)
+        if key not in self._made:
+            self._made[key] = self._spec(*key)
+        return self._made[key]
+
+    def _spec(self, device_type: str, dim: int, parts: tuple[Part, ...]) -> tuple[ShardingSpec, str]:
+        sizes = [size for share in map(self._sizes, parts) for size in share]
+        rows = [[_place(rank, device_type) for rank in row] * len(parts) for row in self.ranks.tolist()]
+        if len(parts) > 1:
+            said = f"{len(parts)} parts of dim {dim} over {len(self)} ranks"
+        elif self.weights is not None:
+            said = f"dim {dim} as {' | '.join(map(str, sizes))}"
+        else:
+            said = f"dim {dim} over {len(self)} ranks"
         if len(rows) > 1:
             said += f", {len(rows)} replicas"
-            return GridShardingSpec((None, dim), rows, sizes=[None, sizes]), said
-        if sizes is not None:
-            return GridShardingSpec((dim,), rows[0], sizes=[sizes]), said
-        return ChunkShardingSpec(dim, rows[0]), said
+        even = self.weights is None and (len(parts) == 1 or len(set(sizes)) == 1)
+        if len(rows) > 1:
+            return GridShardingSpec((None, dim), rows, sizes=None if even else [None, sizes]), said
+        return ChunkShardingSpec(dim, rows[0]) if even else GridShardingSpec((dim,), rows[0], sizes=[sizes]), said
+
+    def _sizes(self, part: Part) -> list[int]:
+        """How much of a part each rank has: in proportion, in whole units."""
+        return [units * part.unit for units in weighted_sizes(part.units, self.weights or (1,) * len(self))]
 
     def _device_type(self, parameter: torch.Tensor) -> str:
         """The mesh's; else where the parameter is, if the group can move it from there."""
@@ -102,7 +110,9 @@ def _place(rank: int, device_type: str) -> RemoteDevice:
 def _rows_of(mesh: DeviceMesh) -> IntArray:
     """The lines along a mesh of one axis and, if it is part of a larger one, all lines parallel to it."""
     if not isinstance(mesh, DeviceMesh):
-        raise PlanError(f"a plan is made over a DeviceMesh of one axis, such as mesh['tp'], found {type(mesh).__name__}")
+        raise PlanError(
+            f"a plan is made over a DeviceMesh of one axis, such as mesh['tp'], found {type(mesh).__name__}"
+        )
     line, root = mesh_ranks(mesh), mesh_ranks(mesh._get_root_mesh())
     if line.ndim != 1:
         names = mesh.mesh_dim_names or ()

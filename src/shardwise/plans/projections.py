@@ -1,7 +1,7 @@
 """The usual names of projections, and what tensor parallelism does with each of them.
 
-Layers come in pairs: the first is cut along its outputs ("column" in the field's words, for a weight that is written the
-other way round), the second along its inputs, so that what is between them lies in pieces and is never sent.
+Layers come in pairs: the first is cut along its outputs ("column", as the field says of the weight of outputs by
+inputs turned), the second along its inputs ("row"), so that what is between them lies in pieces and is never sent.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ DOWN = Role("row", "second of a pair of layers")
 QUERY = Role("column", "queries of attention", "queries")
 KEY = Role("column", "keys or values of attention", "keys")
 OUT = Role("row", "output of attention", "queries")
-PACKED = Role("column", "queries, keys and values of attention, one behind the other", "queries", "qkv")
-BY_HEAD = Role("column", "queries, keys and values of attention, head by head", "keys")
-HALVES = Role("column", "gate and first of a pair of layers, one behind the other", packed="halves")
+PACKED = Role("column", "queries, keys and values in one", "queries", "qkv")
+BY_HEAD = Role("column", "queries, keys and values in one, head by head", "keys")
+HALVES = Role("column", "gate and first of a pair of layers in one", packed="halves")
 WORDS = Role("column", "one row for each word")
 FEW = Role("plain", "a small table")
 EXPERTS = Role("experts", "one matrix for each expert")
 
 _NAMES = {
-    UP: "fc1 fc_in lin1 linear1 linear_fc1 up_proj gate_proj w1 w3 wi wi_0 wi_1 c_fc dense_h_to_4h intermediate_dense ffn",
+    UP: "fc1 fc_in lin1 linear1 linear_fc1 up_proj gate_proj w1 w3 wi wi_0 wi_1 c_fc dense_h_to_4h intermediate_dense "
+    "ffn",
     DOWN: "fc2 fc_out lin2 linear2 linear_fc2 down_proj w2 dense_4h_to_h output_dense ffn_output out_proj c_proj wo Wo",
     QUERY: "q_proj query q q_lin wq to_q q_attn query_proj linear_q q_b_proj kv_b_proj",
     KEY: "k_proj key k k_lin wk to_k key_proj linear_k v_proj value v v_lin wv to_v value_proj linear_v",
@@ -50,7 +51,7 @@ _NAMES = {
     WORDS: "lm_head embed_out",
 }
 ROLES = {name: role for role, names in _NAMES.items() for name in names.split()}
-IN_ATTENTION = {name: OUT for name in ("out_proj", "c_proj", "wo", "Wo", "dense", "proj", "to_out")}
+IN_ATTENTION = dict.fromkeys(("out_proj", "c_proj", "wo", "Wo", "dense", "proj", "to_out"), OUT)
 NO_WORDS = ("position", "pos_emb", "wpe", "type", "relative", "segment")  # in the names of small tables
 
 
@@ -80,7 +81,7 @@ def role_of(path: str, modules: Mapping[str, nn.Module], words: frozenset[int]) 
     if name == "dense" and around:
         return {"intermediate": UP, "output": DOWN}.get(around[-1])
     if name == "c_attn" and getattr(above, "is_cross_attention", False) is True:
-        return Role("column", "keys and values of attention, one behind the other", "keys", "kv")
+        return Role("column", "keys and values in one", "keys", "kv")
     if name in ROLES:
         return ROLES[name]
     rows = getattr(module, "out_features", None)

@@ -6,8 +6,11 @@ import re
 from dataclasses import dataclass, field
 
 from shardwise.sharding_plan import ShardingPlan
+from shardwise.sharding_spec import ShardingSpec
 
 HEADINGS = ("parameter", "size", "cut", "why")
+LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a number between dots
+PLAIN = "plain"
 
 
 @dataclass(frozen=True)
@@ -29,17 +32,18 @@ class ReasonedPlan(ShardingPlan):
     plain.
     """
 
+    plan: dict[str, ShardingSpec]
     reasons: tuple[Reason, ...] = field(default=(), repr=False)
 
     def __str__(self) -> str:
-        lines: dict[tuple[str, ...], int] = {}
+        alike: dict[tuple[str, ...], list[str]] = {}  # the names of those that a line stands for
         for one in self.reasons:
-            key = re.sub(r"(?<![^.])\d+(?![^.])", "*", one.name), "×".join(map(str, one.size)) or "scalar", one.cut, one.why
-            lines[key] = lines.get(key, 0) + 1
+            size = "×".join(map(str, one.size)) or "scalar"
+            alike.setdefault((LAYER.sub("*", one.name), size, one.cut, one.why), []).append(one.name)
         table = [HEADINGS]
-        for (name, *others), count in lines.items():
-            table.append((f"{name}  ({count}×)" if count > 1 else name, *others))  # type: ignore[arg-type] # of four
+        for (pattern, size, cut, why), names in alike.items():
+            table.append((f"{pattern}  ({len(names)}×)" if len(names) > 1 else names[0], size, cut, why))
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        rows = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
-        cut = sum(one.cut != "plain" for one in self.reasons)
-        return "\n".join((*rows, f"{cut} of {len(self.reasons)} parameters are cut"))
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+        cut_ones = sum(one.cut != PLAIN for one in self.reasons)
+        return "\n".join((*lines, f"{cut_ones} of {len(self.reasons)} parameters are cut"))

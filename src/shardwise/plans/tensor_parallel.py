@@ -17,7 +17,7 @@ from shardwise.plans.heads import Heads, heads_around
 from shardwise.plans.lines import Lines, Part
 from shardwise.plans.names import Named
 from shardwise.plans.projections import Role, is_turned, role_of, vocabularies
-from shardwise.plans.reasons import Reason, ReasonedPlan
+from shardwise.plans.reasons import PLAIN, Reason, ReasonedPlan
 from shardwise.sharding_plan import ModuleTree
 from shardwise.sharding_plan.steps import require_sized
 from shardwise.sharding_spec import ShardingSpec
@@ -51,21 +51,21 @@ def tensor_parallel(
         >>> dist.init_process_group("fake", rank=0, world_size=2)
         >>> print(tensor_parallel(nn.TransformerEncoderLayer(8, nhead=2, dim_feedforward=16)))
         parameter                  size  cut                            why
-        self_attn.in_proj_weight   24×8  3 parts of dim 0 over 2 ranks  queries, keys and values of attention, one behind the other, 2 heads
-        self_attn.in_proj_bias     24    3 parts of dim 0 over 2 ranks  queries, keys and values of attention, one behind the other, 2 heads
+        self_attn.in_proj_weight   24×8  3 parts of dim 0 over 2 ranks  queries, keys and values in one, 2 heads
+        self_attn.in_proj_bias     24    3 parts of dim 0 over 2 ranks  queries, keys and values in one, 2 heads
         self_attn.out_proj.weight  8×8   dim 1 over 2 ranks             output of attention, 2 heads
-        self_attn.out_proj.bias    8     plain                          output of attention, added once, to the sum
+        self_attn.out_proj.bias    8     plain                          output of attention, added to the sum
         linear1.weight             16×8  dim 0 over 2 ranks             first of a pair of layers
         linear1.bias               16    dim 0 over 2 ranks             first of a pair of layers
         linear2.weight             8×16  dim 1 over 2 ranks             second of a pair of layers
-        linear2.bias               8     plain                          second of a pair of layers, added once, to the sum
+        linear2.bias               8     plain                          second of a pair of layers, added to the sum
         norm1.weight               8     plain                          a norm
         norm1.bias                 8     plain                          a norm
         norm2.weight               8     plain                          a norm
         norm2.bias                 8     plain                          a norm
-        8 of 12 parameters are cut
+        6 of 12 parameters are cut
         >>> dist.destroy_process_group()
-    """  # noqa: E501
+    """
     lines = Lines.of(mesh, weights, process_group)
     chooser = _Chooser(model, lines)
     tree = chooser.tree
@@ -81,7 +81,7 @@ def tensor_parallel(
         said = next((each for each in choices if choices[each].parts), name)
         chosen = choices[said]
         why = chosen.why if said == name else f"{chosen.why}: tied to {said}"
-        cut = "plain"
+        cut = PLAIN
         if chosen.parts:
             specs[name], cut = lines.spec(parameter, chosen.dim, chosen.parts)
         reasons.append(Reason(name, tuple(parameter.shape), cut, why))
@@ -119,7 +119,7 @@ class _Chooser:
             return Choice(_why_plain(modules[name.rpartition(".")[0]]))
         dim = named.dim(role.kind, parameter.ndim, turned=is_turned(named.layer, modules))
         if dim is None:
-            also = ", added once, to the sum" if named.is_bias and role.kind == "row" else ""
+            also = ", added to the sum" if named.is_bias and role.kind == "row" else ""
             return Choice(role.what + also)
         return self._cut(name, role, dim, parameter.shape[dim], heads_around(named.layer, modules))
 

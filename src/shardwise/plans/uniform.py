@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.plans.lines import Lines, Part
-from shardwise.plans.reasons import Reason, ReasonedPlan
+from shardwise.plans.reasons import PLAIN, Reason, ReasonedPlan
 from shardwise.sharding_plan import ModuleTree
 from shardwise.sharding_plan.steps import require_sized
 from shardwise.sharding_spec import ShardingSpec
@@ -34,15 +34,14 @@ def fully_sharded(
 
         >>> import torch.distributed as dist
         >>> dist.init_process_group("fake", rank=0, world_size=3)
-        >>> model = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4), nn.Linear(4, 1))
-        >>> print(fully_sharded(model, weights=[1, 1, 0.5]))
-        parameter  size  cut                why
-        0.weight   4×6   dim 1 as 2 | 3 | 1  its longest dim
-        0.bias     4     dim 0 as 2 | 1 | 1  its longest dim
-        1.weight   4     dim 0 as 2 | 1 | 1  its longest dim
-        1.bias     4     dim 0 as 2 | 1 | 1  its longest dim
-        2.weight   1×4   dim 1 as 2 | 1 | 1  its longest dim
-        2.bias     1     plain               fewer elements than ranks
+        >>> model = nn.Sequential(nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+        >>> print(fully_sharded(model, weights=[2, 1, 1]))
+        parameter     size  cut                 why
+        0.weight      8×16  dim 1 as 8 | 4 | 4  its longest dim
+        *.bias  (2×)  8     dim 0 as 4 | 2 | 2  its longest dim
+        1.weight      8     dim 0 as 4 | 2 | 2  its longest dim
+        2.weight      1×8   dim 1 as 4 | 2 | 2  its longest dim
+        2.bias        1     plain               fewer elements than ranks
         5 of 6 parameters are cut
         >>> dist.destroy_process_group()
     """
@@ -91,7 +90,7 @@ def _plan(model: nn.Module, lines: Lines, choice: Choice) -> ReasonedPlan:
         parameter = place.get()
         require_sized(name, parameter)
         dim, why = choice(parameter)
-        cut = "plain"
+        cut = PLAIN
         if dim is not None:
             specs[name], cut = lines.spec(parameter, dim, [Part(parameter.shape[dim], parameter.shape[dim])])
         reasons.append(Reason(name, tuple(parameter.shape), cut, why))

@@ -180,6 +180,9 @@ def check(process_group: ProcessGroup | None = None) -> None:
 
     Raises a RankMismatchError on every rank if they are not in step: it names the first calls that differ, and their
     places in the users' code. Ranks also compare where they meet anyway, such as in `item`, `full_tensor` and `save`.
+    A small message travels::
+
+        >>> shardwise.check()  # all ranks have done the same
     """
     in_step(or_default(process_group), lambda: (None, {"verb": "check"}))
 

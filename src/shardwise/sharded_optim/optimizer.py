@@ -31,7 +31,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     looks at whole parameters gets each whole on one rank, for the time of the step. One that looks at all of them at
     once, such as LBFGS, gets all of them on every rank, with its state. Every rank makes it, alike; a digest travels::
 
-        optimizer = ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, lr=1e-3)
+        >>> model = shardwise.shard_module(torch.nn.Linear(4, 4), {"weight": 0, "bias": None})
+        >>> optimizer = shardwise.ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, lr=1e-3)
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> sorted(optimizer.state_dict()["state"]["weight"])
+        ['exp_avg', 'exp_avg_sq', 'step']
+
+    Raises `OptimizerError` for an optimizer that cannot train these parameters.
     """
 
     def __init__(

@@ -63,8 +63,8 @@ def undeclared(optimizer_class: type, name: str) -> OptimizerError:
     return OptimizerError(
         f"{kind} is not one of torch's own optimizers, so it is not known whether it may update the shards of "
         f"{name!r} one by one. Say what its update of an element looks at: UpdateScope({kind}, 'element') for that "
-        f"element alone, UpdateScope({kind}, 'tensor') for the whole parameter, UpdateScope({kind}, 'model') for several "
-        "parameters (from shardwise.sharded_optim)"
+        f"element alone, UpdateScope({kind}, 'tensor') for the whole parameter, UpdateScope({kind}, 'model') for "
+        "several parameters (from shardwise.sharded_optim)"
     )
 
 

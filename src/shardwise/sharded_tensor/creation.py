@@ -59,25 +59,49 @@ def _shows_options(factory: Callable[P, R]) -> Callable[P, R]:
 
 @_shows_options
 def empty(sharding_spec: How, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """A tensor with uninitialised shards. Every rank of the group calls it; only a digest travels."""
+    """A tensor with uninitialised shards. Every rank of the group calls it; only a digest travels.
+
+    The sharding is said as in `shardwise.shard`: a spec, a dim that is cut over all ranks, or None for a replica on
+    each. The shards are where the spec says, else on the accelerator if the group's backend moves it. ``dtype`` is
+    torch's default when not given, ``process_group`` the default group. Raises `SpecError` if the spec cannot cut this
+    size, `RankMismatchError` on every rank if they do not ask for the same::
+
+        >>> shardwise.empty(0, 5, 4).local_tensor().shape[1]
+        4
+    """
     return ShardedTensor(sharding_spec, *size, **options)
 
 
 @_shows_options
 def zeros(sharding_spec: How, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """A tensor of zeros. Every rank of the group calls it; only a digest travels."""
+    """A tensor of zeros. Every rank of the group calls it; only a digest travels. Arguments are those of `empty`::
+
+    >>> shardwise.zeros(0, (5, 4), dtype=torch.int64).sum().item()
+    0
+    """
     return ShardedTensor._filled(torch.Tensor.zero_, "zeros", sharding_spec, size, **options)
 
 
 @_shows_options
 def ones(sharding_spec: How, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """A tensor of ones. Every rank of the group calls it; only a digest travels."""
+    """A tensor of ones. Every rank of the group calls it; only a digest travels. Arguments are those of `empty`::
+
+    >>> shardwise.ones(None, 5).sum().item()  # replicas are one value
+    5.0
+    """
     return ShardedTensor._filled(lambda shard: shard.fill_(1), "ones", sharding_spec, size, **options)
 
 
 @_shows_options
 def full(sharding_spec: How, size: Sequence[int], fill_value: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """A tensor of one value, of torch's default dtype unless told otherwise. Every rank calls it."""
+    """A tensor of one value, of torch's default dtype unless told otherwise. Every rank calls it; a digest travels.
+
+    The other arguments are those of `empty`::
+
+        >>> shardwise.full(0, (2, 2), 7).full_tensor()
+        tensor([[7., 7.],
+                [7., 7.]])
+    """
     verb = f"full of {fill_value}"
     return ShardedTensor._filled(lambda shard: shard.fill_(fill_value), verb, sharding_spec, (size,), **options)
 
@@ -86,7 +110,12 @@ def full(sharding_spec: How, size: Sequence[int], fill_value: Any, **options: Un
 def rand(sharding_spec: How, *size: Any, **options: Unpack[RandomOptions]) -> ShardedTensor:
     """A tensor drawn uniformly from [0, 1), each rank from its own generator. Every rank calls it.
 
-    With a `shardwise.random.TileGenerator` as ``generator``, the values do not depend on the sharding.
+    With a `shardwise.random.TileGenerator` as ``generator``, the values do not depend on the sharding. The other
+    arguments are those of `empty`::
+
+        >>> x = shardwise.rand(0, 100, 4)
+        >>> 0 <= x.min().item() < x.max().item() < 1
+        True
     """
     return ShardedTensor._filled(
         torch.Tensor.uniform_, "rand", sharding_spec, size, draw=lambda t, g: t.uniform_(generator=g), **options
@@ -97,7 +126,12 @@ def rand(sharding_spec: How, *size: Any, **options: Unpack[RandomOptions]) -> Sh
 def randn(sharding_spec: How, *size: Any, **options: Unpack[RandomOptions]) -> ShardedTensor:
     """A tensor drawn from the standard normal distribution, each rank from its own generator. Every rank calls it.
 
-    With a `shardwise.random.TileGenerator` as ``generator``, the values do not depend on the sharding.
+    With a `shardwise.random.TileGenerator` as ``generator``, the values do not depend on the sharding. The other
+    arguments are those of `empty`::
+
+        >>> x = shardwise.randn(0, 100, 4)
+        >>> x.std().item() > 0
+        True
     """
     return ShardedTensor._filled(
         torch.Tensor.normal_, "randn", sharding_spec, size, draw=lambda t, g: t.normal_(generator=g), **options

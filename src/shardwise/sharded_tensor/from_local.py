@@ -52,11 +52,16 @@ def from_local(
     collective. With ``sizes``, the size on each rank in the order of the group, nothing travels and nothing is
     compared; whether it wants a gradient must then be the same on every rank::
 
-        batch = shardwise.from_local(my_rows)  # each rank's own rows; model(batch) is over all of them
+        >>> my_rows = torch.ones(1 + dist.get_rank(), 8)
+        >>> batch = shardwise.from_local(my_rows)  # each rank's own rows; model(batch) is over all of them
+        >>> batch.shape
+        torch.Size([3, 8])
 
     On a mesh, ``dim`` may have an entry for each axis: the dim that is joined along it, or None where the ranks along
     that axis have the same tensor. ``from_local(rows, (0, None), mesh=mesh)``: rows along the first axis, each part
     on all ranks along the second. One dim is joined along all axes, in the order of the mesh.
+
+    Raises `RankMismatchError` on every rank if the tensors do not fit together.
 
     What ``local`` was computed from is this rank's own too: a plain parameter that was used for it gets this rank's
     part of its gradient. Join first, and then compute with parameters.

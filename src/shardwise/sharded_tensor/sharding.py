@@ -44,12 +44,19 @@ def shard(
 
     ``how`` is the sharding: a dim that is cut over all ranks; None for a replica on each, as in `replicate`; a spec; or
     a mesh, with ``dims`` that say for each of its axes which dim it cuts, or None where it has replicas. DTensor's
-    placements say it, too. ``weights`` cut in proportion::
+    placements say it, too. ``weights`` cut in proportion. On two ranks::
 
-        w = shardwise.shard(x, 0)  # rows over all ranks
-        w = shardwise.shard(x, 0, weights=[2, 1, 1])  # the first rank gets half of them
-        w = shardwise.shard(x, mesh, (None, 0))  # replicas along the first axis, rows along the second
-        w = shardwise.shard(x, spec, src=0)  # only rank 0 has x
+        >>> x = torch.arange(12.0).reshape(4, 3)
+        >>> shardwise.shard(x, 0).sharding.boxes.sizes.tolist()  # rows over all ranks
+        [[2, 3], [2, 3]]
+        >>> shardwise.shard(x, 0, weights=[3, 1]).sharding.boxes.sizes.tolist()
+        [[3, 3], [1, 3]]
+        >>> mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2))
+        >>> shardwise.shard(x, mesh, (None, 1)).sharding.boxes.sizes.tolist()  # replicas, and columns
+        [[4, 2], [4, 1]]
+        >>> only_rank_0_has_it = x if dist.get_rank() == 0 else torch.empty(4, 3)
+        >>> shardwise.shard(only_rank_0_has_it, 0, src=0).sum().item()
+        66.0
 
     The shards are leaves, with memory of their own, and require grad as the tensor does. Raises `PlainValueError` on
     every rank if the tensors differ, `SpecError` if the sharding cannot cut this size.
@@ -113,7 +120,8 @@ def replicate(
     It is `shard` with nothing cut: every rank of the group calls it, only a checksum travels unless ``src`` is given,
     and it raises what `shard` does. Each replica gets the whole gradient, so that an optimizer keeps them alike::
 
-        scale = shardwise.replicate(torch.ones(4))
+        >>> shardwise.replicate(torch.ones(4)).local_tensor()
+        tensor([1., 1., 1., 1.])
     """
     if mesh is None:
         return shard(tensor, None, src=src, process_group=process_group)

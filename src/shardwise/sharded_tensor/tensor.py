@@ -39,7 +39,16 @@ if TYPE_CHECKING:
 class ShardedTensor(ShardedTensorBase):
     """A tensor whose boxes lie on the ranks of a process group. Every rank makes it with the same arguments.
 
-    Made uninitialised by its constructor, which is `shardwise.empty`; see there for the arguments.
+    `shardwise.shard`, `from_local` and the factories make one; its constructor is `shardwise.empty`. It is a
+    `torch.Tensor`: torch's functions take it, with autograd, and every rank of the group calls them::
+
+        >>> w = shardwise.shard(torch.arange(8.0).reshape(4, 2), 0)
+        >>> w.shape, w.local_tensor().shape  # of all of it, and of what is here
+        (torch.Size([4, 2]), torch.Size([2, 2]))
+        >>> (w @ w.T).sum().item()
+        400.0
+        >>> w.redistribute(1).full_tensor().equal(w.full_tensor())
+        True
     """
 
     @property

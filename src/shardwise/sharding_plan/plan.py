@@ -22,11 +22,11 @@ class ShardingPlan:
     itself: its sharded output is redistributed. Outputs of modules in ``return_local_tensor`` become this rank's plain
     local tensor, after that::
 
-        ShardingPlan(
-            plan={"embed.weight": by_rows, "layers.*.fc1.weight": by_rows, "layers.*.fc2.weight": by_columns},
-            output_plan={"layers.*.fc2": by_rows},
-            return_local_tensor=["layers.*.fc2"],
-        )
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+        >>> rows = shardwise.ChunkShardingSpec(0)
+        >>> plan = shardwise.ShardingPlan(plan={"0.*": 0, "1.weight": 1}, output_plan={"1": rows})
+        >>> shardwise.shard_module(model, plan)(torch.ones(2, 4)).sharding.boxes.sizes.tolist()
+        [[1, 4], [1, 4]]
 
     A name may be a pattern: ``*``, ``?`` and ``[...]`` stand for characters between two dots, ``**`` for any number of
     parts, none included; a pattern never means the module itself. Where a full name and a pattern mean the same thing,

@@ -119,7 +119,7 @@ def _require_shardable(name: str, parameter: torch.Tensor, group: ProcessGroup) 
     require_sized(name, parameter)
     if type(parameter) not in (nn.Parameter, torch.Tensor, FakeTensor):
         raise PropertyError(f"{name!r} is a {type(parameter).__name__}: make it a plain parameter to shard it")
-    elif parameter.layout != torch.strided:
+    if parameter.layout != torch.strided:
         raise PropertyError(f"Only torch.strided layout is currently supported: {name!r} has {parameter.layout}")
-    elif not parameter.is_contiguous():
+    if not parameter.is_contiguous():
         raise PropertyError(f"param: {name} is not a contiguous Tensor: replace it by its contiguous() form first")

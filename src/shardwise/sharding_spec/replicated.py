@@ -20,7 +20,10 @@ from shardwise.sharding_spec.spec import PlacedShardingSpec
 class ReplicatedShardingSpec(PlacedShardingSpec):
     """Every placement holds all of the tensor; each rank at most once. Without placements, every rank holds it.
 
-    Each replica has a gradient of its own, of what was computed from it; the tensor's gradient is their sum.
+    Each replica has a gradient of its own, of what was computed from it; the tensor's gradient is their sum::
+
+        >>> len(ReplicatedShardingSpec(["rank:0/cpu", "rank:1/cpu"]).layout((5, 4)))
+        2
     """
 
     placements: Sequence[RemoteDevice]

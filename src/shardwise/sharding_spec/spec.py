@@ -35,7 +35,11 @@ class DevicePlacementSpec(PlacementSpec):
 class ShardingSpec(ABC):
     """Base of all sharding specs: a rule that cuts a tensor of some size into boxes on ranks.
 
-    A spec of your own implements `build_metadata`; everything else follows from it.
+    A spec of your own implements `build_metadata`; everything else follows from it. `layout(size)` is its answer for a
+    size, without communication, or an error that says why it has none::
+
+        >>> shardwise.ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]).layout((5, 4)).boxes.sizes.tolist()
+        [[3, 4], [2, 4]]
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -54,7 +58,7 @@ class ShardingSpec(ABC):
         return Layout.from_metadata(metadata.shards_metadata, metadata.size)
 
     def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> Any:
-        """The tensor that the group's rank ``src_rank`` has, cut by this spec: see `shardwise.shard_tensor`.
+        """The tensor that the group's rank ``src_rank`` has, cut by this spec: see `shard_tensor`.
 
         A class may have its own; `shard_tensor` then asks it, on every rank of the group.
         """

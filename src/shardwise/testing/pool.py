@@ -32,7 +32,7 @@ from shardwise.testing.worker import Outcome, serve
 # Torch loads its tracer for some of the plainest ops, in seconds: once for all ranks, not once by each.
 PRELOADED = ["torch", "torch.distributed", "shardwise", "shardwise.testing.worker", "torch._dynamo"]
 # What takes long too, and what ranks are likely to need where the process that starts them has it.
-PRELOADED_IF_HERE = ["_pytest.assertion.rewrite", "hypothesis", "transformers", "accelerate", "peft"]
+PRELOADED_IF_HERE = ["pytest", "_pytest.assertion.rewrite", "hypothesis", "transformers", "accelerate", "peft"]
 START_TIMEOUT = 60.0
 GRACE = 6.0  # seconds that the other ranks get to fail too, once one has
 MACHINERY = (

@@ -69,13 +69,14 @@ def trace() -> Iterator[Trace]:
 
     Other ranks need not trace::
 
-        with shardwise.trace() as t:
-            loss = model(x).sum()
-            loss.backward()
-        print(t)
-        t.save(f"step-{t.rank}.json")  # for Perfetto
+        >>> x = shardwise.shard(torch.ones(4, 4), 0)
+        >>> with shardwise.trace() as t:
+        ...     y = x.redistribute(1)
+        >>> [event.kind for event in t.events if not event.is_meeting]  # print(t) is a table
+        ['exchange']
 
-    The time of a collective on a GPU is that until the host went on, which does not wait for the GPU.
+    ``t.save(f"step-{t.rank}.json")`` writes it for Perfetto. The time of a collective on a GPU is that until the host
+    went on, which does not wait for the GPU.
     """
     with recording(Trace()) as made:
         yield made

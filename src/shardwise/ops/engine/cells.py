@@ -54,6 +54,23 @@ def projected(cells: Layout, dims: Dims, size: tuple[int, ...]) -> Layout:
     return Layout.of(size, Boxes(offsets, sizes), cells.places)
 
 
+@lru_cache(maxsize=2048)
+def without_repeats(target: Layout) -> tuple[Layout, IntArray | None]:
+    """A layout without boxes that a place has already, and for each box its row there; None: it is the layout itself.
+
+    Cells that need the same of an operand on one rank, as those of layers packed in one weight do, need it once.
+    """
+    if target.places.each_once:
+        return target, None
+    boxes, where = target.boxes, np.stack([target.ranks, target.places.kind_of], axis=1)
+    table = np.concatenate([where, boxes.offsets, boxes.sizes], axis=1)
+    first, same = np.unique(table, axis=0, return_index=True, return_inverse=True)[1:]
+    if len(first) == len(target):
+        return target, None
+    rows = np.sort(first)
+    return target.chosen(rows), np.searchsorted(rows, first[same.reshape(-1)])
+
+
 def contributing(cells: Layout) -> IntArray:
     """Which cells count when each must count once: the first of those that are alike, without empty ones."""
     rows = cells.pattern.once

@@ -19,6 +19,7 @@ from shardwise.errors import ProcessGroupError, UnsupportedOpError
 from shardwise.layout import Layout, Places
 from shardwise.meeting import leave_word
 from shardwise.ops.engine.call import Call, function
+from shardwise.ops.engine.cells import without_repeats
 from shardwise.ops.engine.recorder import watch
 from shardwise.ops.engine.rule import Reduction, Rule
 from shardwise.ops.engine.schedule import Operand, Schedule, make_joining, make_schedule, size_of
@@ -124,9 +125,14 @@ class _Computation:
         if not self.schedule.stays[number]:
             assert self.group is not None
             record = torch.is_grad_enabled() and operand.requires_grad
-            plan = make_plan(operand._layout, target)
             keeps = not gives_its_operand(self.call.op)
+            target, same = without_repeats(target) if keeps else (target, None)
+            plan = make_plan(operand._layout, target)
             found = brought(Bring(plan, self.group, said_of(self.call), record, keeps), operand)
+            if same is not None:
+                rows = target.rows_on(dist.get_rank())
+                self.anchors += found[len(rows) :]
+                return [found[rows.index(int(same[row]))] for row in self.here]
         elif number != self.lead and operand._layout.has_replicas:
             found = done(Recorded(), operand)
         else:  # as it is, not a view of it

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwise.geometry import Boxes, IntArray
 from shardwise.layout import Grid, Layout, Places
-from shardwise.ops.engine.cells import cells_of, contributing, dealt, projected
+from shardwise.ops.engine.cells import cells_of, contributing, dealt, projected, without_repeats
 from shardwise.ops.engine.rule import Dims, Rule
 from shardwise.sharding_spec import even_axis
 from shardwise.transfer import TransferPlan, make_plan
@@ -99,9 +99,12 @@ def _on_cells(rule: Rule, operands: tuple[Operand, ...], cells: Layout, budget: 
         target = projected(cells, dims, tuple(size_of(rule, dims) if layout is None else layout.size))
         targets.append(target)
         stays.append(layout is None or target == layout)
-        if layout is None or stays[-1] or target == operand.also:
+        if layout is None or stays[-1]:
             continue
-        travels = make_plan(layout, target).moved * operand.itemsize
+        brought = without_repeats(target)[0]
+        if brought == operand.also:
+            continue
+        travels = make_plan(layout, brought).moved * operand.itemsize
         moved += travels
         cost += _cost(travels if operand.passes else ALONE * travels, ranks, operand.returns)
         if travels and _gathers(layout, target) and not _is_repeated(rule, dims, layout, cells):
