@@ -6,6 +6,9 @@ document.addEventListener("DOMContentLoaded", () => {
       [...row.cells].forEach((cell, column) => cell.setAttribute("data-title", titles[column] ?? ""));
     }
     table.classList.add("has-titles");
-    for (const code of table.querySelectorAll("code .pre")) code.innerHTML = code.innerHTML.replace(/([/._])/g, "$1<wbr>");
+    if (table.classList.contains("autosummary")) continue;
+    for (const code of table.querySelectorAll("code .pre")) {
+      code.innerHTML = code.innerHTML.replace(/\/(?=\w)|(?<=\w)[._](?=\w)/g, "$&<wbr>");
+    }
   }
 });

@@ -74,20 +74,20 @@ def empty(sharding_spec: How, *size: Any, **options: Unpack[Options]) -> Sharded
 
 @_shows_options
 def zeros(sharding_spec: How, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """A tensor of zeros. Every rank of the group calls it; only a digest travels. Arguments are those of `empty`::
+    """A tensor of zeros. Every rank of the group calls it; only a digest travels. Arguments are those of `empty`.
 
-        >>> shardwise.zeros(0, (5, 4), dtype=torch.int64).sum().item()
-        0
+    >>> shardwise.zeros(0, (5, 4), dtype=torch.int64).sum().item()
+    0
     """
     return ShardedTensor._filled(torch.Tensor.zero_, "zeros", sharding_spec, size, **options)
 
 
 @_shows_options
 def ones(sharding_spec: How, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """A tensor of ones. Every rank of the group calls it; only a digest travels. Arguments are those of `empty`::
+    """A tensor of ones. Every rank of the group calls it; only a digest travels. Arguments are those of `empty`.
 
-        >>> shardwise.ones(None, 5).sum().item()  # replicas are one value
-        5.0
+    >>> shardwise.ones(None, 5).sum().item()  # replicas are one value
+    5.0
     """
     return ShardedTensor._filled(lambda shard: shard.fill_(1), "ones", sharding_spec, size, **options)
 
