@@ -17,7 +17,8 @@ from sphinx.util.nodes import make_refnode
 NAME = re.compile(r"(?P<package>shardwise\.)?(?P<name>[A-Za-z_][\w.]*)(\(.*\))?", flags=re.DOTALL)
 WITHIN = tuple(f"shardwise.{one}" for one in ("", "errors.", "testing.", "viz.", "partial.", "ShardedTensor."))
 # Here a bare name is often another system's: only `shardwise.name` is ours for sure.
-FULL_NAMES_ONLY = {"migrating", "limits", "old-names", "why"}
+FULL_NAMES_ONLY = {"changelog", "limits", "migrating", "old-names", "why"}
+LINKED = ("class", "exception", "function", "method", "classmethod")  # a property may be the name of an argument
 
 
 class NameLinks(SphinxPostTransform):
@@ -43,11 +44,11 @@ class NameLinks(SphinxPostTransform):
             return None
         for within in WITHIN[:1] if found["package"] else WITHIN:
             entry = domain.objects.get(within + found["name"])
-            if entry is not None and entry.objtype != "module":
+            if entry is not None and entry.objtype in LINKED:
                 return entry
-        inner = [name for name in domain.objects if name.endswith(f".{found['name']}")]
-        known = [domain.objects[name] for name in inner if domain.objects[name].objtype in ("function", "class")]
-        return known[0] if len(known) == 1 else None
+        inner = [entry for name, entry in domain.objects.items() if name.endswith(f".{found['name']}")]
+        known = [entry for entry in inner if entry.objtype in ("function", "class") and not entry.aliased]
+        return known[0] if len(known) == 1 and found["name"] != "Shard" else None  # which may be DTensor's
 
 
 def _is_within_link(node: nodes.Node) -> bool:
