@@ -28,6 +28,7 @@ nitpicky = True
 nitpick_ignore_regex = [(r"py:(class|obj)", r"(?!shardwise\.[A-Z]\w*$).*")]
 
 # Pages
+smartquotes = False
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 3
 suppress_warnings = ["myst.header"]
