@@ -23,8 +23,7 @@ class ShardingPlan:
     local tensor, after that::
 
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
-        >>> rows = shardwise.ChunkShardingSpec(0)
-        >>> plan = shardwise.ShardingPlan(plan={"0.*": 0, "1.weight": 1}, output_plan={"1": rows})
+        >>> plan = shardwise.ShardingPlan(plan={"0.*": 0, "1.weight": 1}, output_plan={"1": 0})
         >>> shardwise.shard_module(model, plan)(torch.ones(2, 4)).sharding.boxes.sizes.tolist()
         [[1, 4], [1, 4]]
 
@@ -37,7 +36,7 @@ class ShardingPlan:
     """
 
     plan: Mapping[str, ShardingSpec | Sharder | int | None]
-    output_plan: dict[str, ShardingSpec] | None = None
+    output_plan: Mapping[str, ShardingSpec | int] | None = None
     return_local_tensor: list[str] | None = None
 
 

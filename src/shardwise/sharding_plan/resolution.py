@@ -17,6 +17,7 @@ from shardwise.sharding_plan.selection import Names, choose
 from shardwise.sharding_plan.steps import OutputStep, ParameterStep, SharderStep, no_parameter, parameter_step
 from shardwise.sharding_plan.tree import ModuleTree
 from shardwise.sharding_spec import ShardingSpec
+from shardwise.shorthand import spec_said
 
 
 @dataclass
@@ -112,10 +113,13 @@ class _Resolver:
         kept = {}
         for path, spec in self.entries(specs, "output_plan").items():
             with self.noting():
-                if not isinstance(spec, ShardingSpec):
+                if spec is None or not _is_entry(spec) or isinstance(spec, Sharder):
                     kind = type(spec).__name__
-                    raise PlanKindError(f"Only `ShardingSpec` is supported as output_plan for {path!r}, not {kind}")
-                kept[path] = spec
+                    raise PlanKindError(
+                        f"Only `ShardingSpec` is supported as output_plan for {path!r}, or a dim that is cut over all "
+                        f"ranks, not {kind}"
+                    )
+                kept[path] = spec_said(spec, process_group=self._group)
         self._add_outputs(kept)
 
     def add_local_outputs(self, paths: Any) -> None:
