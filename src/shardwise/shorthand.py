@@ -12,6 +12,8 @@ from shardwise.errors import SpecError
 from shardwise.placement import all_ranks, device_moved_by
 from shardwise.process_group import is_member, kept_for, or_default
 from shardwise.sharding_spec import ChunkShardingSpec, GridShardingSpec, ReplicatedShardingSpec, ShardingSpec
+from shardwise.sharding_spec.grid import dims_of_axes
+from shardwise.sharding_spec.proportion import is_list, parse_weights
 
 How = ShardingSpec | DeviceMesh | int | None
 
@@ -49,7 +51,7 @@ def spec_said(
     if not is_member(group):
         raise SpecError("this rank is not in the group whose ranks are meant: give it a spec that names them")
     kind = device_moved_by(group) if device_type is None else device_type
-    weighed = None if weights is None else tuple(weights)
+    weighed = None if weights is None else parse_weights(weights)
     return kept_for(group, ("spec", how, weighed, kind), lambda: _over_all(how, weighed, all_ranks(group, kind)))
 
 
@@ -64,9 +66,12 @@ def _over_all(dim: int | None, weights: tuple[float, ...] | None, places: list[A
 def _on_mesh(mesh: DeviceMesh, dims: Any, weights: Sequence[Any] | None) -> ShardingSpec:
     if dims is None:
         said = ", ".join(["None"] * (mesh.ndim - 1) + ["0"]) + ("," if mesh.ndim == 1 else "")
-        raise SpecError(f"a mesh of {mesh.ndim} axes needs a dim for each, or None for replicas, such as ({said})")
-    dims = (dims,) * mesh.ndim if isinstance(dims, int) else dims
-    if weights is not None and not any(one is None or isinstance(one, Sequence) for one in weights):
+        raise SpecError(
+            f"a mesh of {mesh.ndim} axes needs a dim for each, or None for replicas, such as ({said}); as a spec, "
+            f"GridShardingSpec.from_mesh(mesh, ({said}))"
+        )
+    dims = (dims,) * mesh.ndim if isinstance(dims, int) else dims_of_axes(dims)
+    if weights is not None and not (is_list(weights) and any(one is None or is_list(one) for one in weights)):
         cutting = [k for k, dim in enumerate(dims) if dim is not None]
         if len(cutting) != 1:
             raise SpecError(

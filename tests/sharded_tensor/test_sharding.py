@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,7 +46,10 @@ def test_every_spelling_is_the_same_value() -> None:
         ((mesh, (1, 0)), {}, [[4, 3], [3, 3], [4, 2], [3, 2]]),
         ((mesh, [Replicate(), Shard(1)]), {}, [[7, 3], [7, 2]] * 2),
         ((mesh, 0), {}, [[2, 5], [2, 5], [2, 5], [1, 5]]),
+        ((0,), {"weights": np.array([2, 1, 0, 1])}, [[4, 5], [1, 5], [0, 5], [2, 5]]),
+        ((0,), {"weights": list(torch.tensor([2.0, 1, 0, 1]))}, [[4, 5], [1, 5], [0, 5], [2, 5]]),
         ((mesh, (None, 0)), {"weights": [3, 1]}, [[5, 5], [2, 5]] * 2),
+        ((mesh, [Replicate(), Shard(0)]), {"weights": np.array([3.0, 1])}, [[5, 5], [2, 5]] * 2),
         ((mesh, (0, 1)), {"weights": [[1, 3], None]}, [[2, 3], [2, 2], [5, 3], [5, 2]]),
         ((odd,), {}, [[7, 2], [7, 3]]),
     ]
@@ -106,10 +112,28 @@ def test_what_is_refused_is_refused_on_every_rank() -> None:
         ((0,), {"weights": [1, 1]}, "4 weights"),
         ((mesh, (0, 1)), {"weights": [1, 1]}, "for each axis"),
         ((ChunkShardingSpec(0),), {"weights": [1]}, "says how to cut"),
+        ((mesh, Shard(0)), {}, "in a sequence"),
+        ((0,), {"weights": 4}, "a sequence of numbers"),
+        ((0,), {"weights": {0: 1, 1: 1, 2: 1, 3: 1}}, "a sequence of numbers"),
+        ((0,), {"weights": [[1, 1, 1, 1]]}, "numbers >= 0"),
+        ((0,), {"weights": "1111"}, "a sequence of numbers"),
+        ((0,), {"weights": [float("nan"), 1, 1, 1]}, "numbers >= 0"),
+        ((0,), {"weights": [10**400, -1, 0, 0]}, "numbers >= 0"),
     ]
     for how, options, message in wrong:
         with pytest.raises(ValueError, match=message):
             shardwise.shard(x, *how, **options)
+        for src in (None, 0):  # one rank alone is wrong
+            mine = (how, options) if rank == 1 else ((0,), {})
+            with pytest.raises(ValueError, match=message):
+                shardwise.shard(x, *mine[0], src=src, **mine[1])
+    with pytest.raises(ValueError, match="there is none"):
+        shardwise.replicate(x, 0 if rank == 1 else None)
+    with warnings.catch_warnings(action="ignore"):  # deprecated, and still there
+        quantised = torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)
+    for verb in (partial(shardwise.shard, how=0), partial(shardwise.shard, how=0, src=1), shardwise.from_local):
+        with pytest.raises(ShardwiseError, match="plain values, found one that is quantised"):
+            verb(quantised)
     with pytest.raises(ShardwiseError):
         shardwise.shard(x if rank else x[:2], 0)
     with pytest.raises(ShardwiseError):
@@ -189,7 +213,7 @@ def test_a_plan_is_a_dict_of_dims() -> None:
     assert model[0].up.weight.sharding == shardwise.shard(plain[0].up.weight, 0).sharding
     assert model[0].up.bias.sharding == ReplicatedShardingSpec().layout((8,))
     assert model[1].up.bias.sharding == ChunkShardingSpec(0).layout((8,))
-    with pytest.raises(AttributeError, match=r"matches nothing.*0\.up\.weight"):
+    with pytest.raises(AttributeError, match=r"matches nothing.*did you mean '\*\.up\.weight'"):
         shardwise.shard_module(nn.Sequential(Layer()), {"*.upp.weight": 0})
     with pytest.raises(TypeError, match="Only `ShardingSpec`"):
         shardwise.shard_module(nn.Sequential(Layer()), {"*.up.weight": "rows"})

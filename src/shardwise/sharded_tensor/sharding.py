@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,15 +12,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import settings
-from shardwise.dispatch import require_plain
-from shardwise.errors import PlainValueError, PropertyError
+from shardwise.errors import PlainValueError
 from shardwise.layout import Layout
 from shardwise.meeting import listed
 from shardwise.mesh_group import mesh_group
 from shardwise.metadata import TensorProperties
 from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharing, is_member, locate_all, or_default
-from shardwise.sharded_tensor.assembly import fields_of
+from shardwise.sharded_tensor.assembly import fields_of, require_dense
 from shardwise.sharded_tensor.frame import Frame, Parts
+from shardwise.sharded_tensor.movement import scattered
 from shardwise.sharded_tensor.tensor import ShardedTensor, shard_tensor
 from shardwise.sharding_spec import ShardingSpec
 from shardwise.shorthand import How, spec_said
@@ -63,15 +64,14 @@ def shard(
     """
     group = mesh_group(how, process_group) if isinstance(how, DeviceMesh) else or_default(process_group)
     if src is not None:
+        if isinstance(how, ShardingSpec) and dims is None and weights is None:
+            return shard_tensor(tensor, how, src, group)
         kind = tensor.device.type if isinstance(tensor, torch.Tensor) and not tensor.is_meta else None
-        spec = spec_said(how, dims, weights=weights, device_type=kind, process_group=group)
-        return shard_tensor(tensor, spec, src, group)
+        said = partial(spec_said, how, dims, weights=weights, device_type=kind, process_group=group)
+        return ShardedTensor._wrap(scattered(tensor, said, src, group))
 
     def work() -> tuple[tuple[ShardingSpec, Layout], Fields, str]:
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-            kind = getattr(tensor, "layout", type(tensor).__name__)
-            raise PropertyError(f"shard cuts a strided tensor, found {kind}")
-        require_plain(tensor, "what shard cuts")
+        require_dense(tensor, "what shard cuts")
         spec = spec_said(how, dims, weights=weights, device_type=tensor.device.type, process_group=group)
         layout = locate_all(spec.layout(tensor.size()), group)
         said = fields_of(layout, spec, TensorProperties.create_from_tensor(tensor))
@@ -123,6 +123,5 @@ def replicate(
         >>> shardwise.replicate(torch.ones(4)).local_tensor()
         tensor([1., 1., 1., 1.])
     """
-    if mesh is None:
-        return shard(tensor, None, src=src, process_group=process_group)
-    return shard(tensor, mesh, (None,) * mesh.ndim, src=src, process_group=process_group)
+    dims = None if mesh is None else (None,) * mesh.ndim if isinstance(mesh, DeviceMesh) else ()
+    return shard(tensor, mesh, dims, src=src, process_group=process_group)

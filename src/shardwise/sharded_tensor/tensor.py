@@ -363,7 +363,7 @@ def shard_tensor(
 
 
 def _scatter(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, group: ProcessGroup | None) -> ShardedTensor:
-    return ShardedTensor._wrap(movement.scattered(tensor, spec, src_rank, group))
+    return ShardedTensor._wrap(movement.scattered(tensor, lambda: spec, src_rank, group))
 
 
 registry.verbs["shard"] = _scatter

@@ -14,6 +14,7 @@ from shardwise.errors import PlanError, ProcessGroupError, PropertyError, same_k
 from shardwise.layout import Layout
 from shardwise.process_group import locate_all
 from shardwise.sharded_tensor import ShardedTensor
+from shardwise.sharded_tensor.assembly import require_dense
 from shardwise.sharder import Sharder
 from shardwise.sharding_plan.tree import ModuleTree, Place
 from shardwise.sharding_spec import ShardingSpec
@@ -119,7 +120,6 @@ def _require_shardable(name: str, parameter: torch.Tensor, group: ProcessGroup) 
     require_sized(name, parameter)
     if type(parameter) not in (nn.Parameter, torch.Tensor, FakeTensor):
         raise PropertyError(f"{name!r} is a {type(parameter).__name__}: make it a plain parameter to shard it")
-    if parameter.layout != torch.strided:
-        raise PropertyError(f"Only torch.strided layout is currently supported: {name!r} has {parameter.layout}")
+    require_dense(parameter, repr(name))
     if not parameter.is_contiguous():
         raise PropertyError(f"param: {name} is not a contiguous Tensor: replace it by its contiguous() form first")
