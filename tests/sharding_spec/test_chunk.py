@@ -75,6 +75,8 @@ def test_placements_can_be_assigned_on_the_dropin_only(make: Callable[[], Any]) 
     value = make()
     with pytest.raises(AttributeError, match="cannot be changed"):
         value.placements = ["rank:0/cpu"]
+    with pytest.raises(AttributeError, match="cannot be changed"):
+        del value.placements
     with pytest.raises(TypeError):
         value.placements[0] = "rank:0/cpu"
     assert {value: 1}[make()] == 1

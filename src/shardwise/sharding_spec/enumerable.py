@@ -60,7 +60,7 @@ class EnumerableShardingSpec(ShardingSpec):
     @shards.setter
     def shards(self, shards: Sequence[ShardMetadata]) -> None:
         if not settings.current().mutable_specs:
-            raise FrozenSpecError(f"a {type(self).__name__} is a value that cannot be changed: make another one")
+            raise FrozenSpecError(f"{type(self).__name__} is a value that cannot be changed: make another one")
         EnumerableShardingSpec.__init__(self, shards)
 
     def layout(self, size: Sequence[int]) -> Layout:

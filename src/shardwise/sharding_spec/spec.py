@@ -86,10 +86,15 @@ class PlacedShardingSpec(ShardingSpec):
         fields = getattr(type(self), "__dataclass_fields__", ())
         if name in fields and name in vars(self) and not settings.current().mutable_specs:
             raise FrozenSpecError(
-                f"a {type(self).__name__} is a value that cannot be changed: make another one, as in "
+                f"{type(self).__name__} is a value that cannot be changed: make another one, as in "
                 f"dataclasses.replace(spec, {name}=...)"
             )
         super().__setattr__(name, self._parsed(value) if name == "placements" else value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in getattr(type(self), "__dataclass_fields__", ()) and not settings.current().mutable_specs:
+            raise FrozenSpecError(f"{type(self).__name__} is a value that cannot be changed, so {name} stays")
+        super().__delattr__(name)
 
     def _parsed(self, placements: Sequence[PlacementLike] | None) -> Sequence[RemoteDevice]:
         parsed = all_ranks() if placements is None else parse_all(placements)
