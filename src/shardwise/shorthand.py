@@ -45,7 +45,7 @@ def spec_said(
     if (how is not None and not isinstance(how, int)) or isinstance(how, bool):
         raise SpecError(
             f"Expecting ShardingSpec but got: {type(how)}. A sharding is a spec, a dim that is cut over all ranks, "
-            "None for a replica on each, or a mesh and a dim for each of its axes"
+            "None for a replica on each, or a mesh and a dim for each of its axes; a tensor's is x.sharding_spec()"
         )
     group = or_default(process_group)
     if not is_member(group):

@@ -194,7 +194,7 @@ def test_ranks_that_disagree_all_raise(what: str) -> None:
     elif what == "requires_grad":
         options = {"requires_grad": odd}
     elif odd:
-        spec = None
+        spec = "rows"
     expected = "Expecting ShardingSpec but got" if what == "a rank that raises" else f"ShardedTensor {what} property"
     with pytest.raises(ValueError, match=expected) as caught:
         shardwise.zeros(spec, *size, **options)

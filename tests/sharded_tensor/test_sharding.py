@@ -71,6 +71,13 @@ def test_every_spelling_is_the_same_value() -> None:
     moved = shardwise.shard(x.detach(), 0).redistribute(mesh, (None, 1))
     assert moved.sharding == shardwise.shard(x, mesh, (None, 1)).sharding
     assert moved.reshard(1).sharding == shardwise.shard(x, 1).sharding
+    assert moved.reshard(mesh, (None, 0)).sharding == shardwise.shard(x, mesh, (None, 0)).sharding
+    for weights in ([2, 1, 0, 1], [1, 1, 1, 9]):
+        expected = shardwise.shard(x, 0, weights=weights).sharding
+        assert moved.redistribute(0, weights=weights).sharding == moved.reshard(0, weights=weights).sharding == expected
+        assert torch.equal(moved.full_tensor(), x)
+    assert f"{moved.sum():.6f}" == f"{x.sum():.6f}"
+    assert f"{moved}" == f"{moved!s}" == repr(moved)
     assert shardwise.zeros(0, 7, 5).sharding == shardwise.shard(x, 0).sharding == ChunkShardingSpec(0).layout((7, 5))
     assert ReplicatedShardingSpec().layout((7,)) == GridShardingSpec([None]).layout((7,))
     assert shardwise.make_plan(shardwise.shard(x, 0).sharding, shardwise.shard(x, 1).sharding).moved > 0
@@ -129,6 +136,10 @@ def test_what_is_refused_is_refused_on_every_rank() -> None:
                 shardwise.shard(x, *mine[0], src=src, **mine[1])
     with pytest.raises(ValueError, match="there is none"):
         shardwise.replicate(x, 0 if rank == 1 else None)
+    with pytest.raises(TypeError, match="dtype"):
+        shardwise.zeros(0, 4, dtype="float32" if rank == 1 else torch.float32)
+    with pytest.raises(ShardwiseError, match=r"two layouts, such as x\.sharding.*found ShardedTensor and int"):
+        shardwise.make_plan(shardwise.zeros(0, 4), 0)
     with warnings.catch_warnings(action="ignore"):  # deprecated, and still there
         quantised = torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)
     for verb in (partial(shardwise.shard, how=0), partial(shardwise.shard, how=0, src=1), shardwise.from_local):
@@ -217,6 +228,14 @@ def test_a_plan_is_a_dict_of_dims() -> None:
         shardwise.shard_module(nn.Sequential(Layer()), {"*.upp.weight": 0})
     with pytest.raises(TypeError, match="Only `ShardingSpec`"):
         shardwise.shard_module(nn.Sequential(Layer()), {"*.up.weight": "rows"})
+    mesh = init_device_mesh("cpu", (2, 2))
+    for plan, message in (({"": 0}, "the module itself"), ({"**": (mesh, (None, 0))}, "from_mesh")):
+        with pytest.raises(ShardwiseError, match=message):
+            shardwise.shard_module(nn.Sequential(Layer()), plan)
+    for how, expected in ((0, [[1, 4]] * 4), (None, [[4, 4]] * 4)):
+        net = nn.Sequential(nn.Linear(4, 4))
+        shardwise.shard_module(net, shardwise.ShardingPlan({"0.weight": 0}, output_plan={"0": how}))
+        assert sizes(net(torch.ones(4, 4))) == expected
     with torch.device("meta"):
         empty = nn.Sequential(Layer())
     shardwise.shard_module(empty, {"**": 0})

@@ -90,7 +90,7 @@ def create_tensor_from_params(
 def allocate(
     how: How,
     size: Sequence[Any],
-    properties: TensorProperties,
+    asked: TensorProperties,
     process_group: ProcessGroup | None,
     *,
     fill: Fill | None = None,
@@ -104,6 +104,7 @@ def allocate(
 
     def work() -> tuple[Parts, Fields]:
         spec = spec_said(how, process_group=group)
+        properties = replace(asked, dtype=torch.empty(0, dtype=asked.dtype).dtype)  # `float` is a dtype, too
         _require_supported(properties)
         whole = flatten_size(size)
         layout = locate_all(spec.layout(whole), group)

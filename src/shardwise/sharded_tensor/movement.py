@@ -59,6 +59,7 @@ class Request:
 
     how: How
     dims: Any  # of the axes, if that is a mesh
+    weights: Sequence[Any] | None
     process_group: ProcessGroup | None
     max_bytes: int | None
     relabel: bool
@@ -231,7 +232,9 @@ def _agreed_target(tensor: ShardedTensor, request: Request) -> tuple[Frame, Way]
     joint = tensor._process_group if request.process_group is None else or_default(None)
 
     def work() -> tuple[Frame, Fields]:
-        spec = spec_said(request.how, request.dims, device_type=tensor.device.type, process_group=group)
+        spec = spec_said(
+            request.how, request.dims, weights=request.weights, device_type=tensor.device.type, process_group=group
+        )
         require_movable(tensor)
         if request.async_op and wants_graph(tensor):
             raise SpecError("an asynchronous transfer cannot be differentiated: use torch.no_grad() or async_op=False")
@@ -270,12 +273,12 @@ def redistributing(tensor: ShardedTensor, request: Request) -> tuple[Frame, Movi
     return frame, move(plan, tensor._local_tensors(), dtype=tensor.dtype, **way.options())
 
 
-def reshard(tensor: ShardedTensor, how: How) -> None:
+def reshard(tensor: ShardedTensor, how: How, dims: Any = None, weights: Sequence[Any] | None = None) -> None:
     """Change the tensor in place to another spec, with its gradient. See `ShardedTensor.reshard`."""
     group = tensor._process_group
 
     def work() -> tuple[Frame, Fields, bool]:
-        spec = spec_said(how, device_type=tensor.device.type, process_group=group)
+        spec = spec_said(how, dims, weights=weights, device_type=tensor.device.type, process_group=group)
         require_movable(tensor)
         layout = locate_all(spec.layout(tensor.size()), group).in_rank_order
         frame = Frame.of(layout, spec, layout.rows_on(dist.get_rank()), tensor.dtype, group)

@@ -18,13 +18,12 @@ class ShardingPlan:
 
     ``plan`` has the spec of each parameter that is to be sharded, by its name in the module, and the `Sharder` of each
     submodule that is to be swapped, by its path. A number in the place of a spec is a dim that is cut over all ranks of
-    the group, and None a replica on each. ``output_plan`` has specs by the path of a module, "" for the module
+    the group, and None a replica on each. ``output_plan`` has the same by the path of a module, "" for the module
     itself: its sharded output is redistributed. Outputs of modules in ``return_local_tensor`` become this rank's plain
     local tensor, after that::
 
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
-        >>> rows = shardwise.ChunkShardingSpec(0)
-        >>> plan = shardwise.ShardingPlan(plan={"0.*": 0, "1.weight": 1}, output_plan={"1": rows})
+        >>> plan = shardwise.ShardingPlan(plan={"0.*": 0, "1.weight": 1}, output_plan={"1": 0})
         >>> shardwise.shard_module(model, plan)(torch.ones(2, 4)).sharding.boxes.sizes.tolist()
         [[1, 4], [1, 4]]
 
@@ -37,7 +36,7 @@ class ShardingPlan:
     """
 
     plan: Mapping[str, ShardingSpec | Sharder | int | None]
-    output_plan: dict[str, ShardingSpec] | None = None
+    output_plan: Mapping[str, ShardingSpec | int | None] | None = None
     return_local_tensor: list[str] | None = None
 
 
