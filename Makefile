@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Ranks and scripts start many Pythons: what one has compiled the others read, and what none imports nobody compiles.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test lint bench coverage-ops pictures clean
+.PHONY: help demo test lint bench coverage-ops docs pictures clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,13 +15,14 @@ help:
 	@echo "make lint   the first three of those"
 	@echo "make bench  measure against torch.distributed._shard, DTensor and plain tensors"
 	@echo "make coverage-ops  try every op, module and optimizer of torch's own databases, here and on DTensor"
+	@echo "make docs   build the site of the documentation, in docs/_build/html; warnings are errors"
 	@echo "make pictures  draw the pictures of the documentation, in docs/pictures"
 	@echo "make clean  remove the virtual environment and every cache"
 
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[cli,clients,dev]'
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[cli,clients,dev,docs]'
 	@touch $@
 
 demo: $(READY)
@@ -42,9 +43,13 @@ bench: $(READY)
 coverage-ops: $(READY)
 	@$(BIN)/python -m benchmarks.coverage
 
+docs: $(READY)
+	@$(BIN)/python -m sphinx -q -W --keep-going -d docs/_build/doctrees docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 pictures: $(READY)
 	@$(BIN)/python docs/pictures/make.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist docs/_build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

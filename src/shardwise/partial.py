@@ -18,11 +18,11 @@ from shardwise.layout import Axis, Cut, Layout, Places
 from shardwise.placement import Placement, rank_device
 from shardwise.process_group import Fields, group_ranks, in_op, in_step, locate_all, or_default
 from shardwise.sharded_tensor import ShardedTensor
-from shardwise.sharded_tensor.assembly import require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import Way, moved_locals
 from shardwise.sharded_tensor.movement import everyone_on
 from shardwise.sharding_spec import ChunkShardingSpec, FixedShardingSpec, ShardingSpec
+from shardwise.shorthand import How, spec_said
 from shardwise.tracing import record
 from shardwise.transfer import make_plan
 from shardwise.transfer.views import resolved
@@ -72,32 +72,34 @@ class PartialTensor(Distributed, torch.Tensor):
     def _process_group(self) -> ProcessGroup:
         return self._group
 
-    def redistribute(self, sharding_spec: ShardingSpec) -> ShardedTensor:
-        """The reduced tensor, sharded by this spec. Every rank of the group calls it. Differentiable."""
-        return self._redistributed(sharding_spec, in_step)
+    def redistribute(self, sharding_spec: How, dims: Any = None) -> ShardedTensor:
+        """The reduced tensor in this sharding, which is said as in `shard`. Every rank calls it. Differentiable."""
+        return self._redistributed(sharding_spec, dims, in_step)
 
-    def _redistributed(self, sharding_spec: ShardingSpec, agree: Callable[..., Layout] = in_op) -> ShardedTensor:
+    def _redistributed(
+        self, how: How, dims: Any = None, agree: Callable[..., tuple[ShardingSpec, Layout]] = in_op
+    ) -> ShardedTensor:
         """The same, by default as within an op: ranks that differ find out as they do in ops."""
         local, group = self._local, self._group
 
-        def work() -> tuple[Layout, Fields]:
-            require_spec(sharding_spec)
-            layout = locate_all(sharding_spec.layout(local.shape), group)
+        def work() -> tuple[tuple[ShardingSpec, Layout], Fields]:
+            spec = spec_said(how, dims, device_type=local.device.type, process_group=group)
+            layout = locate_all(spec.layout(local.shape), group)
             fields = {"verb": "reduce", "reduce_op": self._reduce_op, "spec": layout.outline, "dtype": local.dtype}
-            return layout, {**fields, "requires_grad": local.requires_grad}
+            return (spec, layout), {**fields, "requires_grad": local.requires_grad}
 
-        layout = agree(group, work)
+        spec, layout = agree(group, work)
         source, target = _stacked(layout, everyone_on(group, local.device))
         record = torch.is_grad_enabled() and local.requires_grad
         part = local.reshape(1, *local.shape).contiguous()
         stacks, anchor = moved_locals([part], None, make_plan(source, target), Way(group), local.dtype, record=record)
-        frame = Frame.of(layout, sharding_spec, layout.rows_on(dist.get_rank()), local.dtype, group)
+        frame = Frame.of(layout, spec, layout.rows_on(dist.get_rank()), local.dtype, group)
         made = ShardedTensor._wrap(Parts(frame, [REDUCTIONS[self._reduce_op](stack) for stack in stacks]))
         if record and not stacks:
             made._wants_grad, made._anchor = True, anchor
         return made
 
-    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+    def reshard(self, resharding_spec: How) -> ShardedTensor:
         """The old name of `redistribute`; nothing changes in place."""
         return self.redistribute(resharding_spec)
 

@@ -117,10 +117,10 @@ def test_plans_are_refused_alike() -> None:
     warnings.simplefilter("ignore")
     spec, old_spec = both(0, [0, 1])
     words = {
-        "supported to shard": ({"0.weight": 1}, None),
+        "supported to shard": ({"0.weight": 1.5}, None),
         "should not conflict with the submodule tree": ({"0": "sharder", "0.weight": "spec"}, None),
         "path must not be empty for custom sharder!": ({"": "sharder"}, None),
-        "is supported as output_plan": ({}, {"0": 1}),
+        "is supported as output_plan": ({}, {"0": 1.5}),
         "has no attribute": ({"9.weight": "spec"}, None),
     }
     for fragment, (plan, outputs) in words.items():

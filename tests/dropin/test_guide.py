@@ -9,7 +9,7 @@ from shardwise.dispatch import registry
 from shardwise.dropin import TABLE
 from shardwise.sharded_tensor.remote import ids
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "old-names.md"
 BEGIN, END = "<!-- table of names: begin -->\n", "<!-- table of names: end -->\n"
 REGISTRIES = {
     "shardwise.dispatch.registry.overrides": registry.overrides,

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.errors import RankMismatchError
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 A = torch.linspace(-1, 1, 64, dtype=torch.float64).reshape(8, 8)
@@ -48,9 +49,9 @@ WRITES: list[Callable[[Any], object]] = [
 @ranks(3)
 def test_no_move_outlives_a_write() -> None:
     """Every way to write into a result that was moved, with a rank that holds nothing of it and sees no version."""
-    w = sw.shard_tensor(W, chunks(1, 0, 1, 2))
+    w = shard_tensor(W, chunks(1, 0, 1, 2))
     for number, write in enumerate(WRITES):
-        x, plain = sw.shard_tensor(A, chunks(0, 0, 1)) * 2, A * 2
+        x, plain = shard_tensor(A, chunks(0, 0, 1)) * 2, A * 2
         detached, seen = x.detach(), plain.detach()
         same(x @ w, plain @ W)
         same(detached @ w, seen @ W)
@@ -60,7 +61,7 @@ def test_no_move_outlives_a_write() -> None:
         same(x @ w, plain @ W)
         same(detached @ w, seen @ W)
     with torch.inference_mode():
-        x = sw.shard_tensor(A, chunks(0, 0, 1)) * 2
+        x = shard_tensor(A, chunks(0, 0, 1)) * 2
     for _ in range(2):  # a tensor without versions
         same(x @ w, A * 2 @ W)
 
@@ -68,12 +69,12 @@ def test_no_move_outlives_a_write() -> None:
 @ranks(3)
 def test_no_move_outlives_what_it_is_of() -> None:
     """Other memory, and a gradient that is wanted later."""
-    w, weight = sw.shard_tensor(W, chunks(1, 0, 1, 2)).requires_grad_(), W.clone().requires_grad_()
-    x = sw.shard_tensor(A, chunks(0, 0, 1)) * 2
+    w, weight = shard_tensor(W, chunks(1, 0, 1, 2)).requires_grad_(), W.clone().requires_grad_()
+    x = shard_tensor(A, chunks(0, 0, 1)) * 2
     same(x @ w, A * 2 @ W)
-    x.data = sw.shard_tensor(A, chunks(0, 0, 1)) * 3
+    x.data = shard_tensor(A, chunks(0, 0, 1)) * 3
     same(x @ w, A * 3 @ W)
-    x, plain = sw.shard_tensor(A, chunks(0, 0, 1)) * 2, A * 2
+    x, plain = shard_tensor(A, chunks(0, 0, 1)) * 2, A * 2
     same(x @ w, plain @ W)
     (x.requires_grad_() @ w).sin().sum().backward()
     (plain.requires_grad_() @ weight).sin().sum().backward()
@@ -84,10 +85,10 @@ def test_no_move_outlives_what_it_is_of() -> None:
 @ranks(2)
 def test_results_have_memory_of_their_own() -> None:
     """What a reshape gives may be written into, and is no other op's operand."""
-    w = sw.shard_tensor(W, chunks(0, 0, 1))
+    w = shard_tensor(W, chunks(0, 0, 1))
     for make in (lambda x: x.reshape(4, 16), lambda x: x.reshape(64), lambda x: x.reshape(64).to(torch.float64)):
         for _ in range(3):  # worked out, then run as a program
-            x = sw.shard_tensor(A, chunks(1, 0, 1)) * 2
+            x = shard_tensor(A, chunks(1, 0, 1)) * 2
             made = make(x)
             made.add_(1)
             same(made, make(A * 2) + 1)
@@ -99,20 +100,20 @@ def test_results_have_memory_of_their_own() -> None:
 @ranks(3)
 def test_shards_that_are_changed_behind_a_tensor() -> None:
     """A rank that changed its shard alone raises, and so do the others when they meet: none keeps a wrong value."""
-    w = sw.shard_tensor(W, chunks(1, 0, 1, 2))
-    x = sw.shard_tensor(A, chunks(0, 0, 1)) * 2
+    w = shard_tensor(W, chunks(1, 0, 1, 2))
+    x = shard_tensor(A, chunks(0, 0, 1)) * 2
     same(x @ w, A * 2 @ W)
     if torch.distributed.get_rank() == 0:
         x.local_shards()[0].tensor.add_(1)
     with pytest.raises(RankMismatchError, match="behind its back"):
         (x @ w).full_tensor()
-    same(sw.shard_tensor(A, chunks(0, 0, 1)) @ w, A @ W)
+    same(shard_tensor(A, chunks(0, 0, 1)) @ w, A @ W)
 
 
 @ranks(3)
 def test_a_program_knows_a_leaf() -> None:
     """A plain operand of an op is a leaf or not: ranks with a program take the same way back as those without."""
-    x = sw.shard_tensor(A, chunks(0, 0, 1))
+    x = shard_tensor(A, chunks(0, 0, 1))
     for first in (True, False):
         shape = 8 if first else 1  # other programs
         leaf, plain = (W[:, :shape].clone().requires_grad_() for _ in range(2))

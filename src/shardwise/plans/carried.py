@@ -9,7 +9,8 @@ from torch import nn
 
 from shardwise.errors import PlanError
 from shardwise.plans.projections import Kind
-from shardwise.sharding_plan.tree import join, matches
+from shardwise.plans.reasons import LAYER
+from shardwise.sharding_plan.tree import join
 
 Packing = Literal["", "halves"]
 
@@ -46,9 +47,9 @@ class CarriedPlan:
     def word(self, parameter: str, layer: str) -> str | None:
         """What is said of a parameter or, failing that, of the layer that it belongs to."""
         for name in (parameter, layer):
-            for pattern, word in self._words.items():
-                if matches(pattern, name):
-                    return word
+            word = self._words.get(name, self._words.get(LAYER.sub("*", name)))
+            if word is not None:
+                return word
         return None
 
     @staticmethod

@@ -74,7 +74,7 @@ def empty(sharding_spec: How, *size: Any, **options: Unpack[Options]) -> Sharded
 
 @_shows_options
 def zeros(sharding_spec: How, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """A tensor of zeros. Every rank of the group calls it; only a digest travels. Arguments are those of `empty`::
+    """A tensor of zeros. Every rank of the group calls it; only a digest travels. Arguments are those of `empty`.
 
     >>> shardwise.zeros(0, (5, 4), dtype=torch.int64).sum().item()
     0
@@ -84,7 +84,7 @@ def zeros(sharding_spec: How, *size: Any, **options: Unpack[Options]) -> Sharded
 
 @_shows_options
 def ones(sharding_spec: How, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """A tensor of ones. Every rank of the group calls it; only a digest travels. Arguments are those of `empty`::
+    """A tensor of ones. Every rank of the group calls it; only a digest travels. Arguments are those of `empty`.
 
     >>> shardwise.ones(None, 5).sum().item()  # replicas are one value
     5.0

@@ -23,7 +23,7 @@ from shardwise.ops.engine.cells import without_repeats
 from shardwise.ops.engine.recorder import watch
 from shardwise.ops.engine.rule import Reduction, Rule
 from shardwise.ops.engine.schedule import Operand, Schedule, make_joining, make_schedule, size_of
-from shardwise.ops.engine.steps import Bring, CutPlain, Move, OpSaid, Recorded, Shared, Tied, brought, done
+from shardwise.ops.engine.steps import Bring, CutPlain, Move, OpSaid, Shared, Tied, as_it_lies, brought, done
 from shardwise.process_group import Fields, Said, in_op, in_step_telling, is_member, kept_for, rank_array, room, talks
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.drawing import drawn_apart
@@ -134,7 +134,7 @@ class _Computation:
                 self.anchors += found[len(rows) :]
                 return [found[rows.index(int(same[row]))] for row in self.here]
         elif number != self.lead and operand._layout.has_replicas:
-            found = done(Recorded(), operand)
+            found = as_it_lies(operand)
         else:  # as it is, not a view of it
             found, anchor = operand._local_tensors(), operand._anchored()
             found = found if anchor is None else [*found, anchor]

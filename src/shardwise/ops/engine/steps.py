@@ -153,6 +153,14 @@ def brought(bring: Bring, operand: ShardedTensorBase) -> Tensors:
     return _noted(recorder, move, bring, (operand,), (operand._anchored(), *operand._local_tensors()))
 
 
+def as_it_lies(operand: ShardedTensorBase) -> Tensors:
+    """What `Recorded` gives of an operand; nothing need be done for one that was made in the call and is no leaf."""
+    recorder = watch.current
+    if recorder is None or recorder.knows(operand) or operand._anchored() is not None:
+        return done(Recorded(), operand)
+    return done(Recorded(), operand) if operand.is_leaf and operand.requires_grad else operand._local_tensors()
+
+
 def _noted(recorder: Recorder, step: Steps, does: Steps, given: Any, noted: Any) -> Tensors:
     before = traffic.count
     with recorder.looking_away():
