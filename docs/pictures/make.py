@@ -11,7 +11,6 @@ from shardwise import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     GridShardingSpec,
-    Sharder,
     ShardingPlan,
     ShardingSpec,
     ShardMetadata,
@@ -19,6 +18,7 @@ from shardwise import (
     make_plan,
     shard_module,
 )
+from shardwise.sharder import Sharder
 from shardwise.testing import run_on_ranks
 from shardwise.viz import Picture
 

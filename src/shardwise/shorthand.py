@@ -14,7 +14,7 @@ from shardwise.placement import all_ranks, device_moved_by
 from shardwise.process_group import is_member, kept_for, or_default
 from shardwise.sharding_spec import ChunkShardingSpec, GridShardingSpec, ReplicatedShardingSpec, ShardingSpec
 from shardwise.sharding_spec.grid import mesh_dims
-from shardwise.sharding_spec.proportion import parse_weights
+from shardwise.sharding_spec.proportion import is_list, parse_weights
 
 How = ShardingSpec | DeviceMesh | int | None
 
@@ -46,7 +46,7 @@ def spec_said(
     if (how is not None and not isinstance(how, int)) or isinstance(how, bool):
         raise SpecError(
             f"Expecting ShardingSpec but got: {type(how)}. A sharding is a spec, a dim that is cut over all ranks, "
-            "None for a replica on each, or a mesh and a dim for each of its axes"
+            "None for a replica on each, or a mesh and a dim for each of its axes; a tensor's is x.sharding_spec()"
         )
     group = or_default(process_group)
     if not is_member(group):
@@ -74,9 +74,9 @@ def _on_mesh(mesh: DeviceMesh, dims: Any, weights: Sequence[Any] | None) -> Shar
     if isinstance(dims, int):
         dims = (dims,) * mesh.ndim
     dims = mesh_dims(dims, mesh.ndim)
-    if weights is not None and not isinstance(weights, Sequence):
-        raise SpecError(f"weights should be a sequence of numbers, one for each place, found {weights!r}")
-    if weights is not None and not any(one is None or isinstance(one, Sequence) for one in weights):
+    if weights is not None and not is_list(weights):
+        raise SpecError(f"weights should be a sequence of numbers, one for each place, found {weights!r:.200}")
+    if weights is not None and not any(one is None or is_list(one) for one in weights):
         cutting = [k for k, dim in enumerate(dims) if dim is not None]
         if len(cutting) != 1:
             raise SpecError(

@@ -21,7 +21,7 @@ WORLD = 3
 ODD = 1  # the rank that does otherwise
 ROWS, COLUMNS = chunks(0, 0, 1, 2), chunks(1, 0, 1, 2)
 PLAIN = torch.arange(54.0).reshape(9, 6)
-WRONG: Any = None
+WRONG: Any = "wrong"
 PLACES = [f"rank:{rank}/cpu" for rank in range(WORLD)]
 
 

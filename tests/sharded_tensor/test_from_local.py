@@ -119,7 +119,7 @@ WRONG: dict[str, tuple[type[Exception], str]] = {
     ),
     "another dtype": (errors.RankMismatchError, "dtype"),
     "another number of dims": (errors.RankMismatchError, "ndim"),
-    "a list": (errors.PropertyError, "from_local joins tensors, found list"),
+    "a list": (errors.PropertyError, "what from_local joins is a tensor, found list"),
     "sharded already": (errors.PropertyError, "what from_local joins is a plain tensor"),
     "a gradient on some ranks": (errors.RankMismatchError, "requires_grad"),
 }

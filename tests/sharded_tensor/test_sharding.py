@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,7 +46,10 @@ def test_every_spelling_is_the_same_value() -> None:
         ((mesh, (1, 0)), {}, [[4, 3], [3, 3], [4, 2], [3, 2]]),
         ((mesh, [Replicate(), Shard(1)]), {}, [[7, 3], [7, 2]] * 2),
         ((mesh, 0), {}, [[2, 5], [2, 5], [2, 5], [1, 5]]),
+        ((0,), {"weights": np.array([2, 1, 0, 1])}, [[4, 5], [1, 5], [0, 5], [2, 5]]),
+        ((0,), {"weights": list(torch.tensor([2.0, 1, 0, 1]))}, [[4, 5], [1, 5], [0, 5], [2, 5]]),
         ((mesh, (None, 0)), {"weights": [3, 1]}, [[5, 5], [2, 5]] * 2),
+        ((mesh, [Replicate(), Shard(0)]), {"weights": np.array([3.0, 1])}, [[5, 5], [2, 5]] * 2),
         ((mesh, (0, 1)), {"weights": [[1, 3], None]}, [[2, 3], [2, 2], [5, 3], [5, 2]]),
         ((mesh, (Replicate(), Shard(0))), {"weights": [3, 1]}, [[5, 5], [2, 5]] * 2),
         ((odd,), {}, [[7, 2], [7, 3]]),
@@ -67,6 +73,13 @@ def test_every_spelling_is_the_same_value() -> None:
     moved = shardwise.shard(x.detach(), 0).redistribute(mesh, (None, 1))
     assert moved.sharding == shardwise.shard(x, mesh, (None, 1)).sharding
     assert moved.reshard(1).sharding == shardwise.shard(x, 1).sharding
+    assert moved.reshard(mesh, (None, 0)).sharding == shardwise.shard(x, mesh, (None, 0)).sharding
+    for weights in ([2, 1, 0, 1], [1, 1, 1, 9]):
+        expected = shardwise.shard(x, 0, weights=weights).sharding
+        assert moved.redistribute(0, weights=weights).sharding == moved.reshard(0, weights=weights).sharding == expected
+        assert torch.equal(moved.full_tensor(), x)
+    assert f"{moved.sum():.6f}" == f"{x.sum():.6f}"
+    assert f"{moved}" == f"{moved!s}" == repr(moved)
     assert shardwise.zeros(0, 7, 5).sharding == shardwise.shard(x, 0).sharding == ChunkShardingSpec(0).layout((7, 5))
     assert ReplicatedShardingSpec().layout((7,)) == GridShardingSpec([None]).layout((7,))
     assert shardwise.make_plan(shardwise.shard(x, 0).sharding, shardwise.shard(x, 1).sharding).moved > 0
@@ -113,6 +126,11 @@ def test_what_is_refused_is_refused_on_every_rank() -> None:
         ((mesh, True), {}, "needs to be an integer"),
         ((mesh, (0, 1)), {"weights": [1, 1]}, "for each axis"),
         ((ChunkShardingSpec(0),), {"weights": [1]}, "says how to cut"),
+        ((0,), {"weights": 4}, "a sequence of numbers"),
+        ((0,), {"weights": {0: 1, 1: 1, 2: 1, 3: 1}}, "a sequence of numbers"),
+        ((0,), {"weights": "1111"}, "a sequence of numbers"),
+        ((0,), {"weights": [float("nan"), 1, 1, 1]}, "numbers >= 0"),
+        ((0,), {"weights": [10**400, -1, 0, 0]}, "numbers >= 0"),
     ]
     for how, options, message in wrong:
         with pytest.raises(ValueError, match=message):
@@ -128,6 +146,17 @@ def test_what_is_refused_is_refused_on_every_rank() -> None:
     with pytest.raises(ShardwiseError, match="meta device"):
         shardwise.shard(x.to("meta"), ChunkShardingSpec(0, ["rank:1/cpu"]))
     assert shardwise.shard(x.to("meta"), 0).is_meta
+    with pytest.raises(ValueError, match="there is none"):
+        shardwise.replicate(x, 0 if rank == 1 else None)
+    with pytest.raises(TypeError, match="dtype"):
+        shardwise.zeros(0, 4, dtype="float32" if rank == 1 else torch.float32)
+    with pytest.raises(ShardwiseError, match=r"two layouts, such as x\.sharding.*found ShardedTensor and int"):
+        shardwise.make_plan(shardwise.zeros(0, 4), 0)
+    with warnings.catch_warnings(action="ignore"):  # deprecated, and still there
+        quantised = torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)
+    for verb in (partial(shardwise.shard, how=0), partial(shardwise.shard, how=0, src=1), shardwise.from_local):
+        with pytest.raises(ShardwiseError, match="plain values, found one that is quantised"):
+            verb(quantised)
     with pytest.raises(ShardwiseError):
         shardwise.shard(x if rank else x[:2], 0)
     with pytest.raises(ShardwiseError):
@@ -212,6 +241,14 @@ def test_a_plan_is_a_dict_of_dims() -> None:
         shardwise.shard_module(nn.Sequential(Layer()), {"*.upp.weight": 0})
     with pytest.raises(TypeError, match="Only `ShardingSpec`"):
         shardwise.shard_module(nn.Sequential(Layer()), {"*.up.weight": "rows"})
+    mesh = init_device_mesh("cpu", (2, 2))
+    for plan, message in (({"": 0}, "the module itself"), ({"**": (mesh, (None, 0))}, "from_mesh")):
+        with pytest.raises(ShardwiseError, match=message):
+            shardwise.shard_module(nn.Sequential(Layer()), plan)
+    for how, expected in ((0, [[1, 4]] * 4), (None, [[4, 4]] * 4)):
+        net = nn.Sequential(nn.Linear(4, 4))
+        shardwise.shard_module(net, shardwise.ShardingPlan({"0.weight": 0}, output_plan={"0": how}))
+        assert sizes(net(torch.ones(4, 4))) == expected
     with torch.device("meta"):
         empty = nn.Sequential(Layer())
     shardwise.shard_module(empty, {"**": 0})

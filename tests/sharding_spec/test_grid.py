@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from fractions import Fraction
 from typing import Any
@@ -88,6 +89,10 @@ def test_a_grid_is_a_value() -> None:
     assert eval(repr(spec)) == spec
     weighed = GridShardingSpec((None, 0), [places(0, 1), places(2, 3)], weights=[None, (2, 1.5)])
     assert eval(repr(weighed)) == weighed == pickle.loads(pickle.dumps(weighed)) != spec
+    turned = dataclasses.replace(weighed, dims=(None, 1))
+    assert turned == GridShardingSpec((None, 1), places(0, 1, 2, 3), weights=[None, (2, 1.5)], grid=(2, 2)) != weighed
+    with pytest.raises(ValueError, match=r"4 placements cannot be a grid of shape \(3, 2\)"):
+        dataclasses.replace(weighed, grid=(3, 2))
     many = GridShardingSpec((0, None), [[f"rank:{r}/cpu"] for r in range(99)])
     assert repr(many) == "GridShardingSpec(dims=(0, None), 99x1 placements)"
 

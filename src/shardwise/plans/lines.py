@@ -78,12 +78,13 @@ class Lines:
     def _spec(self, device_type: str, dim: int, parts: tuple[Part, ...]) -> tuple[ShardingSpec, str]:
         sizes = [size for share in map(self._sizes, parts) for size in share]
         rows = [[usual_place(rank, device_type) for rank in row] * len(parts) for row in self.ranks.tolist()]
+        ranks = f"{len(self)} rank{'s' * (len(self) > 1)}"
         if len(parts) > 1:
-            said = f"{len(parts)} parts of dim {dim} over {len(self)} ranks"
+            said = f"{len(parts)} parts of dim {dim} over {ranks}"
         elif self.weights is not None:
             said = f"dim {dim} as {' | '.join(map(str, sizes))}"
         else:
-            said = f"dim {dim} over {len(self)} ranks"
+            said = f"dim {dim} over {ranks}"
         if len(rows) > 1:
             said += f", {len(rows)} replicas"
         even = self.weights is None and (len(parts) == 1 or len(set(sizes)) == 1)

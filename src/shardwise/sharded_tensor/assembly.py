@@ -90,7 +90,7 @@ def create_tensor_from_params(
 def allocate(
     how: How,
     size: Sequence[Any],
-    properties: TensorProperties,
+    asked: TensorProperties,
     process_group: ProcessGroup | None,
     *,
     fill: Fill | None = None,
@@ -104,6 +104,7 @@ def allocate(
 
     def work() -> tuple[Parts, Fields]:
         spec = spec_said(how, process_group=group)
+        properties = replace(asked, dtype=torch.empty(0, dtype=asked.dtype).dtype)  # `float` is a dtype, too
         _require_supported(properties)
         whole = flatten_size(size)
         layout = locate_all(spec.layout(whole), group)
@@ -258,6 +259,19 @@ def require_spec(spec: object) -> None:
     """Raise unless this is a spec."""
     if not isinstance(spec, ShardingSpec):
         raise SpecError(f"Expecting ShardingSpec but got: {type(spec)}")
+
+
+def require_dense(tensor: object, purpose: str) -> None:
+    """Raise unless this is a plain tensor whose elements lie in strides, each a value by itself: not a quantised one,
+    whose bytes mean nothing without its scales, nor a nested one."""
+    if not isinstance(tensor, torch.Tensor):
+        raise PropertyError(f"{purpose} is a tensor, found {type(tensor).__name__}")
+    require_plain(tensor, purpose)
+    if tensor.layout != torch.strided:
+        raise PropertyError(f"Only torch.strided layout is currently supported: {purpose} has {tensor.layout}")
+    if tensor.is_quantized or tensor.is_nested:
+        kind = f"quantised ({tensor.dtype}): take its dequantize()" if tensor.is_quantized else "nested"
+        raise PropertyError(f"{purpose} is a tensor of plain values, found one that is {kind}")
 
 
 def _require_supported(properties: TensorProperties) -> None:

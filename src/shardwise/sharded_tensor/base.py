@@ -395,7 +395,8 @@ class ShardedTensorBase(Checkpointable, Distributed, torch.Tensor):
         return f"{type(self).__name__}({whole}, here {here}{more} on {self.device}{grad})"
 
     def __format__(self, spec: str) -> str:
-        return format(repr(self), spec)
+        """``f"{loss:.3f}"`` is that of `item`, which every rank calls; without a format nothing is sent."""
+        return format(self.item() if spec and not self.ndim else repr(self), spec)
 
     def _picture_(self, *, dtype: torch.dtype | None = None, **options: Any) -> Picture:
         kind, here = type(self).__name__, self._frame.rows

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.dispatch import require_plain
 from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError, SpecError
 from shardwise.geometry import Boxes, IntArray
 from shardwise.layout import Layout
@@ -29,6 +28,7 @@ from shardwise.process_group import (
     places_said,
     rank_array,
 )
+from shardwise.sharded_tensor.assembly import require_dense
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import shared_replicas
 from shardwise.sharded_tensor.tensor import ShardedTensor
@@ -139,11 +139,7 @@ def _team(dim: Dims, group: ProcessGroup, mesh: DeviceMesh | None) -> _Team:
 
 def _require_joinable(local: torch.Tensor, team: _Team) -> tuple[int | None, ...]:
     """The dims, counted from the front, if this rank's tensor can be a part of one along them."""
-    if not isinstance(local, torch.Tensor):
-        raise PropertyError(f"from_local joins tensors, found {type(local).__name__}")
-    require_plain(local, "what from_local joins")
-    if local.layout != torch.strided:
-        raise PropertyError(f"Only torch.strided layout is currently supported, but found {local.layout}")
+    require_dense(local, "what from_local joins")
     for dim in team.dims:
         if dim is not None and not -local.ndim <= dim < local.ndim:
             raise SpecError(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise import settings
-from shardwise.dispatch import Distributed, require_plain
+from shardwise.dispatch import Distributed
 from shardwise.errors import ProcessGroupError, PropertyError, SpecError
 from shardwise.layout import Layout, Places
 from shardwise.metadata import TensorProperties
@@ -33,7 +33,7 @@ from shardwise.process_group import (
     rank_array,
     step_of_op,
 )
-from shardwise.sharded_tensor.assembly import fields_of, require_spec
+from shardwise.sharded_tensor.assembly import fields_of, require_dense, require_spec
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import (
     Way,
@@ -59,6 +59,7 @@ class Request:
 
     how: How
     dims: Any  # of the axes, if that is a mesh
+    weights: Sequence[Any] | None
     process_group: ProcessGroup | None
     max_bytes: int | None
     relabel: bool
@@ -98,24 +99,28 @@ def everyone_on(group: ProcessGroup, device: torch.device) -> Places:
     return kept_for(group, (device, here), made)
 
 
-def scattered(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_group: ProcessGroup | None) -> Parts:
-    """This rank's shards of the tensor that one rank has. Every rank of the group calls it, with a tensor alike."""
+def scattered(
+    tensor: torch.Tensor, said: Callable[[], ShardingSpec], src_rank: int, process_group: ProcessGroup | None
+) -> Parts:
+    """This rank's shards of the tensor that one rank has. Every rank of the group calls it, with a tensor alike.
+
+    ``said`` gives the spec, or raises; what it raises on one rank, all raise.
+    """
     group = or_default(process_group)
 
-    def work() -> tuple[tuple[Layout, int], Fields]:
+    def work() -> tuple[tuple[ShardingSpec, Layout, int], Fields]:
+        spec = said()
         require_spec(spec)
-        require_plain(tensor, "what shard_tensor cuts")
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-            kind = getattr(tensor, "layout", type(tensor).__name__)
-            raise PropertyError(f"Only torch.strided layout is currently supported, in any strides: found {kind}")
+        require_dense(tensor, "what shard_tensor cuts")
         properties = TensorProperties.create_from_tensor(tensor)
         layout = locate_all(spec.layout(tensor.size()), group)
         source = global_rank(src_rank, group, "src_rank")
         if tensor.is_meta and source == dist.get_rank() and layout.some_device.type != "meta":
             raise PropertyError("the tensor on the source rank has no data: it is on the meta device")
-        return (layout, source), {"verb": "shard_tensor", "src_rank": src_rank, **fields_of(layout, spec, properties)}
+        fields = {"verb": "shard_tensor", "src_rank": src_rank, **fields_of(layout, spec, properties)}
+        return (spec, layout, source), fields
 
-    layout, source = in_step(group, work)
+    spec, layout, source = in_step(group, work)
     rows = layout.rows_on(dist.get_rank())
     frame = Frame.of(layout, spec, rows, tensor.dtype, group)
     have = Layout.whole(layout.size, [Placement(layout.some_device, source)])
@@ -227,7 +232,9 @@ def _agreed_target(tensor: ShardedTensor, request: Request) -> tuple[Frame, Way]
     joint = tensor._process_group if request.process_group is None else or_default(None)
 
     def work() -> tuple[Frame, Fields]:
-        spec = spec_said(request.how, request.dims, device_type=tensor.device.type, process_group=group)
+        spec = spec_said(
+            request.how, request.dims, weights=request.weights, device_type=tensor.device.type, process_group=group
+        )
         require_movable(tensor)
         if request.async_op and wants_graph(tensor):
             raise SpecError("an asynchronous transfer cannot be differentiated: use torch.no_grad() or async_op=False")
@@ -266,12 +273,12 @@ def redistributing(tensor: ShardedTensor, request: Request) -> tuple[Frame, Movi
     return frame, move(plan, tensor._local_tensors(), dtype=tensor.dtype, **way.options())
 
 
-def reshard(tensor: ShardedTensor, how: How) -> None:
+def reshard(tensor: ShardedTensor, how: How, dims: Any = None, weights: Sequence[Any] | None = None) -> None:
     """Change the tensor in place to another spec, with its gradient. See `ShardedTensor.reshard`."""
     group = tensor._process_group
 
     def work() -> tuple[Frame, Fields, bool]:
-        spec = spec_said(how, device_type=tensor.device.type, process_group=group)
+        spec = spec_said(how, dims, weights=weights, device_type=tensor.device.type, process_group=group)
         require_movable(tensor)
         layout = locate_all(spec.layout(tensor.size()), group).in_rank_order
         frame = Frame.of(layout, spec, layout.rows_on(dist.get_rank()), tensor.dtype, group)

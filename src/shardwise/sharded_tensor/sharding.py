@@ -11,14 +11,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import settings
-from shardwise.dispatch import require_plain
 from shardwise.errors import PlainValueError, PropertyError
 from shardwise.layout import Layout
 from shardwise.meeting import listed
 from shardwise.mesh_group import mesh_group
 from shardwise.metadata import TensorProperties
 from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharing, is_member, locate_all, or_default
-from shardwise.sharded_tensor.assembly import fields_of
+from shardwise.sharded_tensor.assembly import fields_of, require_dense
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.movement import global_rank
 from shardwise.sharded_tensor.tensor import ShardedTensor, shard_tensor
@@ -96,12 +95,9 @@ def shard(
     return _cut(tensor, spec, layout, group)
 
 
-def _require_leaf(tensor: object) -> None:
-    """Raise unless this is a plain strided tensor that autograd would not reach through its shards."""
-    require_plain(tensor, "what shard cuts")
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-        kind = getattr(tensor, "layout", type(tensor).__name__)
-        raise PropertyError(f"shard cuts a strided tensor, found {kind}")
+def _require_leaf(tensor: torch.Tensor) -> None:
+    """Raise unless this is a plain dense tensor that autograd would not reach through its shards."""
+    require_dense(tensor, "what shard cuts")
     if tensor.requires_grad and not tensor.is_leaf:
         raise PropertyError(
             "shard makes leaves, and a gradient would not go on from them to what this tensor was computed from: give "
@@ -155,6 +151,5 @@ def replicate(
         >>> shardwise.replicate(torch.ones(4)).local_tensor()
         tensor([1., 1., 1., 1.])
     """
-    if mesh is None:
-        return shard(tensor, None, src=src, process_group=process_group)
-    return shard(tensor, mesh, (None,) * mesh.ndim, src=src, process_group=process_group)
+    dims = None if mesh is None else (None,) * mesh.ndim if isinstance(mesh, DeviceMesh) else ()
+    return shard(tensor, mesh, dims, src=src, process_group=process_group)

@@ -102,7 +102,7 @@ class ShardedTensor(ShardedTensorBase):
         generator: TileGenerator | None = None,
     ) -> ShardedTensor:
         """A new tensor whose shards are filled by a function, which the verb names."""
-        dtype = torch.get_default_dtype() if dtype is None else torch.empty(0, dtype=dtype).dtype  # `float` is a dtype
+        dtype = torch.get_default_dtype() if dtype is None else dtype
         properties = TensorProperties(dtype, layout, requires_grad, memory_format, pin_memory)
         if draw is not None and generator is None:
             generator = current_generator()
@@ -235,25 +235,26 @@ class ShardedTensor(ShardedTensorBase):
         max_bytes: int | None = None,
         async_op: bool = False,
         relabel: bool = False,
+        weights: Sequence[Any] | None = None,
     ) -> Any:
         """A new tensor with the same values in another sharding; exactly what must move is moved.
 
-        It is said as in `shardwise.shard`: a spec, a dim over all ranks, None, or a mesh and a dim for each axis.
-        Every rank of the group calls it; with another group, every rank of the default group. It is differentiable: the
-        backward moves gradients the other way, and adds up what comes from several replicas.
+        It is said as in `shardwise.shard`: a spec, a dim over all ranks, None, or a mesh and a dim for each axis; with
+        ``weights`` in proportion. Every rank of the group calls it; with another group, every rank of the default one.
+        It is differentiable: the backward moves gradients the other way, and adds up what comes from several replicas.
 
         ``max_bytes`` bounds the buffers on each rank; the transfer then goes in rounds. ``async_op=True`` begins and
         gives an object whose ``wait()`` gives the tensor; until then this tensor must not be changed, and autograd does
         not record it. ``relabel=True`` exchanges the ranks of the spec among themselves so that the least must move.
         """
-        request = movement.Request(sharding_spec, dims, process_group, max_bytes, relabel, async_op)
+        request = movement.Request(sharding_spec, dims, weights, process_group, max_bytes, relabel, async_op)
         if async_op:
             return Pending(self, *movement.redistributing(self, request))
         return self._moved_to(request)
 
     def _redistributed(self, sharding_spec: ShardingSpec) -> ShardedTensor:
         """The same within an op: ranks that differ find out as they do in ops."""
-        request = movement.Request(sharding_spec, None, None, None, relabel=False, async_op=False, in_op=True)
+        request = movement.Request(sharding_spec, None, None, None, None, relabel=False, async_op=False, in_op=True)
         return self._moved_to(request)
 
     def _moved_to(self, request: movement.Request) -> ShardedTensor:
@@ -261,12 +262,12 @@ class ShardedTensor(ShardedTensorBase):
         new: ShardedTensor = self._derived(frame, tensors, anchor)
         return new
 
-    def reshard(self, resharding_spec: How) -> ShardedTensor:
+    def reshard(self, resharding_spec: How, dims: Any = None, *, weights: Sequence[Any] | None = None) -> ShardedTensor:
         """Change this tensor in place to another sharding, and its gradient with it. Every rank of the group calls it.
 
-        It is a spec, a dim that is cut over all ranks, or None for a replica on each.
+        It is said as in `shardwise.shard`: a spec, a dim over all ranks, None, or a mesh and a dim for each axis.
         """
-        movement.reshard(self, resharding_spec)
+        movement.reshard(self, resharding_spec, dims, weights)
         return self
 
     def to_dtensor(self, mesh: DeviceMesh, placements: Sequence[Any] | None = None) -> DTensor:
@@ -363,7 +364,7 @@ def shard_tensor(
 
 
 def _scatter(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, group: ProcessGroup | None) -> ShardedTensor:
-    return ShardedTensor._wrap(movement.scattered(tensor, spec, src_rank, group))
+    return ShardedTensor._wrap(movement.scattered(tensor, lambda: spec, src_rank, group))
 
 
 registry.verbs["shard"] = _scatter

@@ -18,7 +18,7 @@ class ShardingPlan:
 
     ``plan`` has the spec of each parameter that is to be sharded, by its name in the module, and the `Sharder` of each
     submodule that is to be swapped, by its path. A number in the place of a spec is a dim that is cut over all ranks of
-    the group, and None a replica on each. ``output_plan`` has specs by the path of a module, "" for the module
+    the group, and None a replica on each. ``output_plan`` has the same by the path of a module, "" for the module
     itself: its sharded output is redistributed. Outputs of modules in ``return_local_tensor`` become this rank's plain
     local tensor, after that::
 
@@ -36,7 +36,7 @@ class ShardingPlan:
     """
 
     plan: Mapping[str, ShardingSpec | Sharder | int | None]
-    output_plan: Mapping[str, ShardingSpec | int] | None = None
+    output_plan: Mapping[str, ShardingSpec | int | None] | None = None
     return_local_tensor: list[str] | None = None
 
 

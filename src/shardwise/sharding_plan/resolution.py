@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import PlanKindError, PlanOverlapError, PlanRootError
 from shardwise.sharder import Sharder
@@ -41,6 +42,7 @@ def resolve(plan: ShardingPlan, module: nn.Module, group: ProcessGroup) -> Resol
                 raise PlanKindError(
                     f"Only `ShardingSpec` and `Sharder` are supported to shard {name!r}, or a dim that is cut over all "
                     f"ranks, or None for replicas, not {kind}"
+                    + ("; on a mesh, GridShardingSpec.from_mesh(mesh, (None, 0))" if _has_mesh(entry) else "")
                 )
     # Sharders first: patterns of the others do not reach into what belongs to a sharder.
     resolver.add_sharders({name: entry for name, entry in entries.items() if isinstance(entry, Sharder)})
@@ -54,6 +56,10 @@ def resolve(plan: ShardingPlan, module: nn.Module, group: ProcessGroup) -> Resol
 
 def _is_entry(entry: object) -> bool:
     return entry is None or (isinstance(entry, ShardingSpec | Sharder | int) and not isinstance(entry, bool))
+
+
+def _has_mesh(entry: object) -> bool:
+    return any(isinstance(one, DeviceMesh) for one in (entry if isinstance(entry, tuple | list) else (entry,)))
 
 
 class _Resolver:
@@ -113,14 +119,20 @@ class _Resolver:
         kept = {}
         for path, spec in self.entries(specs, "output_plan").items():
             with self.noting():
-                if spec is None or not _is_entry(spec) or isinstance(spec, Sharder):
+                if not _is_entry(spec) or isinstance(spec, Sharder):
                     kind = type(spec).__name__
                     raise PlanKindError(
                         f"Only `ShardingSpec` is supported as output_plan for {path!r}, or a dim that is cut over all "
-                        f"ranks, not {kind}"
+                        f"ranks, or None for replicas, not {kind}"
                     )
-                kept[path] = spec_said(spec, process_group=self._group)
+                kept[path] = spec_said(spec, device_type=self._device_type, process_group=self._group)
         self._add_outputs(kept)
+
+    @property
+    def _device_type(self) -> str | None:
+        """Where the parameters are, if one has data."""
+        found = (place.get().device.type for place in self._tree.parameters.values())
+        return next((kind for kind in found if kind != "meta"), None)
 
     def add_local_outputs(self, paths: Any) -> None:
         with self.noting():

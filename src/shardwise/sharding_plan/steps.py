@@ -15,6 +15,7 @@ from shardwise.layout import Layout
 from shardwise.placement import device_for
 from shardwise.process_group import is_member, locate_all
 from shardwise.sharded_tensor import ShardedTensor
+from shardwise.sharded_tensor.assembly import require_dense
 from shardwise.sharder import Sharder
 from shardwise.sharding_plan.tree import ModuleTree, Place
 from shardwise.sharding_spec import ShardingSpec
@@ -121,7 +122,6 @@ def _require_shardable(name: str, parameter: torch.Tensor, group: ProcessGroup) 
     require_sized(name, parameter)
     if type(parameter) not in (nn.Parameter, torch.Tensor, FakeTensor):
         raise PropertyError(f"{name!r} is a {type(parameter).__name__}: make it a plain parameter to shard it")
-    if parameter.layout != torch.strided:
-        raise PropertyError(f"Only torch.strided layout is currently supported: {name!r} has {parameter.layout}")
+    require_dense(parameter, repr(name))
     if not parameter.is_contiguous():
         raise PropertyError(f"param: {name} is not a contiguous Tensor: replace it by its contiguous() form first")

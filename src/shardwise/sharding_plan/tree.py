@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import PlanNameError
+from shardwise.errors import PlanKindError, PlanNameError
 
 MAGIC = re.compile(r"[*?[]")
 
@@ -40,6 +40,8 @@ class ModuleTree:
     """The modules and parameters of a module by every name they have, shared ones by each of theirs."""
 
     def __init__(self, root: nn.Module) -> None:
+        if not isinstance(root, nn.Module):
+            raise PlanKindError(f"a plan is for a module, found {type(root).__name__}")
         self.modules = dict(root.named_modules(remove_duplicate=False))
         self.parameters: dict[str, Place] = {}
         self._sharing: dict[int, list[str]] = {}  # by what is shared: its names
@@ -100,6 +102,8 @@ class ModuleTree:
 
     def unknown(self, name: str, owner: nn.Module, missing: str) -> PlanNameError:
         """The error for a name that is not there, with what may be meant."""
+        if not name:
+            return PlanNameError("'' is the module itself, and a spec is for a parameter of it: '**' are all of them")
         near = difflib.get_close_matches(name, [*self.parameters, *self.modules], n=1)
         hint = f": did you mean {near[0]!r}?" if near else ""
         return PlanNameError(f"{name!r} names nothing: {type(owner).__name__} has no attribute `{missing}`{hint}")

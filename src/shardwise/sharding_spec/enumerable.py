@@ -67,7 +67,7 @@ class EnumerableShardingSpec(ShardingSpec):
     @shards.setter
     def shards(self, shards: Sequence[ShardMetadata]) -> None:
         if self._records is None:
-            raise FrozenSpecError(f"a {type(self).__name__} is a value that cannot be changed: make another one")
+            raise FrozenSpecError(f"{type(self).__name__} is a value that cannot be changed: make another one")
         EnumerableShardingSpec.__init__(self, shards)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -31,9 +32,10 @@ Weights = tuple[tuple[float, ...] | None, ...]
 class GridShardingSpec(ShardingSpec):
     """Axis ``k`` of a grid of placements cuts the tensor's dim ``dims[k]``; where that is None, it has replicas.
 
-    ``placements`` is nested like the grid: rows of columns for two dims. Without them, one axis has all ranks of the
-    default group. An axis cuts evenly, as `torch.chunk` does; or into the ``sizes`` given for it; or, for a dim of any
-    length, in proportion to ``weights``. Several axes may cut one dim evenly: each cuts what the one before has left::
+    ``placements`` is nested like the grid: rows of columns for two dims; or flat, in row-major order, with the shape
+    of the ``grid``. Without them, one axis has all ranks of the default group. An axis cuts evenly, as `torch.chunk`
+    does; or into the ``sizes`` given for it; or, for a dim of any length, in proportion to ``weights``. Several axes
+    may cut one dim evenly: each cuts what the one before has left::
 
         >>> spec = GridShardingSpec(
         ...     dims=(0, 1),
@@ -59,9 +61,11 @@ class GridShardingSpec(ShardingSpec):
         placements: Sequence[Any] | None = None,
         sizes: Sequence[Sequence[int] | None] | None = None,
         weights: Sequence[Sequence[float] | None] | None = None,
+        grid: Sequence[int] | None = None,
     ) -> None:
         dims = _parse_dims(dims)
-        grid, flat = _parse_grid(all_ranks() if placements is None else placements, len(dims))
+        placements = all_ranks() if placements is None else placements
+        grid, flat = _parse_grid(placements if grid is None else _nested(placements, grid), len(dims))
         object.__setattr__(self, "dims", dims)
         object.__setattr__(self, "placements", tuple(flat))
         object.__setattr__(self, "grid", grid)
@@ -251,6 +255,13 @@ def _parse_weights(weights: Sequence[Sequence[float] | None] | None, dims: Dims,
             f"weights should be given for each of {len(dims)} axes, or None to cut evenly; found {weights!r}"
         )
     return tuple(None if cut is None else parse_weights(cut, count) for cut, count in zip(weights, grid, strict=True))
+
+
+def _nested(placements: Sequence[Any], grid: Sequence[int]) -> list[Any]:
+    """Flat placements as a grid of this shape, if there are as many."""
+    if not grid or any(not isinstance(count, int) or count < 1 for count in grid) or math.prod(grid) != len(placements):
+        raise SpecError(f"{len(placements)} placements cannot be a grid of shape {tuple(grid)}")
+    return nest(placements, tuple(grid))
 
 
 def nest(flat: Sequence[Any], shape: tuple[int, ...]) -> list[Any]:

@@ -21,13 +21,22 @@ def weighted_sizes(dim_size: int, weights: Sequence[float]) -> list[int]:
     return [end - begin for begin, end in pairwise(edges)]
 
 
-def parse_weights(weights: object, places: int) -> tuple[float, ...]:
-    """One weight for each place, not all of them 0."""
-    if isinstance(weights, str) or not isinstance(weights, Sequence):
-        raise SpecError(f"weights should be a sequence of numbers, one for each place, found {weights!r}")
-    usable = all(isinstance(one, int | float) and math.isfinite(one) and one >= 0 for one in weights)
-    if len(weights) != places or not usable or not any(weights):
-        raise SpecError(
-            f"{places} places need {places} weights, which are numbers >= 0 and not all 0; found {list(weights)!r:.200}"
-        )
-    return tuple(weights)
+def is_list(weights: object) -> bool:
+    """Whether these may be the weights of several places: a sequence, or an array."""
+    return (isinstance(weights, Sequence) and not isinstance(weights, str)) or getattr(weights, "ndim", 0) > 0
+
+
+def parse_weights(weights: object, places: int | None = None) -> tuple[float, ...]:
+    """The weights as plain numbers: one for each place, if it is known how many there are, and not all of them 0."""
+    plain = weights.tolist() if hasattr(weights, "tolist") else weights
+    if isinstance(plain, str) or not isinstance(plain, Sequence):
+        raise SpecError(f"weights should be a sequence of numbers, one for each place, found {weights!r:.200}")
+    numbers = [one.item() if hasattr(one, "item") and getattr(one, "ndim", 0) == 0 else one for one in plain]
+    if (places is not None and len(numbers) != places) or not all(map(_is_weight, numbers)) or not any(numbers):
+        needed = "weights should be" if places is None else f"{places} places need {places} weights, which are"
+        raise SpecError(f"{needed} numbers >= 0 and not all 0; found {numbers!r:.200}")
+    return tuple(numbers)
+
+
+def _is_weight(one: object) -> bool:
+    return isinstance(one, int | float) and one >= 0 and (isinstance(one, int) or math.isfinite(one))

@@ -95,7 +95,7 @@ class PlacedShardingSpec(ShardingSpec):
         frozen = isinstance(vars(self).get("placements"), tuple)
         if frozen and name in vars(self) and name in getattr(type(self), "__dataclass_fields__", ()):
             raise FrozenSpecError(
-                f"a {type(self).__name__} is a value that cannot be changed: make another one, as in "
+                f"{type(self).__name__} is a value that cannot be changed: make another one, as in "
                 f"dataclasses.replace(spec, {name}=...)"
             )
 

@@ -221,6 +221,10 @@ def make_plan(src: Layout, dst: Layout) -> TransferPlan:
         >>> plan.moved, plan.lower_bound  # elements
         (8, 8)
     """
+    given: tuple[object, object] = src, dst
+    if not all(isinstance(one, Layout) for one in given):
+        found = " and ".join(type(one).__name__ for one in given)
+        raise LayoutError(f"make_plan takes two layouts, such as x.sharding and spec.layout(x.shape), found {found}")
     if src.size != dst.size:
         raise LayoutError(f"a tensor of size {tuple(src.size)} cannot become one of size {tuple(dst.size)}")
     return TransferPlan(src, dst)
