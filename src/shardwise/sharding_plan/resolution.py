@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import PlanKindError, PlanOverlapError, PlanRootError
+from shardwise.placement import device_for
+from shardwise.process_group import is_member
 from shardwise.sharder import Sharder
 from shardwise.sharding_plan.plan import ShardingPlan
 from shardwise.sharding_plan.selection import Names, choose
@@ -111,6 +113,10 @@ class _Resolver:
 
     def add_output_specs(self, specs: Any) -> None:
         kept = {}
+        first = next(iter(self._tree.parameters.values()), None)  # outputs are where the parameters are
+        kind = None
+        if first is not None and is_member(self._group):
+            kind = device_for(first.get().device.type, self._group)
         for path, spec in self.entries(specs, "output_plan").items():
             with self.noting():
                 if spec is None or not _is_entry(spec) or isinstance(spec, Sharder):
@@ -119,7 +125,7 @@ class _Resolver:
                         f"Only `ShardingSpec` is supported as output_plan for {path!r}, or a dim that is cut over all "
                         f"ranks, not {kind}"
                     )
-                kept[path] = spec_said(spec, process_group=self._group)
+                kept[path] = spec_said(spec, device_type=kind, process_group=self._group)
         self._add_outputs(kept)
 
     def add_local_outputs(self, paths: Any) -> None:
