@@ -145,8 +145,8 @@ def device_moved_by(process_group: ProcessGroup) -> str:
 
 def device_for(there: str, process_group: ProcessGroup) -> str:
     """The type of device for the shards of a tensor that is on this one: the same, if the group moves its memory."""
-    moves = any(device.type == there for device in process_group._device_types)
-    return there if moves else device_moved_by(process_group)
+    moved = {device.type for device in process_group._device_types}  # none: a group written in Python moves all
+    return there if there in moved or (not moved and there != "meta") else device_moved_by(process_group)
 
 
 def mesh_placements(mesh: DeviceMesh, axis: int | str) -> list[RemoteDevice]:

@@ -12,6 +12,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import PlanKindError, PlanOverlapError, PlanRootError
+from shardwise.placement import device_for
+from shardwise.process_group import is_member
 from shardwise.sharder import Sharder
 from shardwise.sharding_plan.plan import ShardingPlan
 from shardwise.sharding_plan.selection import Names, choose
@@ -130,9 +132,10 @@ class _Resolver:
 
     @property
     def _device_type(self) -> str | None:
-        """Where the parameters are, if one has data."""
+        """Where outputs are: on the kind of device of the parameters, if one has data."""
         found = (place.get().device.type for place in self._tree.parameters.values())
-        return next((kind for kind in found if kind != "meta"), None)
+        kind = next((kind for kind in found if kind != "meta"), None)
+        return device_for(kind, self._group) if kind is not None and is_member(self._group) else kind
 
     def add_local_outputs(self, paths: Any) -> None:
         with self.noting():

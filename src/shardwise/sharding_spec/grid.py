@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,7 @@ class GridShardingSpec(ShardingSpec):
 
     dims: Dims
     placements: tuple[RemoteDevice, ...]  # flat, in row-major order of the grid
-    grid: tuple[int, ...] = field(init=False)
+    grid: tuple[int, ...]
     sizes: Sizes
     weights: Weights
 
