@@ -19,7 +19,14 @@ from shardwise.layout import Layout, parse_size
 from shardwise.placement import Placement, rank_device
 from shardwise.process_group import current_process_group
 from shardwise.sharded_tensor.frame import Frame, Parts
-from shardwise.sharding_spec import FixedShardingSpec, ReplicatedShardingSpec, ShardingSpec, placed, spec_of
+from shardwise.sharding_spec import (
+    FixedShardingSpec,
+    GridShardingSpec,
+    ReplicatedShardingSpec,
+    ShardingSpec,
+    placed,
+    spec_of,
+)
 
 if TYPE_CHECKING:
     from shardwise.sharded_tensor.base import ShardedTensorBase
@@ -123,9 +130,10 @@ def _layout_as_saved(state: dict[str, Any]) -> Layout:
         replace(Placement.of(place), rank=rank) for place, rank in zip(state["places"], state["ranks"], strict=True)
     ]
     placements = [places[number] for number in state["place_of"]]
-    return Layout.checked(
-        size, boxes, placements, str, replicas=isinstance(state["spec"], ReplicatedShardingSpec | FixedShardingSpec)
-    )
+    spec = state["spec"]
+    some = isinstance(spec, GridShardingSpec) and None in spec.dims  # an axis of replicas
+    every = isinstance(spec, ReplicatedShardingSpec | FixedShardingSpec)
+    return Layout.checked(size, boxes, placements, str, replicas=some or every)
 
 
 def _on_loaded_devices(layout: Layout, rows: tuple[int, ...], tensors: list[torch.Tensor]) -> Layout:

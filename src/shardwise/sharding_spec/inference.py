@@ -112,11 +112,9 @@ def spec_class_of(layout: Layout) -> type[ShardingSpec]:
         return FixedShardingSpec
     if not grid.cuts and places.each_once and (layout.has_replicas or len(layout) == 1):
         return ReplicatedShardingSpec
-    if not grid.cuts or len(grid.cuts) < len(grid.axes) or not all(cut.goes_up for cut in grid.cuts.values()):
+    if not grid.cuts or not all(cut.goes_up for cut in grid.cuts.values()):
         return FixedShardingSpec
-    if len(grid.axes) > 1:
-        return GridShardingSpec
-    return ChunkShardingSpec if _is_even(grid.axes[0]) else FixedShardingSpec
+    return ChunkShardingSpec if len(grid.axes) == 1 and _is_even(grid.axes[0]) else GridShardingSpec
 
 
 @lru_cache(maxsize=512)
@@ -127,14 +125,11 @@ def spec_of(layout: Layout) -> ShardingSpec:
         return FixedShardingSpec.of(layout)
     if kind is ReplicatedShardingSpec:
         return ReplicatedShardingSpec(_devices(layout))
-    dims = list(grid.cuts)
+    dims = [axis.dim for axis in grid.axes]
     if kind is ChunkShardingSpec:
-        return ChunkShardingSpec(dims[0], _devices(layout))
-    shape = tuple(axis.count for axis in grid.axes)
-    sizes = [
-        None if _is_even(axis) else grid.cuts[dim].lengths().tolist() for axis, dim in zip(grid.axes, dims, strict=True)
-    ]
-    return GridShardingSpec(dims, nest(_devices(layout), shape), sizes=sizes)
+        return ChunkShardingSpec(next(iter(grid.cuts)), _devices(layout))
+    sizes = [None if axis.cut is None or _is_even(axis) else axis.cut.lengths().tolist() for axis in grid.axes]
+    return GridShardingSpec(dims, _devices(layout), sizes=sizes, grid=[axis.count for axis in grid.axes])
 
 
 def _is_even(axis: Axis) -> bool:
