@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from functools import partial
 from typing import Any
@@ -18,6 +19,8 @@ import shardwise
 from shardwise import ChunkShardingSpec, EnumerableShardingSpec, GridShardingSpec, ReplicatedShardingSpec, ShardMetadata
 from shardwise.errors import PlainValueError, ShardwiseError, SpecError
 from shardwise.placement import all_ranks
+from shardwise.sharding_spec.fixed import FixedShardingSpec
+from shardwise.sharding_spec.inference import spec_of
 from shardwise.testing import ranks
 
 
@@ -61,6 +64,14 @@ def test_every_spelling_is_the_same_value() -> None:
             w = shardwise.shard(given.requires_grad_(), *how, src=src, **options)
             assert sizes(w) == expected
             assert torch.equal(w.full_tensor(), x)
+            assert spec_of(w.sharding).layout(x.shape) == w.sharding  # what results of ops, and DTensors, say they are
+            assert type(spec_of(w.sharding)) is not FixedShardingSpec
+            held = io.BytesIO()
+            torch.save([w, w * 1], held)
+            held.seek(0)
+            for loaded in torch.load(held):
+                assert loaded.sharding == w.sharding
+                assert torch.equal(loaded.full_tensor(), x)
             (w * x).sum().backward()
             assert torch.equal(w.grad.full_tensor(), x)
             for local in w.local_shards():

@@ -123,9 +123,8 @@ def _layout_as_saved(state: dict[str, Any]) -> Layout:
         replace(Placement.of(place), rank=rank) for place, rank in zip(state["places"], state["ranks"], strict=True)
     ]
     placements = [places[number] for number in state["place_of"]]
-    return Layout.checked(
-        size, boxes, placements, str, replicas=True
-    )  # if the spec makes them, which is looked at next
+    # Replicas are let pass: whether the spec makes just this layout is looked at next.
+    return Layout.checked(size, boxes, placements, str, replicas=True)
 
 
 def _on_loaded_devices(layout: Layout, rows: tuple[int, ...], tensors: list[torch.Tensor]) -> Layout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -370,10 +370,15 @@ def _scatter(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, group: Pro
 registry.verbs["shard"] = _scatter
 
 
-# The old system's signature, by which its clients know the method; torch's two names are taken all the same.
-_said = inspect.signature(ShardedTensor.gather)
-_old = [parameter for name, parameter in _said.parameters.items() if name not in ("dim", "index")]
-ShardedTensor.gather.__signature__ = _said.replace(parameters=_old)  # type: ignore[attr-defined] # mypy#12472
+def _show_old_signature(method: Callable[..., Any], *added: str) -> None:
+    """Show the old system's signature, by which its clients know the method; what was added is taken all the same."""
+    said = inspect.signature(method)
+    old = [parameter for name, parameter in said.parameters.items() if name not in added]
+    method.__signature__ = said.replace(parameters=old)  # type: ignore[attr-defined] # mypy#12472
+
+
+_show_old_signature(ShardedTensor.gather, "dim", "index")  # torch's two names
+_show_old_signature(ShardedTensor.reshard, "dims", "weights")
 
 
 def _stays(tensor: ShardedTensor, device: torch.device) -> bool:
