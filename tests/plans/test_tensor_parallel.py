@@ -132,7 +132,6 @@ def test_each_parameter_has_a_reason() -> None:
         assert cut_of(made("BERT"), "predictions.bias")[1].endswith("tied to cls.predictions.decoder.bias")
         assert cut_of(made("T5"), "SelfAttention.o.weight") == ("dim 1 over 2 ranks", "output of attention, 4 heads")
         assert cut_of(made("Mixtral"), "experts.gate_up_proj")[0] == "2 parts of dim 1 over 2 ranks"
-        assert cut_of(nn.Sequential(nn.Linear(4, 4)), "0.weight") == ("plain", "none of the names that are known")
         adapted = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
         assert cut_of(adapted, "q_proj.base_layer.weight")[1].startswith("the model's plan: colwise, 4 heads")
         for adapter, cut in {"q_proj.lora_A": "plain", "q_proj.lora_B": "dim 0 over 2 ranks"}.items():
@@ -174,4 +173,7 @@ def test_a_plan_that_would_cut_through_a_head_is_refused() -> None:
         # One head of keys for all queries stays whole, and so does attention with one head.
         assert cut_of(llama(4, 1), "k_proj.weight")[0] == "plain"
         assert cut_of(llama(4, 1), "q_proj.weight")[0] == "dim 0 over 2 ranks"
-        assert cut_of(nn.MultiheadAttention(12, 1), "in_proj_weight")[0] == "plain"
+        with pytest.raises(PlanError, match=r"would cut nothing(.|\n)*in_proj_weight +36×12 +plain"):
+            tensor_parallel(nn.MultiheadAttention(12, 1))
+        with pytest.raises(PlanError, match=r"nothing of Sequential(.|\n)*plain +none of the names that are known"):
+            tensor_parallel(nn.Sequential(nn.Linear(2, 2)))

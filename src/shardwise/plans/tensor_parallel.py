@@ -45,7 +45,7 @@ def tensor_parallel(
     has a number for each rank, and parts are in proportion, in whole heads.
 
     Every rank makes the same plan; nothing is sent. A plan that would cut through a head of attention is a `PlanError`,
-    with how many ranks could share the heads::
+    with how many ranks could share the heads; so is one that would cut nothing::
 
         >>> import torch.distributed as dist
         >>> dist.init_process_group("fake", rank=0, world_size=2)
@@ -86,7 +86,14 @@ def tensor_parallel(
             specs[name], cut = lines.spec(parameter, chosen.dim, chosen.parts)
         reasons.append(Reason(name, tuple(parameter.shape), cut, why))
     chooser.require_whole_heads()
-    return ReasonedPlan(specs, reasons=tuple(reasons))
+    made = ReasonedPlan(specs, reasons=tuple(reasons))
+    if reasons and not specs:
+        raise PlanError(
+            f"tensor_parallel would cut nothing of {type(model).__name__}: it knows none of the layers, or may not cut "
+            'them. Name them yourself, as in {"**.up.weight": 0, "**.down.weight": 1}, or cut every parameter by '
+            f"plans.fully_sharded(model).\n{made}"
+        )
+    return made
 
 
 @dataclass(frozen=True)
