@@ -81,7 +81,9 @@ def parameter_step(
         spec = spec_said(how, device_type=kind, process_group=group)
         layout = locate_all(spec.layout(parameter.shape), group)
     except Exception as error:
-        by = type(how).__name__ if isinstance(how, ShardingSpec) else repr(how)
+        by = (
+            type(how).__name__ if isinstance(how, ShardingSpec) else f"dim {how}" if isinstance(how, int) else repr(how)
+        )
         said = f"{name!r} of size {tuple(parameter.shape)} cannot be cut by {by}: {error}"
         raise same_kind(type(error).__name__, said) from error
     return ParameterStep(name, places, spec, layout)

@@ -103,7 +103,10 @@ class ModuleTree:
     def unknown(self, name: str, owner: nn.Module, missing: str) -> PlanNameError:
         """The error for a name that is not there, with what may be meant."""
         if not name:
-            return PlanNameError("'' is the module itself, and a spec is for a parameter of it: '**' are all of them")
+            return PlanNameError(
+                "'' is the module itself, which has no attribute of that name: a spec is for a parameter; '**' are all "
+                "of them"
+            )
         near = difflib.get_close_matches(name, [*self.parameters, *self.modules], n=1)
         hint = f": did you mean {near[0]!r}?" if near else ""
         return PlanNameError(f"{name!r} names nothing: {type(owner).__name__} has no attribute `{missing}`{hint}")
