@@ -18,7 +18,7 @@ from shardwise.dispatch import Distributed
 from shardwise.errors import ProcessGroupError, PropertyError, SpecError
 from shardwise.layout import Layout, Places
 from shardwise.metadata import TensorProperties
-from shardwise.placement import WITHOUT_INDEX, Placement
+from shardwise.placement import Placement
 from shardwise.process_group import (
     Fields,
     Step,
@@ -366,45 +366,6 @@ def copy_into(into: Any, source: Any, non_blocking: bool = False) -> None:
         local.copy_(other)
     if anchor is not None:
         note_write(into, anchor)
-
-
-# To other devices and dtypes --------------------------------------------------------------------------------------
-
-
-def converted(
-    tensor: ShardedTensor,
-    device: torch.device | None,
-    dtype: torch.dtype,
-    process_group: ProcessGroup | None,
-    convert: Callable[[torch.Tensor, torch.device | None], torch.Tensor],
-) -> tuple[Frame, list[torch.Tensor], torch.Tensor | None]:
-    """Frame, local tensors and anchor on another device or of another dtype; every rank stays with its own boxes."""
-    group = tensor._process_group if process_group is None else process_group
-    layout = tensor._layout
-    target = device
-    if device is not None:
-        kind = device.type
-        if kind in WITHOUT_INDEX:
-            target = torch.device(kind)
-        elif device == torch.device(kind):  # without an index
-            target = torch.device(kind, torch.get_device_module(kind).current_device())
-
-        def work() -> tuple[None, Fields, list[Any]]:
-            return (
-                None,
-                {"verb": "to", "device": kind, "to dtype": dtype, **about(tensor)},
-                [dist.get_rank(), str(target)],
-            )
-
-        _, told = in_step_sharing(group, work)
-        devices = {rank: torch.device(name) for rank, name in told}
-        layout = layout.moved(lambda place: place.on(devices[place.rank]) if place.rank in devices else place)
-    if process_group is not None:
-        layout = locate_all(layout, group)
-    spec = tensor._sharding_spec if layout is tensor._layout else placed(tensor._sharding_spec, layout)
-    frame = Frame.of(layout, spec, tensor._frame.rows, dtype, group)
-    tensors, anchor = recorded(tensor)
-    return frame, [convert(local, target) for local in tensors], anchor
 
 
 def global_rank(group_rank: int, group: ProcessGroup, name: str) -> int:

@@ -16,7 +16,7 @@ from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorPrope
 from shardwise.placement import WITHOUT_INDEX
 from shardwise.process_group import Fields, in_step, or_default
 from shardwise.random import Draw, TileGenerator, current_generator
-from shardwise.sharded_tensor import assembly, movement, old_pickles, pickling, remote
+from shardwise.sharded_tensor import assembly, devices, movement, old_pickles, pickling, remote
 from shardwise.sharded_tensor.base import ShardedTensorBase
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.shard import Shard
@@ -299,7 +299,7 @@ class ShardedTensor(ShardedTensorBase):
             return local.to(target or local.device, dtype, non_blocking, copy)
 
         moves = None if stays else device
-        frame, tensors, anchor = movement.converted(self, moves, dtype, process_group, convert)
+        frame, tensors, anchor = devices.converted(self, moves, dtype, process_group, convert)
         if same and frame.layout == self._layout:
             return self
         new: ShardedTensor = self._derived(frame, tensors, anchor)
