@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import threading
+import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -320,6 +323,23 @@ def test_asynchronous_rounds_may_be_finished_in_any_order_or_not_at_all() -> Non
     assert holds(done[0], PLAIN)
     assert holds(done[1], PLAIN * 2)
     assert torch.equal(one.full_tensor(), PLAIN)
+
+
+@ranks(2)
+def test_asynchronous_rounds_that_nobody_waits_for_end_by_themselves() -> None:
+    """Their memory is given back, and a rank that does wait gets the tensor, whatever the others do with theirs."""
+    rank, over = dist.get_rank(), []
+    for step in range(3):
+        values = np.arange(24.0).reshape(4, 6) + step
+        mine = values[2 * rank : 2 * rank + 2].copy()  # which lives as long as any tensor in its memory
+        over.append(threading.Event())
+        weakref.finalize(mine, over[-1].set)
+        pending = shardwise.from_local(torch.from_numpy(mine)).redistribute(1, async_op=True, max_bytes=16)
+        if step == 1 and rank == 0:
+            assert torch.equal(pending.wait().local_tensor(), torch.from_numpy(values[:, :3]))
+        del mine, pending
+    assert all(event.wait(60) for event in over)
+    assert torch.equal(shard_tensor(PLAIN, chunks(0, 0, 1)).full_tensor(), PLAIN)
 
 
 @ranks(2)

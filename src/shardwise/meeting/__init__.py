@@ -14,7 +14,7 @@ from shardwise.meeting.aside import (
 from shardwise.meeting.chain import DIGEST, Entry, Fields, Ledger, Said, begin_anew, ledger_of, put_away, traffic
 from shardwise.meeting.exchange import HEADER, Gathering, Reduction, wait_for_data
 from shardwise.meeting.group import collective_device, is_large, is_tagged, listed, lost, ranks_of
-from shardwise.meeting.post import Look, Post
+from shardwise.meeting.post import Look, Post, keeper
 from shardwise.meeting.watchdog import BEGINNING, end, watch
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "given_up",
     "is_large",
     "is_tagged",
+    "keeper",
     "leave_word",
     "ledger_of",
     "listed",

@@ -27,6 +27,7 @@ AT_MOST = 2.0  # between two looks
 FOREVER = timedelta(days=365)
 NOBODYS = 1  # the tag of a message that nobody sends
 
+Works = list[tuple[Any, int, torch.Tensor]]  # with the other end, and memory that must live so long
 Look = Callable[[Sequence[int]], object]  # given who is waited for, by number in the group; raises to give up
 
 
@@ -35,7 +36,7 @@ class Post:
 
     def __init__(self, process_group: ProcessGroup) -> None:
         self._group, self._gloo = process_group, gloo_of(process_group)  # straight, past torch's dispatcher
-        self._works: list[tuple[Any, int, torch.Tensor]] = []  # with the other end, and memory that must live so long
+        self._works: Works = []
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Begin to receive from a rank, by its number in the group."""
@@ -71,11 +72,48 @@ class Post:
                 return
 
 
-class _Job:
-    """Messages that a thread waits for."""
+class Keeper(threading.Thread):
+    """A thread that takes messages which nobody waits for, and has them waited for. It ends with the process.
 
-    def __init__(self, gloo: Any, works: list[tuple[Any, int, torch.Tensor]]) -> None:
-        self.gloo, self.works = gloo, works
+    The garbage collector may hand them over, at any moment: it must not start threads, which takes locks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="shardwise-keeper", daemon=True)
+        self._left: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self.start()
+
+    def take(self, posts: Sequence[Post], then: Callable[[], Sequence[Post]]) -> None:
+        """When these messages have come and gone, the next ones are begun, until there are none or one fails."""
+        if posts:
+            self._left.put(_Job(posts[0]._gloo, _all_works(posts), lambda: _all_works(then())))
+
+    def run(self) -> None:
+        """One after the other."""
+        while True:
+            _hand_over(self._left.get())
+
+
+_keepers: list[Keeper] = []
+os.register_at_fork(after_in_child=_keepers.clear)
+
+
+def keeper() -> Keeper:
+    """The one of this process."""
+    if not _keepers:
+        _keepers.append(Keeper())
+    return _keepers[0]
+
+
+def _all_works(posts: Sequence[Post]) -> Works:
+    return [work for post in posts for work in post._works]
+
+
+class _Job:
+    """Messages that a thread waits for, and those after them."""
+
+    def __init__(self, gloo: Any, works: Works, then: Callable[[], Works] | None = None) -> None:
+        self.gloo, self.works, self._then = gloo, works, then
         self.at = 0
         self.error: Exception | None = None
         self.done = threading.Lock()
@@ -84,10 +122,14 @@ class _Job:
     def run(self) -> None:
         """Wait for all of them."""
         try:
-            for work, _, _ in self.works:
-                work.wait(FOREVER)
-                self.at += 1
-        except RuntimeError as error:
+            while self.works:
+                for work, _, _ in self.works:
+                    work.wait(FOREVER)
+                    self.at += 1
+                if self._then is None:
+                    return
+                self.works, self.at = self._then(), 0
+        except Exception as error:  # whoever waits raises it
             self.error = error
 
 

@@ -22,7 +22,7 @@ from shardwise.transfer.all_to_all import AllToAll
 from shardwise.transfer.collectives import own_collective
 from shardwise.transfer.exchange import failing_together, when_ready
 from shardwise.transfer.plan import TransferPlan
-from shardwise.transfer.rounds import PointToPoint
+from shardwise.transfer.rounds import InRounds, PointToPoint
 from shardwise.transfer.unsent import Done, Tell, copy_own, tell_all
 from shardwise.transfer.wire import said_of
 
@@ -92,7 +92,7 @@ def _begun(
         if plan.sums:
             for out in outs:
                 out.zero_()
-        return PointToPoint(plan, tensors, outs, group, dtype, all_are_ready, max_bytes)
+        return InRounds(PointToPoint(plan, tensors, outs, group, dtype, all_are_ready, max_bytes))
 
 
 def empty_tensors(layout: Layout, dtype: torch.dtype, *, fill: Any = None) -> list[torch.Tensor]:

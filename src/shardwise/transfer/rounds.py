@@ -1,15 +1,20 @@
-"""Sending what a plan says under a limit of extra memory: point to point, in segments that go in rounds."""
+"""Sending what a plan says under a limit of extra memory: point to point, in segments that go in rounds.
+
+The memory of the CPU is sent round by round while somebody waits. A transfer that nobody can wait for any more, for its
+handle was dropped, ends by itself in a thread, so that it keeps no memory and ranks that do wait get their data.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed import P2POp, ProcessGroup
 
-from shardwise.meeting import Post, given_up, is_tagged, ledger_of, look, watch
+from shardwise.meeting import Post, given_up, is_tagged, keeper, ledger_of, look, watch
 from shardwise.transfer.carrier import Carrier
 from shardwise.transfer.exchange import Ready, failing_together
 from shardwise.transfer.plan import TransferPlan
@@ -32,6 +37,20 @@ class Segment:
 
 # In the order in which they were begun, which is the same on every rank; ranks may be threads of one process.
 _unfinished: list[PointToPoint] = []
+
+
+class InRounds:
+    """What a caller holds of a transfer in rounds. Once nobody holds it any more, the transfer ends by itself."""
+
+    def __init__(self, transfer: PointToPoint) -> None:
+        self._transfer = transfer
+
+    def wait(self) -> list[torch.Tensor]:
+        """Finish, and give the local tensors of the destination."""
+        return self._transfer.wait()
+
+    def __del__(self) -> None:
+        self._transfer.let_go()
 
 
 class PointToPoint(Carrier):
@@ -67,8 +86,17 @@ class PointToPoint(Carrier):
         self._round = 0
         self._tag = ready()
         self._epoch, self._is_given_up = ledger_of(group).epoch, False
-        _unfinished.append(self)  # kept until done, even if nobody waits: its buffers are on the wire
-        self._start()
+        self._keeper = keeper() if self._wire.type == "cpu" and is_tagged(group) else None
+        self._stream = torch.cuda.current_stream() if self._staged else None  # in which copies to the host must be
+        if self._wire.type == "cpu":
+            if self._keeper is None:  # messages without tags are told apart by their order
+                self._finish_earlier()
+            _unfinished.append(self)  # kept until done: its buffers are on the wire
+        try:
+            self._start()
+        except BaseException:
+            self._take()
+            raise
         while self._wire.type != "cpu" and self._round < self._rounds:
             self._start()  # NCCL works in order of the calls, so all are made now; the host does not wait
 
@@ -80,22 +108,60 @@ class PointToPoint(Carrier):
         """
         with torch.no_grad():
             while self in _unfinished:
-                first = next(other for other in _unfinished if other._rank == self._rank)
-                if ledger_of(first._group).epoch == first._epoch:
-                    first._finish_all()
-                else:  # the other ranks may have given it up
-                    _unfinished.remove(first)
-                    first._is_given_up = True
+                self._finish_first()
         if self._is_given_up:
             raise given_up()
         return self.outs
 
+    def _finish_earlier(self) -> None:
+        """What was begun in this group and is not finished, on all ranks alike."""
+        while any(other._rank == self._rank and other._group is self._group for other in _unfinished):
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        """Of all that this rank has begun."""
+        first = next((other for other in tuple(_unfinished) if other._rank == self._rank), None)
+        if first is None or not first._take():
+            return
+        if ledger_of(first._group).epoch == first._epoch:
+            first._finish_all()
+        else:  # the other ranks may have given it up
+            first._is_given_up = True
+
+    def _take(self) -> bool:
+        """Whether it is the caller who finishes it: nobody else does, in any thread."""
+        try:
+            _unfinished.remove(self)
+        except ValueError:
+            return False
+        return True
+
     def _finish_all(self) -> None:
-        _unfinished.remove(self)
         with failing_together(self._group):
             while self._round < self._rounds or self._under_way:
                 self._finish()
                 self._start()
+
+    def let_go(self) -> None:
+        """Nobody waits for it: have a thread finish it. The garbage collector calls this, at any moment."""
+        if self._keeper is not None and self._take():
+            self._keeper.take(self._posts(), self._next_alone)
+
+    def _posts(self) -> list[Post]:
+        return [work for work, _, _ in self._under_way if isinstance(work, Post)]
+
+    def _next_alone(self) -> list[Post]:
+        """Begin the next round, in a thread; what has arrived is for nobody."""
+        for _, segment, _ in self._under_way:
+            segment.buffer = None
+        self._under_way = []
+        if ledger_of(self._group).epoch != self._epoch:  # the other ranks may have given it up
+            return []
+        stream: AbstractContextManager[object]
+        stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with torch.no_grad(), failing_together(self._group), stream:
+            self._start()
+        return self._posts()
 
     def _start(self) -> None:
         """Begin the next round, and do the local copies while the first one travels."""
