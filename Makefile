@@ -22,7 +22,7 @@ help:
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[cli,clients,dev,docs]'
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[cli,clients,dev,docs,storage]'
 	@touch $@
 
 demo: $(READY)

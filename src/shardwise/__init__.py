@@ -11,7 +11,7 @@ from typing import Any as _Any
 
 from shardwise import huggingface, old_names, plans
 from shardwise.api import fill_buffers, shard_module
-from shardwise.checkpoint import load, save
+from shardwise.checkpoint import Checkpoints, load, save, verify
 from shardwise.dispatch import register_op
 from shardwise.errors import ShardwiseError
 from shardwise.explanation import explain
@@ -40,6 +40,7 @@ from shardwise.viz import draw
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoints",
     "ChunkShardingSpec",
     "EnumerableShardingSpec",
     "GridShardingSpec",
@@ -76,6 +77,7 @@ __all__ = [
     "to_dtensor",
     "trace",
     "validation",
+    "verify",
     "zeros",
 ]
 

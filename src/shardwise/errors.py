@@ -25,7 +25,9 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     │   └── RankOrderError(ValueError)      RPC numbers the processes in another order
     ├── TransferError(RuntimeError)         data on its way between ranks was lost
     ├── CheckpointError(RuntimeError)       a checkpoint that cannot be written or read
-    │   └── StateMismatchError(ValueError)  a checkpoint that does not hold the state to be loaded
+    │   ├── StateMismatchError(ValueError)  a checkpoint that does not hold the state to be loaded
+    │   ├── FileGoneError                   a file of it that is not there
+    │   └── DamageError                     a checkpoint that is not what was written
     ├── RpcError(RuntimeError)              the RPC framework is missing
     ├── UnsupportedOpError(RuntimeError)    an op that has no rule for sharded tensors
     │   ├── CollectiveOpError               a collective of torch on a sharded tensor
@@ -137,6 +139,14 @@ class CheckpointError(ShardwiseError, RuntimeError):
 
 class StateMismatchError(CheckpointError, ValueError):
     """A checkpoint that is whole, but does not hold the state that is to be loaded."""
+
+
+class DamageError(CheckpointError):
+    """A checkpoint that is there, and is not what was written."""
+
+
+class FileGoneError(CheckpointError):
+    """A file that should be there and is not."""
 
 
 class RpcError(ShardwiseError, RuntimeError):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from tests.cases import ALL, PLAIN, SIZE, boxes, chunks, holds, places
+from tests.checkpoint.files import file_of
 
 import shardwise
 from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardingSpec, empty, zeros
@@ -168,7 +169,7 @@ def test_sub_groups(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="not in the given group"):
             shardwise.save([tensor], tmp_path / "two", process_group=group)
     dist.barrier()
-    assert sorted(read_index(tmp_path / "two").files) == ["rank-00001.safetensors", "rank-00003.safetensors"]
+    assert sorted(read_index(tmp_path / "two").files) == [file_of(tmp_path / "two", rank).name for rank in (1, 3)]
 
 
 @ranks(4)
@@ -235,7 +236,7 @@ def test_the_files_are_safetensors(tmp_path: Path) -> None:
     shardwise.save({"model": state}, tmp_path / "checkpoint")
     found: dict[str, torch.Tensor] = {}
     for rank in range(2):
-        with safe_open(tmp_path / "checkpoint" / f"rank-0000{rank}.safetensors", "pt") as file:
+        with safe_open(file_of(tmp_path / "checkpoint", rank), "pt") as file:
             found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - it is no dict
     assert torch.equal(found["model/weight[0:4, 0:6]"], PLAIN[:4])
     assert torch.equal(found["model/weight[4:7, 0:6]"], PLAIN[4:])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise
-from shardwise.checkpoint import nest, values
+from shardwise.archive import nest, values
 from shardwise.errors import CheckpointError
 
 LEAVES = st.one_of(

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from shardwise.api.buffers import require_data
-from shardwise.checkpoint import nest
-from shardwise.checkpoint.index import Index, StoredTensor, read_index
-from shardwise.checkpoint.local import Local
+from shardwise.archive import Archive, StoredTensor, nest, open_archive
+from shardwise.archive.nest import Node
+from shardwise.checkpoint.filling import Filling
 from shardwise.checkpoint.matching import Match, settle
-from shardwise.checkpoint.nest import Node
 from shardwise.checkpoint.optimizers import content_of, content_to_fill
+from shardwise.checkpoint.progress import Progress, silent
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.slabs import Run, Slab, direct_runs, fill_staged, slabs_of
-from shardwise.checkpoint.storage import IOV_MAX, Read, Storage, storage_at
-from shardwise.checkpoint.tensor_file import read_header
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.renaming import Only, Rename, as_named
+from shardwise.errors import CheckpointError, DamageError, FileGoneError, RankMismatchError
 from shardwise.process_group import Fields
+from shardwise.storage import Storage
+
+TRIES = 1000  # to open a checkpoint that is replaced meanwhile, each time another one
 
 
 def load(
@@ -32,13 +33,23 @@ def load(
     path: str | os.PathLike[str] | Storage,
     *,
     strict: bool = True,
+    only: Only = None,
+    rename: Rename = None,
+    convert: bool = False,
+    verify: bool = True,
+    progress: bool = False,
     process_group: ProcessGroup | None = None,
 ) -> Any:
     """Fill a state from a checkpoint that may have been saved on any number of ranks, in any layouts; gives the state.
 
     Every rank of the group (by default of the default group; a process alone needs none) calls it. The state has the
     form of the one that was saved; its tensors say which layout each is to have. Each rank reads from the files the
-    boxes that it holds, and nothing travels but digests.
+    boxes that it holds. Of what several ranks need, one reads each byte and sends it to the others, where that is
+    cheaper than to read it several times.
+
+    The path, or an address such as ``s3://bucket/folder``, may also hold what others have written: a folder of
+    Hugging Face's safetensors, of ``torch.distributed.checkpoint``, of torchsnapshot, or a file of ``torch.save``.
+    Nothing in it is ever executed.
 
     Tensors are filled in place, also leaves that require grad. Values are put into the dicts and lists they belong to;
     a list of values is replaced as a whole. An object with ``load_state_dict()`` is asked for its state, and gets it
@@ -47,11 +58,17 @@ def load(
 
     All differences in names, sizes and dtypes are told in one error. With ``strict=False``, names that only the state
     or only the checkpoint has are left alone; a parameter that is new to a `ShardedOptimizer` keeps the state it has.
+    ``only``, a pattern such as ``"model/*"`` or several, takes part of the checkpoint, which the state must have unless
+    ``strict`` is False, and leaves alone what it does not fill. ``rename`` maps names, or patterns of them, in the
+    checkpoint to those in the state, or is a function that does. With ``convert``, values are converted to the dtypes
+    that the state has.
 
     All checks (of the index, of the size and the header of each file that is read) come before the first change, on
-    every rank. What is then read goes straight to its place, so if a disk fails during that, the tensors are partly
-    loaded: every rank raises, and the values and objects are untouched. Then one object after the other is given its
-    state; if one refuses it on any rank, every rank raises, and neither the objects after it nor the values change.
+    every rank. Then tensors are read, straight into their place, and the checksum of each block is compared, unless
+    ``verify`` is False. If a block is damaged or a disk fails, the tensors are partly loaded: every rank raises, and
+    the values and objects are untouched. Then one object after the other is given its state; if one refuses it on any
+    rank, every rank raises, and neither the objects after it nor the values change. A checkpoint that is replaced
+    while it is read is read as it was. With ``progress``, the first rank shows a bar.
 
     >>> import tempfile, torch, shardwise
     >>> path = tempfile.mkdtemp()
@@ -63,33 +80,104 @@ def load(
     >>> torch.equal(twin.weight, model.weight)
     True
     """
-    ranks, storage = Ranks.of(process_group), storage_at(path)
+    ranks = Ranks.of(process_group, "load")
+    progress = progress and ranks.first
+    opening = _Opening(state, path, ranks, only=only, rename=rename, progress=progress)
+    target, stored, filling = opening.opened(strict=strict, convert=convert, verify=verify)
+    bar = Progress("loading", filling.nbytes) if progress else silent()
+    with filling.archive, bar as shown:
+        filling.archive.told = shown.advance
+        filling.fill()
+    return settle(target, stored, opening.together)
 
-    def find() -> tuple[tuple[Index, Node, list[Any]], Fields, None]:
-        index = read_index(storage)
-        stored = nest.parse(index.state, lambda owner, _: None, tensors=(StoredTensor,))  # it has no objects any more
-        return (index, stored, _without_room(state, stored)), {"checkpoint": index.id}, None
 
-    def plan() -> tuple[_Loading, Fields, None]:
-        return _Loading.of(state, stored, index, storage, ranks, strict=strict), {}, None
+class _Opening:
+    """A load up to the point where all ranks have opened all files that they need, of the same checkpoint."""
 
-    def fill() -> tuple[None, Fields, None]:
-        loading.fill()
-        return None, {}, None
+    def __init__(self, state: Any, path: Any, ranks: Ranks, *, only: Only, rename: Rename, progress: bool) -> None:
+        self._state, self._path, self._ranks = state, path, ranks
+        self._only, self._rename, self._progress = only, rename, progress
 
-    def together(work: Callable[[], None]) -> None:
+    def opened(self, *, strict: bool, convert: bool, verify: bool) -> _Loading:
+        """The load, checked. Where the checkpoint is replaced in the middle of it, begin again with the new one."""
+        seen: list[str] = []
+        for _ in range(TRIES):
+            (archive, stored, owners), told = self._ranks.in_step(self._find)
+            ids, hosts = [checkpoint for checkpoint, _ in told], len({host for _, host in told})
+            try:
+                if len(set(ids)) > 1:
+                    if ids == seen:
+                        raise _mixed(ids, self._ranks)
+                    seen = ids
+                    archive.close()
+                    continue
+                for owner in owners:
+                    self.together(owner.init_state)
+                for relays in (True, False):  # ranks that do not all load the same each read for themselves
+                    work = partial(
+                        self._plan, archive, stored, hosts, strict=strict, convert=convert, verify=verify, relays=relays
+                    )
+                    loading, brought = self._ranks.in_step(partial(_or_gone, work))
+                    gone = [missing for missing, _ in brought if missing is not None]
+                    if loading is not None and not gone and len({relayed for _, relayed in brought}) == 1:
+                        return loading
+                    if gone:
+                        break
+                if ids == seen:
+                    raise DamageError(f"'{archive.storage}' is damaged: {gone[0]}")
+            except BaseException:
+                archive.close()
+                raise
+            seen = ids
+            archive.close()
+        raise CheckpointError(f"'{self._path}' is replaced again and again while it is opened")
+
+    def together(self, work: Callable[[], None]) -> None:
+        """Do something on all ranks; raise on all if it fails on one."""
+
         def done() -> tuple[None, Fields, None]:
             work()
             return None, {}, None
 
-        ranks.in_step(done)
+        self._ranks.in_step(done)
 
-    (index, stored, owners), _ = ranks.in_step(find)
-    for owner in owners:
-        together(owner.init_state)
-    loading, _ = ranks.in_step(plan)
-    ranks.in_step(fill)
-    return settle(loading.target, stored, together)
+    def _find(self) -> tuple[tuple[Archive, Node, list[Any]], Fields, tuple[str, str]]:
+        if self._progress:
+            Progress.require()
+        archive = open_archive(self._path)
+        found = nest.parse(archive.index.state, lambda owner, _: None, tensors=(StoredTensor,))  # it has no objects
+        stored = as_named(found, self._state, self._only, self._rename)
+        return (archive, stored, _without_room(self._state, stored)), {}, (archive.index.id, socket.gethostname())
+
+    def _plan(
+        self, archive: Archive, stored: Node, hosts: int, *, strict: bool, convert: bool, verify: bool, relays: bool
+    ) -> _Loading:
+        target = nest.parse(self._state, lambda owner, path: content_to_fill(owner, stored.at(path), path))
+        match = Match(convert)
+        match.compare(target, stored)
+        match.require(archive.storage, strict=strict, part=self._only is not None)
+        for module in target.objects():
+            if isinstance(module, nn.Module):
+                require_data(module)
+        filling = Filling.of(archive, match.pairs, self._ranks, hosts, verify=verify, relays=relays)
+        return _Loading(target, stored, filling)
+
+
+def _or_gone(work: Callable[[], _Loading]) -> tuple[_Loading | None, Fields, tuple[str | None, str]]:
+    """What work gives, or which file it did not find: then the checkpoint may have been replaced."""
+    try:
+        loading = work()
+    except FileGoneError as error:
+        return None, {}, (str(error), "")
+    return loading, {}, (None, loading.filling.relays)
+
+
+def _mixed(ids: Sequence[str], ranks: Ranks) -> RankMismatchError:
+    other = next(k for k, found in enumerate(ids) if found != ids[0])
+    return RankMismatchError(
+        f"the ranks load different checkpoints: rank {ranks.all[0]} found {ids[0]} and rank {ranks.all[other]} "
+        f"{ids[other]}; nothing was loaded. Give the same path on every rank, on a file system that all share"
+    )
 
 
 def _without_room(state: Any, stored: Node) -> list[Any]:
@@ -113,95 +201,9 @@ def _without_room(state: Any, stored: Node) -> list[Any]:
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class _Loading:
-    """A load that has been checked: what goes where, and at which bytes of which file it begins."""
+class _Loading(NamedTuple):
+    """A load that has been checked."""
 
-    storage: Storage
     target: Node
-    slabs: Mapping[str, Sequence[tuple[int, Slab]]]  # by file
-    tensors: Sequence[torch.Tensor]  # all that are written into
-
-    @staticmethod
-    def of(state: Any, stored: Node, index: Index, storage: Storage, ranks: Ranks, *, strict: bool) -> _Loading:
-        """Everything that can be wrong is found here, before anything is changed."""
-        target = nest.parse(state, lambda owner, path: content_to_fill(owner, stored.at(path), path))
-        match = Match()
-        match.compare(target, stored)
-        match.require(storage, strict=strict)
-        for module in target.objects():
-            if isinstance(module, nn.Module):
-                require_data(module)
-        by_file: dict[str, list[Slab]] = {}
-        tensors: list[torch.Tensor] = []
-        for name, tensor, entry in match.pairs:
-            local = Local.of(name, tensor, ranks)
-            require_writable(name, local)
-            tensors += local.tensors.values()
-            for slab in slabs_of(entry, local, ranks.here):
-                by_file.setdefault(slab.piece.file, []).append(slab)
-        for name in index.files if ranks.first else by_file:
-            _require_size(storage, name, index.files[name])
-        slabs = {name: _located(storage, name, found, index) for name, found in by_file.items()}
-        return _Loading(storage, target, slabs, tensors)
-
-    def fill(self) -> None:
-        """Read everything into its place."""
-        for name, slabs in self.slabs.items():
-            with self.storage.reader(name) as read, torch.no_grad():
-                read_slabs(slabs, read)
-        increment_version([tensor for tensor in self.tensors if not tensor.is_inference()])
-
-
-def require_writable(name: str, local: Local) -> None:
-    """Raise where elements of what is here share memory."""
-    for tensor in local.tensors.values():
-        if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise CheckpointError(f"'{name}' is expanded, so that elements share memory: load into a clone() of it")
-
-
-def _require_size(storage: Storage, name: str, size: int) -> None:
-    found = storage.size(name)
-    if found != size:
-        cut = "cut off or " if found < size else ""
-        raise CheckpointError(
-            f"'{storage}' is damaged: its file '{name}' is {cut}changed, it has {found:,} bytes and was written with "
-            f"{size:,}. Copy it again, or take another checkpoint"
-        )
-
-
-def _located(storage: Storage, name: str, slabs: Sequence[Slab], index: Index) -> list[tuple[int, Slab]]:
-    """The slabs of a file with the byte at which the piece of each begins, by the header of the file."""
-    with storage.reader(name) as read:
-        header = read_header(read, name, index.files[name], index.id)
-    return [(header.position(slab.piece.key, slab.entry), slab) for slab in slabs]
-
-
-def read_slabs(slabs: Sequence[tuple[int, Slab]], read: Read) -> None:
-    """Read slabs of one file, each of whose pieces begins at this byte, into their tensors."""
-    runs: list[Run] = []
-    staged = []
-    for position, slab in slabs:
-        found = direct_runs(slab, position)
-        if found is None:
-            staged.append((position, slab))
-        else:
-            runs += found
-    for begin, buffers in _joined(sorted(runs, key=lambda run: run[0])):
-        read(begin, buffers)
-    for position, slab in sorted(staged, key=lambda entry: entry[0]):
-        fill_staged(slab, position, read)
-
-
-def _joined(runs: Sequence[Run]) -> Iterator[tuple[int, list[memoryview]]]:
-    """Runs that follow each other in the file, as one read into many buffers."""
-    begin, end, buffers = 0, -1, list[memoryview]()
-    for position, buffer in runs:
-        if position != end or len(buffers) == IOV_MAX:
-            if buffers:
-                yield begin, buffers
-            begin, buffers = position, []
-        buffers.append(buffer)
-        end = position + buffer.nbytes
-    if buffers:
-        yield begin, buffers
+    stored: Node
+    filling: Filling

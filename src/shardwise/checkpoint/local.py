@@ -1,14 +1,15 @@
-"""Tensors of a state as they are on this rank: which boxes are here, and their memory as bytes."""
+"""Tensors of a state as they are on this rank: which boxes are here."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.checkpoint.index import in_one
+from shardwise.archive.blocks import checksum
+from shardwise.archive.memory import bytes_of
+from shardwise.archive.stored import in_one
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.dispatch import Distributed, is_dtensor, registry, summary
 from shardwise.errors import CheckpointError, PropertyError, SpecError
@@ -16,9 +17,6 @@ from shardwise.layout import Layout
 from shardwise.placement import Placement
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.movement import require_movable
-from shardwise.transfer.views import as_bytes, cut, is_as_it_lies, resolved
-
-STAGED = 16 * 2**20  # bytes that are copied at a time where memory cannot be written or read as it lies
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +51,9 @@ class Local:
 
     def checksum(self) -> int:
         """What the bytes that are here come to."""
-        found = 0
-        for tensor in self.tensors.values():
-            for part in bytes_of(tensor):
-                found = zlib.crc32(part, found)
-        return found
+        return checksum(
+            repr([checksum(part) for tensor in self.tensors.values() for part in bytes_of(tensor)]).encode()
+        )
 
 
 def _shards_of(name: str, dtensor: torch.Tensor) -> ShardedTensorBase:
@@ -92,39 +88,9 @@ def _of_sharded(name: str, tensor: ShardedTensorBase, ranks: Ranks) -> Local:
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its graph, if it has bytes."""
+    if isinstance(tensor, FakeTensor):
+        raise CheckpointError(f"'{name}' is a FakeTensor, which has no values: save and load outside of FakeTensorMode")
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}, {tensor.dtype}"
         raise CheckpointError(f"'{name}' is a tensor {what}, which has no plain memory to be written or read")
     return tensor.detach().as_subclass(torch.Tensor)
-
-
-def buffer_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
-    return memoryview(as_bytes(tensor).numpy())  # type: ignore[arg-type] # arrays have a buffer
-
-
-def lies_plain(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor is, as it lies, the bytes of its values in order."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and is_as_it_lies(tensor)
-
-
-def view_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """A box of a tensor, as a view."""
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, offset, size)
-    return tensor
-
-
-def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in order: its own memory, or where that is elsewhere or strided, copies of one part at a
-    time."""
-    if not tensor.numel():
-        return
-    if lies_plain(tensor):
-        yield buffer_of(tensor)
-        return
-    box = [0] * tensor.ndim, list(tensor.shape)
-    for offsets, sizes in cut(box, max(STAGED // tensor.element_size(), 1)):
-        part = resolved(view_of(tensor, offsets, sizes)).contiguous()
-        yield buffer_of(part.cpu())

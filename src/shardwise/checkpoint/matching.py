@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.index import StoredTensor
-from shardwise.checkpoint.nest import Kind, Node, Path, name_of
+from shardwise.archive.nest import Kind, Node, Path, name_of
+from shardwise.archive.stored import StoredTensor
 from shardwise.checkpoint.optimizers import groups_of, with_all_parameters
 from shardwise.errors import StateMismatchError
 
@@ -21,6 +21,7 @@ MOST_LISTED = 20  # of each kind of difference
 class Match:
     """Tensors of a state with those of a checkpoint that fill them, and what is different."""
 
+    convert: bool = False  # whether a tensor may be filled with values of another dtype
     pairs: list[tuple[str, torch.Tensor, StoredTensor]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # names that only the state has
     unexpected: list[str] = field(default_factory=list)  # names that only the checkpoint has
@@ -52,19 +53,22 @@ class Match:
         if tensor.shape != stored.size:
             mine, theirs = tuple(tensor.shape), tuple(stored.size)
             self.different.append(f"'{name}' is of size {mine} in the state and {theirs} in the checkpoint")
-        elif tensor.dtype != stored.dtype:
+        elif tensor.dtype != stored.dtype and not self.convert:
             self.different.append(
-                f"'{name}' is {tensor.dtype} in the state and {stored.dtype} in the checkpoint: load it as that, then "
-                "convert it"
+                f"'{name}' is {tensor.dtype} in the state and {stored.dtype} in the checkpoint; convert=True converts"
             )
+        elif stored.dtype.is_complex and not tensor.dtype.is_complex:
+            self.different.append(f"'{name}' is {stored.dtype} in the checkpoint, which {tensor.dtype} cannot hold")
         else:
             self.pairs.append((name, tensor, stored))
 
-    def require(self, where: object, *, strict: bool) -> None:
-        """Raise one error with all that does not fit; names that only one side has are no matter unless strict."""
+    def require(self, where: object, *, strict: bool, part: bool) -> None:
+        """Raise one error with all that does not fit; names that only one side has are no matter unless strict, and
+        those that only the state has neither where a part of the checkpoint was asked for."""
         told = [("different", self.different)]
         if strict:
-            told = [("missing in the checkpoint", self.missing), ("not in the state", self.unexpected), *told]
+            missing = [] if part else self.missing
+            told = [("missing in the checkpoint", missing), ("not in the state", self.unexpected), *told]
         lines = [f"  {what}: {_listed(found)}" for what, found in told if found]
         if not lines:
             return

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.index import StoredTensor
-from shardwise.checkpoint.nest import Kind, Node, Path, name_of
+from shardwise.archive.nest import Kind, Node, Path, name_of
+from shardwise.archive.stored import StoredTensor
 from shardwise.errors import StateMismatchError
 from shardwise.sharded_optim import ShardedOptimizer
 from shardwise.sharded_tensor import ShardedTensorBase

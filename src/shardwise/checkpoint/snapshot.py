@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise import settings
-from shardwise.checkpoint import nest
+from shardwise.archive import nest
+from shardwise.archive.nest import Kind, Node
+from shardwise.archive.values import encode
 from shardwise.checkpoint.local import Local
-from shardwise.checkpoint.nest import Kind, Node
 from shardwise.checkpoint.optimizers import content_of
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.sharing_out import Source
-from shardwise.checkpoint.values import encode
 from shardwise.errors import RankMismatchError
 from shardwise.process_group import Fields
 

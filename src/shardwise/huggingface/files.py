@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwise.checkpoint.sharing_out import Part, Source, share_out
-from shardwise.checkpoint.slabs import strides_of
-from shardwise.checkpoint.tensor_file import WORDS, Entry, header_of
+from shardwise.archive.slabs import strides_of
+from shardwise.archive.tensor_file import WORDS, Entry, header_of
+from shardwise.checkpoint.sharing_out import Part, Sharing, Source
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes
 from shardwise.layout import Layout
@@ -102,7 +102,7 @@ class Shares:
     @staticmethod
     def of(sources: Sequence[Source], ranks: Sequence[int]) -> Shares:
         """Every rank works this out alone, and alike."""
-        dealt = share_out(sources, ranks)
+        dealt = Sharing(sources, ranks).of_all()
         parts = [part for found in dealt.values() for part in found]
         broken = {part.source for part in parts if not _is_stretch(part.sizes, sources[part.source].size)}
         lying = {rank: [part for part in found if part.source not in broken] for rank, found in dealt.items()}

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from shardwise.checkpoint.storage import telling, write_at
 from shardwise.errors import CheckpointError
 from shardwise.huggingface.files import INDEX, ONE, SPLIT
+from shardwise.storage.local import telling, write_at
 
 DRAFT = ".shardwise-partial"  # a folder within, in which new files wait until all are there
 

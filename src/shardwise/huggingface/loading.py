@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
 
 from shardwise.api.buffers import fill_buffers, require_data, without_data
-from shardwise.checkpoint.index import Piece, StoredTensor
-from shardwise.checkpoint.loading import read_slabs, require_writable
-from shardwise.checkpoint.local import Local
+from shardwise.archive import Archive
+from shardwise.archive.formats import safetensors_folder
+from shardwise.checkpoint.filling import Filling
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.slabs import Slab, slabs_of
-from shardwise.checkpoint.storage import LocalStorage
-from shardwise.checkpoint.tensor_file import Header, read_header
-from shardwise.errors import CheckpointError, StateMismatchError
-from shardwise.huggingface.files import INDEX, ONE
+from shardwise.errors import StateMismatchError
 from shardwise.huggingface.names import as_stored, require_views
 from shardwise.process_group import Fields
 from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.storage import Storage, storage_at
 
 MOST_LISTED = 10
 
 
 def load_pretrained(
     model: nn.Module,
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | Storage,
     *,
     strict: bool = True,
     process_group: ProcessGroup | None = None,
@@ -52,98 +46,52 @@ def load_pretrained(
     embeddings, are taken from a model that is made anew from the configuration. With ``strict=False``, names that only
     the model or only the folder has are left alone. All checks come before the first change, on every rank.
     """
-    ranks = Ranks.of(process_group)
+    ranks = Ranks.of(process_group, "load_pretrained")
 
-    def find() -> tuple[_Found, Fields, None]:
-        found = _Found.of(folder)
-        found.require(model, strict=strict)
-        return found, {"verb": "load_pretrained", "names": sorted(found.stored)}, None
+    def find() -> tuple[Archive, Fields, None]:
+        storage = storage_at(folder)
+        archive = Archive(storage, safetensors_folder.read(storage))
+        _require_fit(archive, as_stored(model), strict=strict)
+        return archive, {"verb": "load_pretrained", "names": sorted(archive.index.tensors)}, None
 
-    def fill() -> tuple[None, Fields, None]:
-        found.fill(model, ranks)
-        return None, {}, None
-
-    found, _ = ranks.in_step(find)
-    _make_plain(model)
-    if without_data(model) and hasattr(model, "config"):
-        fill_buffers(model, lambda: type(model)(copy.deepcopy(model.config)), process_group=process_group)
-    require_data(model)
-    ranks.in_step(fill)
-
-
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """The tensors of a folder by name, and the headers of its files."""
-
-    storage: LocalStorage
-    stored: Mapping[str, StoredTensor]
-    headers: Mapping[str, Header]
-
-    @staticmethod
-    def of(folder: str | os.PathLike[str]) -> _Found:
-        storage = LocalStorage(folder)
-        headers: dict[str, Header] = {}
-        stored: dict[str, StoredTensor] = {}
-        for file in _files(storage):
-            with storage.reader(file) as read:
-                headers[file] = read_header(read, file, storage.size(file), None)
-            for name in headers[file].words:
-                entry = headers[file].entry(name)
-                piece = Piece((0,) * len(entry.sizes), entry.sizes, file, name)
-                stored[name] = StoredTensor(name, entry.dtype, torch.Size(entry.sizes), (piece,))
-        return _Found(storage, stored, headers)
-
-    def require(self, model: nn.Module, *, strict: bool) -> None:
-        """Raise one error with all that does not fit."""
-        wanted = as_stored(model)
-        known = {id(wanted[name]) for name in self.stored if name in wanted}  # a tied tensor has one of its names here
-        missing = [name for name, tensor in wanted.items() if name not in self.stored and id(tensor) not in known]
-        unexpected = [name for name in self.stored if name not in wanted]
-        lines = _line("missing in the folder", missing) + _line("not in the model", unexpected) if strict else []
-        different = [
-            f"'{name}' is of size {tuple(wanted[name].shape)} in the model and {tuple(stored.size)} in the folder"
-            for name, stored in self.stored.items()
-            if name in wanted and wanted[name].shape != stored.size
-        ]
-        lines += _line("different", different)
-        if lines:
-            more = ["  (strict=False loads the names that both have)"] if not different else []
-            raise StateMismatchError(
-                "\n".join([f"'{self.storage}' does not hold this model; nothing was loaded", *lines, *more])
-            )
-
-    def fill(self, model: nn.Module, ranks: Ranks) -> None:
-        """Read what is here of every tensor into its place."""
-        by_file: dict[str, list[tuple[int, Slab]]] = {}
-        tensors: list[torch.Tensor] = []
-        wanted = as_stored(model)
-        require_views(wanted, model)
-        for name, tensor in wanted.items():
-            if name not in self.stored:
-                continue
-            local = Local.of(name, tensor, ranks)
-            require_writable(name, local)
-            tensors += local.tensors.values()
-            for slab in slabs_of(self.stored[name], local, ranks.here):
-                position = self.headers[slab.piece.file].position(slab.piece.key, slab.entry)
-                by_file.setdefault(slab.piece.file, []).append((position, slab))
-        for file, slabs in by_file.items():
-            with self.storage.reader(file) as read, torch.no_grad():
-                read_slabs(slabs, read)
-        increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+    archive, _ = ranks.in_step(find)
+    with archive:
+        _make_plain(model)
+        if without_data(model) and hasattr(model, "config"):
+            fill_buffers(model, lambda: type(model)(copy.deepcopy(model.config)), process_group=process_group)
+        require_data(model)
+        hosts = ranks.hosts()
+        filling, _ = ranks.in_step(lambda: _filling(archive, model, ranks, hosts))
+        filling.fill()
 
 
-def _files(storage: LocalStorage) -> list[str]:
-    names = storage.names()
-    if INDEX in names:
-        try:
-            return sorted(set(json.loads(storage.read(INDEX))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"'{storage}' is damaged: its '{INDEX}' lacks or garbles {error!r}") from error
-    if ONE not in names:
-        there = f"it holds {', '.join(names[:5])}" if names else "nothing is there"
-        raise CheckpointError(f"'{storage}' holds no weights: neither '{ONE}' nor '{INDEX}'; {there}")
-    return [ONE]
+def _require_fit(archive: Archive, wanted: Mapping[str, Any], *, strict: bool) -> None:
+    """Raise one error with all that does not fit."""
+    there = archive.index.tensors
+    known = {id(wanted[name]) for name in there if name in wanted}  # a tied tensor has one of its names here
+    missing = [name for name, tensor in wanted.items() if name not in there and id(tensor) not in known]
+    unexpected = [name for name in there if name not in wanted]
+    lines = _line("missing in the folder", missing) + _line("not in the model", unexpected) if strict else []
+    different = [
+        f"'{name}' is of size {tuple(wanted[name].shape)} in the model and {tuple(stored.size)} in the folder"
+        for name, stored in there.items()
+        if name in wanted and wanted[name].shape != stored.size
+    ]
+    lines += _line("different", different)
+    if lines:
+        more = ["  (strict=False loads the names that both have)"] if not different else []
+        raise StateMismatchError(
+            "\n".join([f"'{archive.storage}' does not hold this model; nothing was loaded", *lines, *more])
+        )
+
+
+def _filling(archive: Archive, model: nn.Module, ranks: Ranks, hosts: int) -> tuple[Filling, Fields, None]:
+    wanted = as_stored(model)
+    require_views(wanted, model)
+    there = archive.index.tensors
+    pairs = [(name, tensor, there[name]) for name, tensor in wanted.items() if name in there]
+    filling = Filling.of(archive, pairs, ranks, hosts, verify=True)
+    return filling, {"what is read once for all": filling.relays}, None
 
 
 def _line(what: str, names: list[str]) -> list[str]:

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from shardwise.checkpoint.local import Local, bytes_of, view_of
-from shardwise.checkpoint.nest import Kind
+from shardwise.archive.memory import bytes_of, view_of
+from shardwise.archive.nest import Kind
+from shardwise.checkpoint.local import Local
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.snapshot import agreed
 from shardwise.errors import CheckpointError
@@ -49,7 +50,7 @@ def save_pretrained(
     >>> sorted(load_file(f"{folder}/model.safetensors"))
     ['bias', 'weight']
     """
-    saving = _Saving(model, Folder(folder), Ranks.of(process_group))
+    saving = _Saving(model, Folder(folder), Ranks.of(process_group, "save_pretrained"))
     try:
         saving.agree(state_dict, max_shard_size)
         saving.write()

@@ -10,11 +10,13 @@ import base64
 import math
 import struct
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
-from shardwise.checkpoint.nest import Kind, Node
+from shardwise.archive.nest import MOST_DEEP, Kind, Node
 from shardwise.errors import CheckpointError
 
+WORDS_EACH = 3  # containers of JSON for one of ours: {"dict": [[key, value]]}
 PLAIN_INT = 2**63  # beyond, many readers of JSON go wrong
 
 
@@ -46,6 +48,23 @@ def encode_value(value: Any) -> Any:
 
 def decode(words: Any, tensors: Mapping[str, Any]) -> Any:
     """What was encoded, with what the names stand for; a `CheckpointError` where nobody could have encoded it."""
+    if _is_deeper(words, WORDS_EACH * MOST_DEEP):
+        raise CheckpointError(f"its values are nested deeper than {MOST_DEEP}")
+    return _decode(words, tensors)
+
+
+def _is_deeper(words: Any, most: int) -> bool:
+    """Whether containers are in each other more often than so."""
+    level = [words] if isinstance(words, dict | list) else []
+    for _ in range(most):
+        inner = chain.from_iterable(one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for one in inner if isinstance(one, dict | list)]
+        if not level:
+            return False
+    return bool(level)
+
+
+def _decode(words: Any, tensors: Mapping[str, Any]) -> Any:
     if words is None or isinstance(words, bool | int | float | str):
         return words
     if isinstance(words, dict) and len(words) == 1:
@@ -55,12 +74,12 @@ def decode(words: Any, tensors: Mapping[str, Any]) -> Any:
             try:
                 return decoder(inner, tensors)
             except (TypeError, ValueError, KeyError, struct.error) as error:
-                raise CheckpointError(f"{words!r:.100} is not a {kind}: {error!r}") from error
+                raise CheckpointError(f"{words!r:.100} is not a {kind}: {error!r:.100}") from error
     raise CheckpointError(f"{words!r:.100} stands for no value")
 
 
 def _decode_dict(pairs: Any, tensors: Mapping[str, Any]) -> dict[Any, Any]:
-    made = {decode(key, {}): decode(inner, tensors) for key, inner in pairs}
+    made = {_decode(key, {}): _decode(inner, tensors) for key, inner in pairs}
     if len(made) < len(pairs) or not all(type(key) in (str, int) for key in made):
         raise ValueError("keys are str or int, each once")
     return made
@@ -68,8 +87,8 @@ def _decode_dict(pairs: Any, tensors: Mapping[str, Any]) -> dict[Any, Any]:
 
 _DECODERS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "dict": _decode_dict,
-    "list": lambda inner, tensors: [decode(words, tensors) for words in inner],
-    "tuple": lambda inner, tensors: tuple(decode(words, tensors) for words in inner),
+    "list": lambda inner, tensors: [_decode(words, tensors) for words in inner],
+    "tuple": lambda inner, tensors: tuple(_decode(words, tensors) for words in inner),
     "tensor": lambda name, tensors: tensors[name],
     "int": lambda text, _: int(text, 16),
     "float": lambda bits, _: struct.unpack(">d", bytes.fromhex(bits))[0],

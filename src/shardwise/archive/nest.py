@@ -16,6 +16,7 @@ from shardwise.errors import CheckpointError
 
 Key = str | int
 Path = tuple[Key, ...]
+MOST_DEEP = 100  # containers in each other; what reads and writes them calls itself for each
 PLAIN = (bool, int, float, complex, str, bytes, bytearray, type(None))
 
 
@@ -96,6 +97,8 @@ def _parse(value: Any, path: Path, content: Content, tensors: tuple[type, ...], 
         return Node(Kind.VALUE, value)
     if id(value) in above:
         raise CheckpointError(f"'{name_of(path)}' contains itself")
+    if len(above) >= MOST_DEEP:
+        raise CheckpointError(f"'{name_of(path):.100}…' is nested deeper than {MOST_DEEP}")
     above = [*above, id(value)]
     if isinstance(value, dict):
         for key in value:

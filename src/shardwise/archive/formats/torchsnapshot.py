@@ -1,0 +1,279 @@
+"""Snapshots of torchsnapshot: a manifest that names every entry of every rank, and files with their bytes."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+import torch
+
+from shardwise.archive.dtypes import DTYPES
+from shardwise.archive.formats.assembly import Chunk, assembled, counts
+from shardwise.archive.formats.files import Files
+from shardwise.archive.formats.nested import Names, nested, with_stored
+from shardwise.archive.formats.torch_blob import find_tensor, load_value
+from shardwise.archive.nest import MOST_DEEP, Path
+from shardwise.archive.stored import Index, Spot, StoredTensor
+from shardwise.archive.whole_bytes import content
+from shardwise.errors import CheckpointError
+from shardwise.storage.place import Storage
+
+FORMAT = "torchsnapshot"
+METADATA = ".snapshot_metadata"
+DICTS, LIST = ("dict", "OrderedDict"), "list"
+SHARDED = {"ShardedTensor": "shards", "DTensor": "shards"}
+RAW, SAVED = "buffer_protocol", "torch_save"
+VALUES: dict[str, Callable[[str], Any]] = {
+    "int": int,
+    "str": str,
+    "bool": lambda text: {"True": True, "False": False}[text],
+    "bytes": lambda text: base64.b64decode(text, validate=True),
+    "float": lambda text: struct.unpack("d", base64.b64decode(text, validate=True))[0],
+}
+
+
+def is_here(names: Collection[str]) -> bool:
+    """Whether a folder with these files is a snapshot."""
+    return METADATA in names
+
+
+def read(storage: Storage) -> Index:
+    """What a snapshot holds. Of its files, only values are read that are neither tensors nor in the manifest.
+
+    What is sharded, replicated, or the same plain value on all ranks is in the state once. What each rank has of its
+    own is under the number of the rank, as torchsnapshot's own names begin: "0/…".
+    """
+    text = content(storage, METADATA)
+    words = _parsed(text, f"'{METADATA}' of '{storage}'")
+    with Files(storage) as files:
+        state = _Snapshot(words, files, len(text)).state()
+        index = hashlib.blake2b(text, digest_size=8).hexdigest()
+        return Index(index, files.sizes, state.names.tensors, state.tree, FORMAT)
+
+
+@dataclass
+class _State:
+    tree: Any
+    names: Names
+
+
+@dataclass
+class _Snapshot:
+    """The manifest, by ranks."""
+
+    words: Mapping[str, Any]
+    files: Files
+    most: int  # shards that a manifest of this length can speak of
+    keys: dict[Path, Any] = field(default_factory=dict)  # the key that the last word of a path stands for
+    containers: dict[Path, str] = field(default_factory=dict)
+
+    def state(self) -> _State:
+        """The states of all ranks in one."""
+        manifest, world = self.words.get("manifest"), self.words.get("world_size")
+        if not isinstance(manifest, dict) or type(world) is not int or world < 1:
+            raise CheckpointError(f"'{METADATA}' is damaged: it has no manifest, or no world_size")
+        ranks = self._by_path(manifest, world)
+        names, leaves = Names(), list[tuple[Path, Any]]()
+        for words, entries in ranks.items():
+            kind = entries[min(entries)]["type"]
+            if kind in DICTS or kind == LIST:
+                continue
+            path = self._path(words)
+            for prefix, parts in _shared(entries, world):
+                leaves.append(((*prefix, *path), self._leaf((*prefix, *path), parts, names)))
+        filled = {words[:-1] for words in ranks}
+        for words, kind in self.containers.items():
+            if words not in filled:
+                leaves.append((self._path(words), [] if kind == LIST else {}))
+        lists = {self._path(words) for words, kind in self.containers.items() if kind == LIST}
+        return _State(nested(leaves, lambda path: path in lists or path[1:] in lists), names)
+
+    def _by_path(self, manifest: Mapping[Any, Any], world: int) -> dict[Path, dict[int, Mapping[str, Any]]]:
+        """The entries of all ranks by their paths, and what the containers say of keys."""
+        found: dict[Path, dict[int, Mapping[str, Any]]] = {}
+        for name, entry in manifest.items():
+            if not isinstance(name, str) or not isinstance(entry, dict) or not isinstance(entry.get("type"), str):
+                raise CheckpointError("the manifest holds what is no entry")
+            first, *rest = name.split("/")
+            if not (first.isascii() and first.isdigit() and len(first) < 10 and int(first) < world) or not rest:
+                raise CheckpointError(f"the manifest holds '{name:.100}', which names no rank and path")
+            if len(rest) > MOST_DEEP:
+                raise CheckpointError(f"'{name:.100}' is nested more than {MOST_DEEP} deep")
+            path = tuple(rest)
+            found.setdefault(path, {})[int(first)] = entry
+            if entry["type"] in DICTS or entry["type"] == LIST:
+                self.containers.setdefault(path, entry["type"])
+                self._note_keys(path, entry)
+        return found
+
+    def _note_keys(self, path: Path, entry: Mapping[str, Any]) -> None:
+        keys = entry.get("keys", [])
+        if not isinstance(keys, list) or not all(type(key) in (str, int) for key in keys):
+            raise CheckpointError(f"the keys of '{'/'.join(map(str, path)):.100}' should be strings and numbers")
+        self.most -= len(keys)
+        if self.most < 0:
+            raise CheckpointError("the manifest is damaged: it speaks of more than it could")
+        for key in keys:
+            if type(key) is int:
+                self.keys[(*path, str(key))] = key
+
+    def _path(self, words: Path) -> Path:
+        """The keys that words of the manifest stand for."""
+        path: list[str | int] = []
+        for depth, word in enumerate(words):
+            here = words[: depth + 1]
+            text = str(word)
+            if self.containers.get(words[:depth]) == LIST and text.isascii() and text.isdigit() and len(text) < 10:
+                path.append(int(text))
+            else:
+                path.append(self.keys.get(here, unquote(text)))
+        return tuple(path)
+
+    def _leaf(self, path: Path, entries: Sequence[Mapping[str, Any]], names: Names) -> Any:
+        entry, what = entries[0], f"'{'/'.join(map(str, path)):.200}'"
+        kind = entry["type"]
+        if kind in VALUES:
+            text = entry.get("serialized_value")
+            try:
+                return VALUES[kind](str(text))
+            except (ValueError, KeyError, struct.error) as error:
+                raise CheckpointError(f"{what} should be a {kind}, and is garbled") from error
+        if kind == "object":
+            file = self.files.opened(_text(entry.get("location"), what))
+            if entry.get("serializer") != SAVED:
+                raise CheckpointError(f"{what} was serialised by {entry.get('serializer')!r:.50}, which is unknown")
+            return with_stored(load_value(file, 0, file.size, what), path, names, nbytes=file.size)
+        return names.add(self._tensor(names.free(path), entries, what))
+
+    def _tensor(self, name: str, entries: Sequence[Mapping[str, Any]], what: str) -> StoredTensor:
+        entry = entries[0]
+        if entry["type"] == "Tensor":
+            sizes = counts(entry.get("shape"), f"the shape of {what}")
+            dtype, spot = self._spot(entry, sizes, what)
+            return assembled(name, dtype, sizes, [Chunk((0,) * len(sizes), sizes, spot)], self.files)
+        word = "chunks" if entry["type"] == "ChunkedTensor" else SHARDED.get(entry["type"])
+        if word is None:
+            raise CheckpointError(f"{what} is a {entry['type']!r:.50}, which is unknown")
+        chunks, dtypes = list[Chunk](), set[torch.dtype]()
+        for part in entries:
+            shards = part.get(word)
+            if not isinstance(shards, list):
+                raise CheckpointError(f"{what} has no list of {word}")
+            self.most -= len(shards)
+            if self.most < 0:
+                raise CheckpointError("the manifest is damaged: it speaks of more than it could")
+            for shard in shards:
+                if not isinstance(shard, dict) or not isinstance(shard.get("tensor"), dict):
+                    raise CheckpointError(f"{what} has a shard that is garbled")
+                offsets = counts(shard.get("offsets"), f"offsets of {what}")
+                sizes = counts(shard.get("sizes"), f"sizes of {what}")
+                dtype, spot = self._spot(shard["tensor"], sizes, what)
+                dtypes.add(dtype)
+                chunks.append(Chunk(offsets, sizes, spot))
+        if len(dtypes) != 1 or len({len(row) for chunk in chunks for row in chunk[:2]}) != 1:
+            raise CheckpointError(f"the shards of {what} differ in dtype or number of dims, or there are none")
+        ndim = len(chunks[0].sizes)
+        size: Sequence[int] = [max(chunk.offsets[dim] + chunk.sizes[dim] for chunk in chunks) for dim in range(ndim)]
+        if "shape" in entry:
+            size = counts(entry["shape"], f"the shape of {what}")
+        return assembled(name, dtypes.pop(), size, chunks, self.files)
+
+    def _spot(
+        self, words: Mapping[str, Any], sizes: tuple[int, ...], what: str
+    ) -> tuple[torch.dtype, Spot | torch.Tensor]:
+        """Where a tensor of one file is, and its dtype."""
+        word = words.get("dtype")
+        dtype = DTYPES.get(word.removeprefix("torch.")) if isinstance(word, str) else None
+        if dtype is None:
+            raise CheckpointError(f"{what} is of dtype {_shown(word)}, which cannot be read")
+        if counts(words.get("shape"), f"the shape of {what}") != sizes:
+            raise CheckpointError(f"the shape of a file of {what} is not that of its shard")
+        location = _text(words.get("location"), what)
+        nbytes = dtype.itemsize
+        for size in sizes:
+            nbytes *= size
+        if not nbytes:
+            return dtype, Spot(location, 0)
+        begin, end = 0, self.files.size(location)
+        if words.get("byte_range") is not None:
+            span = counts(words["byte_range"], f"the byte_range of {what}")
+            if len(span) != 2 or not span[0] <= span[1] <= end:
+                raise CheckpointError(f"the byte_range of {what} is not within '{location:.100}'")
+            begin, end = span
+        if words.get("serializer") == RAW:
+            if end - begin != nbytes:
+                raise CheckpointError(
+                    f"{what} should have {nbytes:,} bytes; '{location:.100}' has {end - begin:,} of it"
+                )
+            return dtype, Spot(location, begin)
+        if words.get("serializer") != SAVED:
+            raise CheckpointError(f"{what} was serialised by {_shown(words.get('serializer'))}, which cannot be read")
+        found = find_tensor(self.files.opened(location), begin, end - begin, what)
+        if isinstance(found, torch.Tensor):
+            return dtype, found
+        if (found.dtype, found.sizes) != (dtype, sizes):
+            raise CheckpointError(f"'{location:.100}' holds another tensor than {what}")
+        return dtype, Spot(location, found.begin)
+
+
+def _shared(
+    entries: Mapping[int, Mapping[str, Any]], world: int
+) -> list[tuple[tuple[str, ...], list[Mapping[str, Any]]]]:
+    """The entries of one path, by what they are put under: nothing if they are of all ranks, else the rank."""
+    first = entries[min(entries)]
+    if first["type"] in SHARDED:
+        if any(entry["type"] != first["type"] for entry in entries.values()):
+            raise CheckpointError("a sharded tensor is something else on another rank")
+        return [((), list(entries.values()))]
+    if first.get("replicated") is True or world == 1:
+        return [((), [first])]
+    if first["type"] in VALUES and len(entries) == world:
+        values = {(entry["type"], str(entry.get("serialized_value"))) for entry in entries.values()}
+        if len(values) == 1:
+            return [((), [first])]
+    return [((str(rank),), [entry]) for rank, entry in sorted(entries.items())]
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise CheckpointError(f"{what} has no location")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.50}" if isinstance(value, str) else "?"
+
+
+def _parsed(text: bytes, what: str) -> Mapping[str, Any]:
+    try:
+        words = json.loads(text)  # as torchsnapshot writes it since its first release, which YAML includes
+    except RecursionError as error:
+        raise CheckpointError(f"{what} is nested too deep") from error
+    except ValueError:
+        words = _yaml(text, what)
+    if not isinstance(words, dict):
+        raise CheckpointError(f"{what} is damaged: it is not a dict")
+    return words
+
+
+def _yaml(text: bytes, what: str) -> Any:
+    try:
+        import yaml  # type: ignore[import-untyped,unused-ignore] # its types are a package of their own
+    except ImportError as error:
+        raise CheckpointError(f"{what} is YAML, for which PyYAML is needed: pip install pyyaml") from error
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    depth = 0
+    try:
+        for event in yaml.parse(text, Loader=loader):  # which, unlike load, needs no stack
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_DEEP or isinstance(event, yaml.AliasEvent):
+                raise CheckpointError(f"{what} is nested too deep, or refers to itself")
+        return yaml.load(text, Loader=loader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError, AttributeError, KeyError) as error:
+        raise CheckpointError(f"{what} is damaged: it is not YAML ({type(error).__name__})") from error

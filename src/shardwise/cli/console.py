@@ -1,0 +1,224 @@
+"""What commands print: tables that fit the terminal, plain text elsewhere, JSON when asked; progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Any
+
+from shardwise.viz.words import bytes_text
+
+WIDEST = 160  # columns that are used, of a wider terminal
+NARROWEST = 40
+LEAST_NAME = 12  # columns that are left to the column of names
+GAP = "  "
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table. One that is ``wide`` gives way where the table does not fit: its cells go on below."""
+
+    title: str
+    right: bool = False
+    wide: bool = False
+
+
+def names(title: str = "tensor") -> Column:
+    """A column of names, which may be long."""
+    return Column(title, wide=True)
+
+
+def numbers(title: str) -> Column:
+    """A column of numbers."""
+    return Column(title, right=True)
+
+
+class Console:
+    """Where a command prints."""
+
+    def __init__(self, *, as_json: bool = False) -> None:
+        self.as_json = as_json
+        self.is_terminal = not as_json and sys.stdout is not None and sys.stdout.isatty()
+        self._rich = _rich_console() if self.is_terminal else None
+
+    @property
+    def width(self) -> int:
+        """Columns that there are. What is read by another program is not bound to any."""
+        if not self.is_terminal and "COLUMNS" not in os.environ:
+            return WIDEST
+        return min(max(shutil.get_terminal_size().columns, NARROWEST), WIDEST)
+
+    def give(self, answer: Any) -> None:
+        """Print the answer, if JSON was asked for."""
+        if self.as_json:
+            print(json.dumps(_jsonable(answer), indent=1, ensure_ascii=False, allow_nan=False))
+
+    def line(self, text: str = "", style: str = "") -> None:
+        """Print a line, unless JSON was asked for."""
+        if self.as_json:
+            return
+        if self._rich is not None and style:
+            self._rich.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text)
+
+    def facts(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """Print what something is: a line for each pair of a word and its value."""
+        longest = max((len(word) for word, _ in pairs), default=0)
+        room = max(self.width - longest - len(GAP), LEAST_NAME)
+        for word, value in pairs:
+            first, *more = textwrap.wrap(value, room, break_on_hyphens=False) or [""]
+            self._marked(word.ljust(longest), GAP + first, "bold")
+            for rest in more:
+                self.line(" " * longest + GAP + rest)
+
+    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str]], title: str = "") -> None:
+        """Print a table, unless JSON was asked for."""
+        if self.as_json:
+            return
+        if title:
+            self.line(title, "bold")
+        widths = _fitted(columns, rows, self.width)
+        self.line(_row(columns, [column.title for column in columns], widths), "dim")
+        for row in rows:
+            cells = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
+            for number in range(max(map(len, cells))):
+                parts = [part[number] if number < len(part) else "" for part in cells]
+                self.line(_row(columns, parts, widths))
+
+    def note(self, text: str) -> None:
+        """Print a remark on stderr, which is no part of the answer."""
+        print(f"shardwise: {text}", file=sys.stderr)
+
+    @contextmanager
+    def progress(self, what: str, total: int) -> Iterator[Callable[[int], object]]:
+        """A bar with bytes and rate, on stderr if it is a terminal; give what comes along the number of bytes."""
+        if self.as_json or not sys.stderr.isatty():
+            yield lambda _: None
+            return
+        bar = _Bar(what, total, sys.stderr)
+        try:
+            yield bar.advance
+        finally:
+            bar.end()
+
+    def _marked(self, word: str, rest: str, style: str) -> None:
+        if self._rich is None or self.as_json:
+            self.line(word + rest)
+        else:
+            self._rich.print(word, style=style, end="", markup=False, highlight=False)
+            print(rest)
+
+
+def _rich_console() -> Any:
+    """The console of rich, where that is installed."""
+    try:
+        from rich.console import Console as Rich
+    except ImportError:
+        return None
+    return Rich(highlight=False)
+
+
+class _Bar:
+    """A bar of rich, or a line that is written again and again."""
+
+    def __init__(self, what: str, total: int, stream: IO[str]) -> None:
+        self._what, self._total, self._stream = what, total, stream
+        self._done, self._begun, self._shown = 0, time.monotonic(), 0.0
+        self._rich, self._task = _rich_bar(what, total)
+
+    def advance(self, count: int) -> None:
+        self._done += count
+        if self._rich is not None:
+            self._rich.update(self._task, completed=min(self._done, self._total))
+            return
+        now = time.monotonic()
+        if now - self._shown > 0.2:
+            self._shown = now
+            rate = self._done / max(now - self._begun, 1e-9)
+            done, total = bytes_text(min(self._done, self._total)), bytes_text(self._total)
+            self._stream.write(f"\r{self._what} {done} of {total}, {bytes_text(int(rate))}/s \x1b[K")
+            self._stream.flush()
+
+    def end(self) -> None:
+        if self._rich is not None:
+            self._rich.stop()
+        elif self._shown:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
+def _rich_bar(what: str, total: int) -> tuple[Any, Any]:
+    try:
+        from rich.console import Console as Rich
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+    except ImportError:
+        return None, None
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=Rich(stderr=True),
+        transient=True,
+    )
+    bar.start()
+    return bar, bar.add_task(what, total=total)
+
+
+def _fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """The width of each column, so that all together are no wider than this where they can be."""
+    widths = [max([len(column.title), *(len(row[k]) for row in rows)]) for k, column in enumerate(columns)]
+    over = sum(widths) + len(GAP) * (len(columns) - 1) - width
+    for k in sorted((k for k, column in enumerate(columns) if column.wide), key=lambda k: -widths[k]):
+        if over > 0:
+            kept = max(widths[k] - over, min(widths[k], LEAST_NAME))
+            over -= widths[k] - kept
+            widths[k] = kept
+    return widths
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """A cell in lines of at most this width, which end between parts of a name where they can."""
+    lines = []
+    while len(text) > width:
+        at = max(text.rfind(mark, width // 3, width) for mark in " /.,") + 1
+        at = at if at > 0 else width
+        lines.append(text[:at].rstrip())
+        text = text[at:]
+    return [*lines, text]
+
+
+def _row(columns: Sequence[Column], cells: Sequence[str], widths: Sequence[int]) -> str:
+    placed = [
+        cell.rjust(width) if column.right else cell.ljust(width)
+        for column, cell, width in zip(columns, cells, widths, strict=True)
+    ]
+    return GAP.join(placed).rstrip()
+
+
+def _jsonable(value: Any) -> Any:
+    """A value as JSON has it: what it does not know is said in words."""
+    if isinstance(value, dict):
+        return {str(key): _jsonable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
