@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import boxes, checkpoint, layers, ops, optimizers, tensors, training, transfers
+from benchmarks import boxes, layers, ops, optimizers, tensors, training, transfers
+from benchmarks.checkpoint.report import measure as measure_checkpoints
 from benchmarks.scale.processes import Request, measure
 from benchmarks.table import show, show_fractions
 from shardwise.testing import run_on_ranks
@@ -38,8 +39,7 @@ def main() -> int:
     trained += [training.run(plan) for plan in training.PLANS]
     stepped = run_on_ranks(1, optimizers.step, timeout=550, fresh=True)[0]
     show("Optimizers on one rank (plain: torch.optim on the same local tensors)", stepped)
-    kept = run_on_ranks(4, checkpoint.save_and_load, timeout=300, fresh=True)[0]
-    show("Checkpoints (plain: a copy of the files, or reading them; fsync alike)", kept)
+    kept = measure_checkpoints()
     built += moved + gathered + planned + computed + looked_up + trained + stepped + kept
     over = [row.work for row in [*rows, *made, *built] if row.verdict in ("OVER", "RAISES")]
     over += [line.title for line in measure(Request())]

@@ -17,16 +17,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardwise
+from benchmarks.scale import checkpoints
 from benchmarks.scale.block import training_step
 from benchmarks.scale.world import RANK, World
 from benchmarks.timing import Work
-from shardwise.checkpoint.draft import Draft
-from shardwise.checkpoint.sharing_out import Source
 
 W = TypeVar("W")  # what a row is prepared in: a world, or tables over one
 
 PARAMETERS = 24
 MANY = 32  # modules to be sharded, one for each time that this is timed
+INDEX_ROW = "save 1,000 tensors: size of the index (KiB)"
 MEMORY_ROW = "memory above the start (MiB)"  # after all of them but those of DTensor
 FIRST_OP = 20.0  # ms that the first call of an op may take
 
@@ -195,17 +195,6 @@ def optimizer_state(world: World, factor: int) -> Work:
     return lambda: optimizer.load_state_dict(optimizer.state_dict())
 
 
-def saving(world: World, factor: int, *, only: int | None) -> Work:
-    """What is worked out of the layouts of a module and its plain parameters before anything is written."""
-    module, (first, second) = Layers(world, factor), world.specs
-    sources = [Source(f"norm.{k}", torch.float32, torch.Size([64]), None) for k in range(PARAMETERS)]
-    for name, parameter in module.named_parameters():
-        layout = (first if name.startswith("up") else second).layout(parameter.shape)
-        sources.append(Source(name, parameter.dtype, parameter.shape, layout))
-    ranks = list(range(world.ranks))
-    return lambda: Draft.of("0" * 16, sources, ranks, only)
-
-
 # DTensor --------------------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +247,7 @@ MORE_OPS: list[tuple[str, int, Callable[[Any], object]]] = [
 ]
 BY_DTENSOR = ("x + x", "softmax along a cut dim", "sum to a scalar")
 
-OF_PARAMETERS: dict[str, Any] = {"first": 1.0, "each": "parameter", "count": lambda _: PARAMETERS}
+OF_TENSORS: dict[str, Any] = {"each": "tensor", "count": lambda _: checkpoints.TENSORS, "later": False}
 
 CASES: list[Case[World]] = [
     Case("two specs", make_specs, first=None, later=False),
@@ -290,8 +279,10 @@ CASES: list[Case[World]] = [
         each="parameter",
         count=lambda _: PARAMETERS,
     ),
-    Case("save: draft of this rank's file", partial(saving, only=RANK), later=False, **OF_PARAMETERS),
-    Case("save: draft of all files, by the first rank", partial(saving, only=None), first=None, later=False),
+    Case("save 1,000 tensors: this rank's file", checkpoints.drafting, first=0.2, **OF_TENSORS),
+    Case("save 1,000 tensors: the index, by the first rank", checkpoints.indexing, first=0.5, **OF_TENSORS),
+    Case("load 1,000 tensors: parse the index", checkpoints.parsing, first=0.5, **OF_TENSORS),
+    Case("load 1,000 tensors: find this rank's slabs", checkpoints.finding, first=0.4, **OF_TENSORS),
 ]
 
 DTENSOR: list[Case[World]] = [

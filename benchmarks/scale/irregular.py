@@ -17,10 +17,12 @@ from torch import nn
 import shardwise
 from benchmarks.boxes import contenders
 from benchmarks.scale.cases import Case
+from benchmarks.scale.checkpoints import CHECKPOINT, index_of
 from benchmarks.scale.world import RANK, World
 from benchmarks.timing import Work
 from shardwise import EnumerableShardingSpec, ShardingPlan, ShardMetadata
-from shardwise.checkpoint.draft import Draft
+from shardwise.archive.index_file import parse_index
+from shardwise.checkpoint.draft import draft_file
 from shardwise.checkpoint.sharing_out import Source
 
 RANKS = 1_024
@@ -106,13 +108,27 @@ def shard_module(tables: Tables, factor: int) -> Work:
     return lambda: shardwise.shard_module(modules.pop(), plan)
 
 
-def saving(tables: Tables, factor: int) -> Work:
-    other = Tables(tables.count, factor)
-    sources = [
+def sources_of(tables: Tables, seed: int) -> list[Source]:
+    other = Tables(tables.count, seed)
+    return [
         Source(f"table{number}", torch.float32, torch.Size(size), spec.layout(size))
         for number, (spec, size) in enumerate(zip(other.specs, other.sizes, strict=True))
     ]
-    return lambda: Draft.of("0" * 16, sources, list(range(RANKS)), RANK)
+
+
+def drafting(tables: Tables, factor: int) -> Work:
+    sources = sources_of(tables, factor)
+    return lambda: draft_file(CHECKPOINT, sources, list(range(RANKS)), RANK)
+
+
+def indexing(tables: Tables, factor: int) -> Work:
+    sources = sources_of(tables, factor)
+    return lambda: index_of(sources, list(range(RANKS)))
+
+
+def parsing(tables: Tables, factor: int) -> Work:
+    text = index_of(sources_of(tables, factor), list(range(RANKS)))
+    return lambda: parse_index(text, "here")
 
 
 # One table of many boxes ----------------------------------------------------------------------------------------------
@@ -158,7 +174,9 @@ IRREGULAR: list[Case[Tables]] = [
     Case("tables: all layouts", make_layouts, later=False, **OF_BOXES),
     Case("tables: zeros of each", zeros, **OF_BOXES),
     Case("tables: shard_module", shard_module, **OF_BOXES),
-    Case("tables: save: draft of this rank's file", saving, later=False, **OF_BOXES),
+    Case("tables: save: this rank's file", drafting, later=False, **OF_BOXES),
+    Case("tables: save: the index, by the first rank", indexing, later=False, **OF_BOXES),
+    Case("tables: load: parse the index", parsing, later=False, **OF_BOXES),
     Case("many boxes: spec, metadata", partial(many_boxes, who="shardwise"), later=False, **OF_MANY),
     Case("many boxes: spec, metadata by _shard", partial(many_boxes, who="_shard"), later=False, held=False, **OF_MANY),
     Case("many boxes: zeros", one_zeros, **OF_MANY),

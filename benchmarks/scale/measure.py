@@ -23,7 +23,8 @@ from typing import Any
 import torch
 import torch._dynamo  # which torch imports in the middle of the first op that needs it
 
-from benchmarks.scale.cases import CASES, DTENSOR, MEMORY_ROW, Case, W
+from benchmarks.scale.cases import CASES, DTENSOR, INDEX_ROW, MEMORY_ROW, Case, W
+from benchmarks.scale.checkpoints import index_kib
 from benchmarks.scale.irregular import IRREGULAR, RANKS, Tables
 from benchmarks.scale.world import FEW, World, start
 from benchmarks.timing import Work
@@ -143,6 +144,8 @@ def main() -> None:
             rows(kind, options, of_dtensor=of_dtensor)
             if not of_dtensor and not options.profile:
                 tell(kind, MEMORY_ROW, {"mib": memory() - before})
+                if kind != "tables" and options.rows in INDEX_ROW:
+                    tell(kind, INDEX_ROW, {"mib": index_kib(World(options.number, grids=kind == "grids"))})
 
 
 def rows(kind: str, options: argparse.Namespace, *, of_dtensor: bool) -> None:

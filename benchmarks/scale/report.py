@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.scale.cases import CASES, DTENSOR, MEMORY_ROW, Case
+from benchmarks.scale.cases import CASES, DTENSOR, INDEX_ROW, MEMORY_ROW, Case
 from benchmarks.scale.irregular import IRREGULAR, RANKS
 from benchmarks.scale.world import World
 from benchmarks.table import print_lines
@@ -29,7 +29,7 @@ class Found:
     work: str
     first: float | None = None
     later: float | None = None
-    mib: float | None = None
+    mib: float | None = None  # or KiB
     count: float = 1  # of parameters or boxes
     failed: str | None = None
     why: str | None = None
@@ -101,11 +101,27 @@ def lines(found: Sequence[Found], kind: str, numbers: Sequence[int]) -> list[Lin
         of_case = {number: rows.get((case.work, number)) for number in numbers}
         if any(of_case.values()):
             made += lines_of(case, of_case)
-    memory = {number: rows.get((MEMORY_ROW, number)) for number in numbers}
-    used = {number: "no time" if one is None or one.mib is None else one.mib for number, one in memory.items()}
+    used = {number: amount(rows.get((MEMORY_ROW, number))) for number in numbers}
     if kind == "tables":
         return [*made, Line(MEMORY_ROW, used)]
+    if any((INDEX_ROW, number) in rows for number in numbers):
+        made += index_lines({number: amount(rows.get((INDEX_ROW, number))) for number in numbers})
     return [*made, Line(MEMORY_ROW, used, MOST_MEMORY, f"≤ {MOST_MEMORY:.0f} MiB")]
+
+
+def index_lines(sizes: Values) -> Iterator[Line]:
+    """The size of an index, and by how much it grows with each rank."""
+    yield Line(INDEX_ROW, sizes)
+    (first, least), *others = sizes.items()
+    grown: Values = {first: "–"}
+    for number, size in others:
+        known = isinstance(size, float) and isinstance(least, float)
+        grown[number] = (size - least) / (number - first) * 1024 if known else "–"  # type: ignore[operator]
+    yield Line(f"{INDEX_ROW.removesuffix('(KiB)')}for each further rank (bytes)", grown)
+
+
+def amount(found: Found | None) -> float | str:
+    return "no time" if found is None or found.mib is None else found.mib
 
 
 def show(found: Sequence[Found], columns: Mapping[str, Sequence[int]]) -> list[Line]:
