@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,10 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 TWINS = ["sharded_table.py", "tensor_parallel.py"]
 
 
-def alone(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> int:
+def alone(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> int:
     """Run an example as ``python examples/name`` does, in a folder where nothing is; give its exit code."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.setattr(sys, "argv", [name, *options])
     try:
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     except SystemExit as ended:
@@ -48,7 +49,8 @@ def losses_agree(printed: str) -> bool:
 
 def test_every_example_is_run_here() -> None:
     """A new one must be added."""
-    assert {file.name for file in EXAMPLES.glob("*.py")} == {"layouts.py", "train_anywhere.py", *TWINS}
+    by_itself = {"elastic.py", "layouts.py", "train_and_serve.py", "train_anywhere.py", "two_jobs.py"}
+    assert {file.name for file in EXAMPLES.glob("*.py")} == {*by_itself, *TWINS}
 
 
 def test_layers_in_parts_train_as_their_twin(
@@ -89,6 +91,39 @@ def test_layouts_are_drawn(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert printed.count("rank 3 holds") == 4
 
 
+def test_an_engine_answers_as_its_trainer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """After each step, in a program of its own, which may begin before the trainer."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    script = str(EXAMPLES / "two_jobs.py")
+    engine = subprocess.Popen([sys.executable, script, "engine", address], stdout=subprocess.PIPE, text=True)
+    try:
+        run_on_ranks(2, run_script, script, str(tmp_path), "trainer", address, echo=True)
+        served, _ = engine.communicate(timeout=60)
+    finally:
+        engine.kill()
+    trained = capsys.readouterr().out
+    assert re.findall(r"step (\d answers \S+)$", trained, flags=re.MULTILINE) == re.findall(r"version (.+)", served)
+    assert len(set(served.splitlines())) == 5
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("options", [[], ["--fsdp"]])
+def test_what_is_served_is_what_is_trained(
+    options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After each step, in float64: sums in another order are some 1e-15 apart, and other weights' logits 1e-1."""
+    assert alone("train_and_serve.py", monkeypatch, tmp_path, *options) == 0
+    printed = capsys.readouterr().out
+    steps = re.findall(r"^step \d  loss (\S+)  served: (.+)  logits differ by (\S+)$", printed, flags=re.MULTILINE)
+    losses, words, apart = zip(*steps, strict=True)
+    assert sorted(losses, reverse=True) == list(losses)
+    assert words[0] != words[-1]
+    assert max(map(float, apart)) < 1e-12
+    assert printed.startswith("21 tensors by 21 routes: 49.2 KiB move between 6 ranks, which is the least that must")
+
+
 @pytest.mark.timeout(180)
 def test_the_demo_trains_the_same_model_anywhere(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -122,3 +157,18 @@ def test_the_demo_goes_on_under_torchrun(capsys: pytest.CaptureFixture[str], tmp
     assert step == "5"
     assert float(loss) == pytest.approx(float(twin), abs=2e-6)  # six digits are printed
     assert [file.name for file in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.timeout(180)
+def test_a_training_goes_on_when_a_machine_is_lost(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Under torchrun's own agents, from the last checkpoint, with the ranks that are left; its verdict says so."""
+    assert alone("elastic.py", monkeypatch, tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert (
+        len(re.findall(r"a machine is lost; 2 ranks go on from the checkpoint of step (?:5|10)$", printed, re.M)) == 1
+    )
+    rows = [line.split() for line in printed.splitlines() if re.match(r" +\d+ +\d+ +0", line)]
+    assert {(ranks, step) for ranks, step, _, _ in rows} >= {("4", "0"), ("4", "11"), ("2", "11"), ("2", "19")}
+    assert printed.endswith("Four ranks, then two: the same training.\n")

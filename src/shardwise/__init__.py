@@ -9,7 +9,7 @@ Names that serve the old system, `torch.distributed._shard`, are in the modules 
 
 from typing import Any as _Any
 
-from shardwise import huggingface, old_names, plans
+from shardwise import huggingface, old_names, plans, state_transfer
 from shardwise.api import fill_buffers, shard_module
 from shardwise.checkpoint import Checkpoints, load, save, verify
 from shardwise.dispatch import register_op
@@ -33,6 +33,7 @@ from shardwise.sharding_spec import (
     ReplicatedShardingSpec,
     ShardingSpec,
 )
+from shardwise.state_transfer import StateTransfer, resize
 from shardwise.tracing import trace
 from shardwise.transfer import make_plan
 from shardwise.viz import draw
@@ -52,6 +53,7 @@ __all__ = [
     "ShardingPlan",
     "ShardingSpec",
     "ShardwiseError",
+    "StateTransfer",
     "check",
     "draw",
     "empty",
@@ -71,9 +73,11 @@ __all__ = [
     "randn",
     "register_op",
     "replicate",
+    "resize",
     "save",
     "shard",
     "shard_module",
+    "state_transfer",
     "to_dtensor",
     "trace",
     "validation",

@@ -24,6 +24,7 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     ├── ProcessGroupError(RuntimeError)     no process group, or the wrong one
     │   └── RankOrderError(ValueError)      RPC numbers the processes in another order
     ├── TransferError(RuntimeError)         data on its way between ranks was lost
+    │   └── StateLostError                  tensors of which only ranks that are gone had parts
     ├── CheckpointError(RuntimeError)       a checkpoint that cannot be written or read
     │   ├── StateMismatchError(ValueError)  a checkpoint that does not hold the state to be loaded
     │   ├── FileGoneError                   a file of it that is not there
@@ -43,6 +44,7 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     │   ├── PlanNameError(AttributeError)   a name that is not in the module
     │   ├── PlanOverlapError(RuntimeError)  entries that would change the same part of the module
     │   └── PlanRootError(KeyError)         the root, where only a submodule can be swapped
+    ├── RecipeError(ValueError)             a recipe that does not make the target's tensors of the source's
     ├── OptimizerError(ValueError)          an optimizer that cannot train these parameters
     │   └── OptimizerStateError             a state dict that is not one of this optimizer
     └── DropinError(RuntimeError)           the old system cannot be replaced in this process
@@ -133,6 +135,10 @@ class TransferError(ShardwiseError, RuntimeError):
     """Data on its way between ranks was lost, most likely with one of the ranks."""
 
 
+class StateLostError(TransferError):
+    """Tensors of which only ranks that are gone had parts: they are in no memory any more."""
+
+
 class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint that cannot be written or read."""
 
@@ -208,6 +214,12 @@ class PlanRootError(PlanError, KeyError):
     """The module itself was named, which has no parent to swap it in."""
 
 
+class RecipeError(ShardwiseError, ValueError):
+    """A recipe that does not make the target's tensors of the source's; ``problems`` has a line for each problem."""
+
+    problems: tuple[str, ...] = ()
+
+
 class OptimizerError(ShardwiseError, ValueError):
     """An optimizer that cannot train these parameters."""
 
@@ -251,4 +263,12 @@ def plan_error(problems: list[tuple[str, str]]) -> Exception:
         several = PlanError
     error = several(f"{len(lines)} things are wrong with the sharding plan:\n  - " + "\n  - ".join(lines))
     error.problems = lines
+    return error
+
+
+def recipe_error(problems: list[str]) -> RecipeError:
+    """The error for what is wrong with a recipe, all in one."""
+    many = f"{len(problems)} things are wrong with the recipe:\n  - " + "\n  - ".join(problems)
+    error = RecipeError(problems[0] if len(problems) == 1 else many)
+    error.problems = tuple(problems)
     return error

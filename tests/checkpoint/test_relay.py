@@ -151,7 +151,7 @@ def test_rounds_make_up_the_tensor(pair: tuple[StoredTensor, Layout], block: int
     everyone = (100, *sorted(set(wanted.ranks.tolist()), key=lambda rank: rank * 5 % 7))
     with pytest.MonkeyPatch.context() as patch:
         small(patch, block=block, part=part, most=most)
-        rounds = list(rounds_of(stored, wanted, Ranks(None, 0, everyone)))
+        rounds = list(rounds_of(stored, wanted, Ranks(None, 0, everyone, "load")))
     blocks._blocks.cache_clear()
     seen = np.zeros(tuple(stored.size), dtype=np.int64)
     for read in rounds:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -26,15 +28,15 @@ Case = tuple[int, tuple[int, ...], ShardingSpec, ShardingSpec, torch.dtype, int 
 
 
 @st.composite
-def specs(draw: st.DrawFn, size: tuple[int, ...], world: int) -> ShardingSpec:
-    """A spec of any kind for this size and so many ranks."""
-    rank = st.integers(0, world - 1)
+def specs(draw: st.DrawFn, size: tuple[int, ...], ranks: Sequence[int]) -> ShardingSpec:
+    """A spec of any kind for this size, on some of these ranks."""
+    rank = st.sampled_from(ranks)
     dims = st.integers(0, len(size) - 1)
     kind = draw(st.sampled_from(["chunk", "grid", "boxes", "replicated"] if size else ["replicated"]))
     if kind == "chunk":
         return ChunkShardingSpec(draw(dims), places(*draw(st.lists(rank, min_size=1, max_size=6))))
     if kind == "replicated":
-        return ReplicatedShardingSpec(places(*draw(st.lists(rank, min_size=1, max_size=world, unique=True))))
+        return ReplicatedShardingSpec(places(*draw(st.lists(rank, min_size=1, max_size=len(ranks), unique=True))))
     if kind == "grid":
         cut = draw(st.lists(dims, min_size=1, max_size=2, unique=True))
         rows = [places(*draw(st.lists(rank, min_size=2, max_size=2))) for _ in range(3)]
@@ -61,7 +63,7 @@ def cases(draw: st.DrawFn) -> Case:
     world = draw(st.integers(1, 4))
     size = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
     limit = draw(st.sampled_from([None, None, 1, 40]))
-    one, other = draw(specs(size, world)), draw(specs(size, world))
+    one, other = draw(specs(size, range(world))), draw(specs(size, range(world)))
     return world, size, one, other, draw(st.sampled_from(DTYPES)), limit
 
 

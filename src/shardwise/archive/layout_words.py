@@ -70,31 +70,32 @@ def read_places(words: Any, files: int) -> list[Places]:
     return found
 
 
-def read_layout(name: str, size: torch.Size, words: Any, places: Sequence[Places]) -> Layout:
-    """The layout in which a tensor is stored, each element once; or the error that says why it cannot be."""
+def read_layout(name: str, size: torch.Size, words: Any, places: Sequence[Places], *, replicas: bool = False) -> Layout:
+    """The layout in which a tensor is stored, each element once unless there may be replicas; or the error that says
+    why it cannot be."""
     where = places[_number(words["on"])]
     try:
         if "axes" in words:
-            return _by_rule(size, words["axes"], where)
+            return _by_rule(size, words["axes"], where, replicas)
         numbers = words["boxes"]
         ndim = len(size)
         boxes = Boxes.parse([row[:ndim] for row in numbers], [row[ndim:] for row in numbers], ndim)
         if not size.numel():
             return Layout.of(size, boxes, where)
-        if int(boxes.volumes.sum()) != size.numel():  # at once, where it would take long to find where
+        if not replicas and int(boxes.volumes.sum()) != size.numel():  # at once, where it would take long to find where
             raise LayoutError(f"its boxes do not have {size.numel():,} elements together, as it has")
-        return Layout.checked(size, boxes, where, lambda row: f"{row} {boxes.describe(row)}")
+        return Layout.checked(size, boxes, where, lambda row: f"{row} {boxes.describe(row)}", replicas=replicas)
     except LayoutError as error:
         raise CheckpointError(f"the index says of tensor '{name}' what cannot be: {error}") from error
 
 
-def _by_rule(size: torch.Size, words: Any, where: Places) -> Layout:
+def _by_rule(size: torch.Size, words: Any, where: Places, replicas: bool) -> Layout:
     axes = [_axis(size, entry, len(where)) for entry in words]
     dims = [axis.dim for axis in axes if axis.dim is not None]
     if len(set(dims)) < len(dims) or math.prod(axis.count for axis in axes) != len(where):
         raise LayoutError(f"axes {words!r:.200} do not make a grid of {len(where)} boxes")
     layout = Layout.by_rule(size, axes, where)
-    if layout.has_replicas and size.numel():
+    if layout.has_replicas and size.numel() and not replicas:
         raise LayoutError("elements are stored twice")
     return layout
 

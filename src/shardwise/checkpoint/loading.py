@@ -8,20 +8,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
 from torch.distributed import ProcessGroup
 
-from shardwise.api.buffers import require_data
 from shardwise.archive import Archive, StoredTensor, nest, open_archive
 from shardwise.archive.nest import Node
 from shardwise.checkpoint.filling import Filling
 from shardwise.checkpoint.matching import Match, settle
-from shardwise.checkpoint.optimizers import content_of, content_to_fill
 from shardwise.checkpoint.progress import Progress, silent
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.renaming import Only, Rename, as_named
+from shardwise.checkpoint.renaming import Only, as_named
+from shardwise.checkpoint.target import fitted, require_data_of, without_room
 from shardwise.errors import CheckpointError, DamageError, FileGoneError, RankMismatchError
+from shardwise.named_patterns import Rename
 from shardwise.process_group import Fields
 from shardwise.storage import Storage
 
@@ -147,18 +145,16 @@ class _Opening:
         archive = open_archive(self._path)
         found = nest.parse(archive.index.state, lambda owner, _: None, tensors=(StoredTensor,))  # it has no objects
         stored = as_named(found, self._state, self._only, self._rename)
-        return (archive, stored, _without_room(self._state, stored)), {}, (archive.index.id, socket.gethostname())
+        return (archive, stored, without_room(self._state, stored)), {}, (archive.index.id, socket.gethostname())
 
     def _plan(
         self, archive: Archive, stored: Node, hosts: int, *, strict: bool, convert: bool, verify: bool, relays: bool
     ) -> _Loading:
-        target = nest.parse(self._state, lambda owner, path: content_to_fill(owner, stored.at(path), path))
         match = Match(convert)
-        match.compare(target, stored)
-        match.require(archive.storage, strict=strict, part=self._only is not None)
-        for module in target.objects():
-            if isinstance(module, nn.Module):
-                require_data(module)
+        target = fitted(self._state, stored, match)
+        said = f"'{archive.storage}' does not hold this state; nothing was loaded"
+        match.require(said, strict=strict, part=self._only is not None)
+        require_data_of(target)
         filling = Filling.of(archive, match.pairs, self._ranks, hosts, verify=verify, relays=relays)
         return _Loading(target, stored, filling)
 
@@ -178,27 +174,6 @@ def _mixed(ids: Sequence[str], ranks: Ranks) -> RankMismatchError:
         f"the ranks load different checkpoints: rank {ranks.all[0]} found {ids[0]} and rank {ranks.all[other]} "
         f"{ids[other]}; nothing was loaded. Give the same path on every rank, on a file system that all share"
     )
-
-
-def _without_room(state: Any, stored: Node) -> list[Any]:
-    """The objects that can make room for state which the checkpoint has and they have not.
-
-    For optimizers it is made here, just for what was saved: none for a parameter that was never updated.
-    """
-    found: list[Any] = []
-
-    def content(owner: Any, path: nest.Path) -> Any:
-        inner, there = content_of(owner), stored.at(path)
-        lazy = callable(getattr(owner, "init_state", None)) and not isinstance(owner, torch.optim.Optimizer)
-        if there is not None and lazy:
-            match = Match()
-            match.compare(nest.parse(inner, lambda nested, _: content_of(nested)), there)
-            if match.unexpected:
-                found.append(owner)
-        return inner
-
-    nest.parse(state, content)
-    return found
 
 
 class _Loading(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside what is to be loaded into: which tensor goes where, and all that does not fit."""
+"""What is stored beside the state that is to be filled: which tensor goes where, and all that does not fit."""
 
 from __future__ import annotations
 
@@ -19,13 +19,20 @@ MOST_LISTED = 20  # of each kind of difference
 
 @dataclass
 class Match:
-    """Tensors of a state with those of a checkpoint that fill them, and what is different."""
+    """Tensors of a state with those of a checkpoint that fill them, and what is different.
+
+    What fills them may also be a state of other ranks: ``stored`` is how messages call it, and ``state`` the one that
+    is filled.
+    """
 
     convert: bool = False  # whether a tensor may be filled with values of another dtype
+    state: str = "the state"
+    stored: str = "the checkpoint"
     pairs: list[tuple[str, torch.Tensor, StoredTensor]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # names that only the state has
     unexpected: list[str] = field(default_factory=list)  # names that only the checkpoint has
     different: list[str] = field(default_factory=list)  # what is said of names that both have
+    converted: bool = False  # whether any of these would fit if values were converted
 
     def compare(self, target: Node, stored: Node, path: Path = ()) -> None:
         """Take down what fits and what does not, in these and all they contain."""
@@ -47,28 +54,30 @@ class Match:
             for key, child in target.children.items():
                 self.compare(child, stored.children[key], (*path, key))
         else:
-            self.different.append(f"'{name}' is {_what(target)} in the state and {_what(stored)} in the checkpoint")
+            self._differ(name, _what(target), _what(stored))
 
     def _compare_tensors(self, name: str, tensor: torch.Tensor, stored: StoredTensor) -> None:
         if tensor.shape != stored.size:
-            mine, theirs = tuple(tensor.shape), tuple(stored.size)
-            self.different.append(f"'{name}' is of size {mine} in the state and {theirs} in the checkpoint")
+            self._differ(name, f"of size {tuple(tensor.shape)}", str(tuple(stored.size)))
         elif tensor.dtype != stored.dtype and not self.convert:
-            self.different.append(
-                f"'{name}' is {tensor.dtype} in the state and {stored.dtype} in the checkpoint; convert=True converts"
-            )
+            self._differ(name, str(tensor.dtype), str(stored.dtype))
+            self.converted = True
         elif stored.dtype.is_complex and not tensor.dtype.is_complex:
-            self.different.append(f"'{name}' is {stored.dtype} in the checkpoint, which {tensor.dtype} cannot hold")
+            self.different.append(f"'{name}' is {stored.dtype} in {self.stored}, which {tensor.dtype} cannot hold")
         else:
             self.pairs.append((name, tensor, stored))
 
-    def require(self, where: object, *, strict: bool, part: bool) -> None:
-        """Raise one error with all that does not fit; names that only one side has are no matter unless strict, and
-        those that only the state has neither where a part of the checkpoint was asked for."""
+    def _differ(self, name: str, mine: str, theirs: str) -> None:
+        self.different.append(f"'{name}' is {mine} in {self.state} and {theirs} in {self.stored}")
+
+    def require(self, what: str, *, strict: bool = True, part: bool = False, advice: bool = True) -> None:
+        """Raise one error with all that does not fit, after what it says first; names that only one side has are no
+        matter unless strict, and those that only the state has neither where a part of the checkpoint was asked for.
+        With ``advice``, it says how `load` can be told otherwise."""
         told = [("different", self.different)]
         if strict:
             missing = [] if part else self.missing
-            told = [("missing in the checkpoint", missing), ("not in the state", self.unexpected), *told]
+            told = [(f"missing in {self.stored}", missing), (f"not in {self.state}", self.unexpected), *told]
         lines = [f"  {what}: {_listed(found)}" for what, found in told if found]
         if not lines:
             return
@@ -76,9 +85,11 @@ class Match:
             lines.append(
                 "  (an optimizer has no state before its first step: give the optimizer, not its state_dict())"
             )
-        if strict and (self.missing or self.unexpected):
+        if strict and advice and (self.missing or self.unexpected):
             lines.append("  (strict=False loads the names that both have)")
-        raise StateMismatchError("\n".join([f"'{where}' does not hold this state; nothing was loaded", *lines]))
+        if advice and self.converted:
+            lines.append("  (convert=True converts values to the dtypes of the state)")
+        raise StateMismatchError("\n".join([what, *lines]))
 
 
 def replaced_whole(target: Node, stored: Node) -> bool:
@@ -99,6 +110,11 @@ def settle(target: Node, stored: Node, in_step: InStep) -> Any:
 
 
 InStep = Callable[[Callable[[], None]], None]  # does something on all ranks, and raises on all if it fails on one
+
+
+def count_objects(target: Node, stored: Node) -> int:
+    """How often `settle` calls ``in_step``: once for each object that is given a state dict."""
+    return sum(1 + count_objects(owned.children[0], there) for owned, there in _objects(target, stored))
 
 
 def _objects(target: Node, stored: Node) -> Iterator[tuple[Node, Node]]:

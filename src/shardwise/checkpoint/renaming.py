@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence, Set
-from itertools import chain
 from typing import Any, NamedTuple
 
 from shardwise.archive import nest
 from shardwise.archive.nest import Kind, Node, name_of
 from shardwise.checkpoint.optimizers import content_of
 from shardwise.errors import CheckpointError
+from shardwise.named_patterns import Rename, pattern_of, renamer
 
 Only = str | Sequence[str] | None  # patterns of names
-Rename = Mapping[str, str] | Callable[[str], str] | None  # from names, or patterns, to names in the state
 
 
 class _Entry(NamedTuple):
@@ -27,10 +25,8 @@ def as_named(stored: Node, state: Any, only: Only, rename: Rename) -> Node:
     """What a checkpoint holds, in the form of the state: entries that are asked for, under the names that they get."""
     if only is None and rename is None:
         return stored
-    wanted, renamed = (
-        _picker([name_of(path) for path, node in stored.walk() if not node.children], only),
-        _renamer(rename),
-    )
+    known = [name_of(path) for path, node in stored.walk() if not node.children]
+    wanted, renamed = _picker(known, only), renamer(rename)
     entries = dict[str, _Entry]()
     for name, entry in _entries(stored, (), wanted, renamed):
         if name in entries:
@@ -116,32 +112,9 @@ def _picker(names: Sequence[str], only: Only) -> Callable[[str], bool]:
     given: object = [only] if isinstance(only, str) else only
     if not isinstance(given, Sequence | Set) or not all(isinstance(one, str) for one in given):
         raise CheckpointError(f"only takes a pattern of names, or several; found {only!r}")
-    found = {one: set(filter(pattern(one).fullmatch, names)) for one in given}
+    found = {one: set(filter(pattern_of(one).fullmatch, names)) for one in given}
     vain = [one for one, matched in found.items() if not matched]
     if vain or not found:
         sought = " or ".join(map(repr, vain)) or repr(only)
         raise CheckpointError(f"nothing in the checkpoint has a name like {sought}")
     return set[str]().union(*found.values()).__contains__
-
-
-def _renamer(rename: Rename) -> Callable[[str], str]:
-    if rename is None:
-        return lambda name: name
-    if callable(rename):
-        return rename
-    rules = [(pattern(old), new) for old, new in rename.items()]
-
-    def renamed(name: str) -> str:
-        for old, new in rules:
-            found = old.fullmatch(name)
-            if found is not None:
-                pieces, stars = new.split("*"), [*found.groups(), *[""] * new.count("*")]
-                return "".join(chain.from_iterable(zip(pieces, [*stars[: len(pieces) - 1], ""], strict=True)))
-        return name
-
-    return renamed
-
-
-def pattern(text: str) -> re.Pattern[str]:
-    """What a pattern of names means: * stands for anything, and can be put into a new name, one after the other."""
-    return re.compile("(.*)".join(map(re.escape, text.split("*"))), re.DOTALL)

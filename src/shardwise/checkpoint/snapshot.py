@@ -31,9 +31,10 @@ class Snapshot:
     locals: Sequence[Local]
 
     @staticmethod
-    def of(state: Any, ranks: Ranks) -> Snapshot:
-        """What a state is now, or a `CheckpointError` that names the entry that cannot be saved."""
-        tree = nest.parse(state, lambda owner, _: content_of(owner))
+    def of(state: Any, ranks: Ranks, content: Callable[[Any], Any] = content_of) -> Snapshot:
+        """What a state is now, or a `CheckpointError` that names the entry that cannot be saved. ``content`` gives the
+        state dict of an object."""
+        tree = nest.parse(state, lambda owner, _: content(owner))
         found = [(path, node) for path, node in tree.walk() if node.kind is Kind.TENSOR]
         locals_ = [Local.of(nest.name_of(path), node.own, ranks) for path, node in found]
         return Snapshot(tree, [path for path, _ in found], [node for _, node in found], locals_)
@@ -57,7 +58,7 @@ class Snapshot:
         """What the bytes of each plain tensor come to, which must be the same on every rank."""
         return [local.checksum() for local in self.locals if local.plain]
 
-    def require_same_content(self, told: Sequence[Sequence[int]], ranks: Ranks) -> None:
+    def require_same_content(self, told: Sequence[Sequence[int]], ranks: Ranks, done: str = "saved") -> None:
         """Raise unless these checksums, as each rank has told them, are the same."""
         plain = [path for path, local in zip(self.paths, self.locals, strict=True) if local.plain]
         for path, first, *others in zip(plain, *told, strict=True):
@@ -65,9 +66,9 @@ class Snapshot:
             if different:
                 raise RankMismatchError(
                     f"'{nest.name_of(path)}' is a plain tensor, and its content is not the same on rank "
-                    f"{different[0]} as on rank {ranks.all[0]}; nothing was saved. A plain tensor is one value for all "
-                    "ranks: broadcast it, or if each rank has its own, save all of them as one ShardedTensor, or under "
-                    "a name for each rank that every rank has"
+                    f"{different[0]} as on rank {ranks.all[0]}; nothing was {done}. A plain tensor is one value for "
+                    "all ranks: broadcast it, or if each rank has its own, make all of them one ShardedTensor, or give "
+                    "them under a name for each rank that every rank has"
                 )
 
     def ties(self) -> Ties:

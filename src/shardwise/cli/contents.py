@@ -12,8 +12,8 @@ import torch
 
 from shardwise.archive import Archive, StoredTensor
 from shardwise.archive.nest import Kind, Path, name_of, parse
-from shardwise.checkpoint.renaming import pattern
 from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.named_patterns import pattern_of
 
 MOST_NAMED = 5  # names in one error
 
@@ -83,7 +83,7 @@ class Contents:
         """What any of these patterns matches; all, if there are none."""
         if not only:
             return self
-        rules = list(map(pattern, only))
+        rules = list(map(pattern_of, only))
 
         def kept(entries: Mapping[Path, Any]) -> dict[Path, Any]:
             return {path: one for path, one in entries.items() if any(r.fullmatch(name_of(path)) for r in rules)}
@@ -146,7 +146,7 @@ def require_matches(all_of: Sequence[Contents], only: Sequence[str]) -> None:
     """Raise unless each of these patterns matches something in one of the contents."""
     known = [name for contents in all_of for name in (*contents.by_name, *contents.values_by_name)]
     for text in only:
-        rule = pattern(text)
+        rule = pattern_of(text)
         if not any(rule.fullmatch(name) for name in known):
             raise UsageError(f"nothing matches '{text}'; {some_names(known)}")
 
@@ -188,7 +188,7 @@ def _rename_rule(rule: str) -> tuple[re.Pattern[str], list[str]]:
         raise UsageError(f"--rename '{rule}' should be OLD=NEW, as in 'model/*=*'")
     if new.count("*") > old.count("*"):
         raise UsageError(f"--rename '{rule}' has a * on the right that stands for nothing on the left")
-    return pattern(old), new.split("*")
+    return pattern_of(old), new.split("*")
 
 
 def _replaced(state: Any, by_id: Mapping[int, Held]) -> Any:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.renaming import pattern
 from shardwise.cli.contents import UsageError, some_names
 from shardwise.errors import ShardwiseError
 from shardwise.layout import Layout
+from shardwise.named_patterns import pattern_of
 from shardwise.sharding_spec import ChunkShardingSpec, GridShardingSpec
 
 Plan = dict[str, Any]
@@ -41,7 +41,7 @@ def read_plan(path: str) -> Plan:
 
 def layouts_of(plan: Plan, sizes: Mapping[str, torch.Size], mesh: Sequence[int]) -> dict[str, Layout | None]:
     """The layout of each tensor, by its name; None where it is whole on every rank. Each pattern must match one."""
-    rules = [(text, pattern(text), rule) for text, rule in plan.items()]
+    rules = [(text, pattern_of(text), rule) for text, rule in plan.items()]
     unused = {text for text, _, _ in rules}
     layouts: dict[str, Layout | None] = {}
     for name, size in sizes.items():

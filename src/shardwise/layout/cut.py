@@ -170,6 +170,12 @@ class Cut:
         index = np.flatnonzero((np.diff(after) != 0) | (np.diff(edges) == 0))
         return Cut.between(np.append(after[index], after[-1])), index
 
+    def clipped(self, low: int, size: int) -> Cut:
+        """The same of a stretch of the dim, which is not empty: intervals outside of it are empty."""
+        if self.listed:
+            return Cut.between(np.clip(self.edges(np.arange(self.count + 1)) - low, 0, size))
+        return Cut.in_steps(size, self.count, self.start - low, self.step)
+
     def mirrored(self) -> Cut:
         """The same from the end of the dim."""
         if self.listed:

@@ -15,6 +15,7 @@ from shardwise.sharded_optim import loading, naming, state, template
 from shardwise.sharded_optim.member import Member
 from shardwise.sharded_optim.roster import Roster, leaves_of, together
 from shardwise.sharded_optim.scope import TORCH, scope_of
+from shardwise.sharded_optim.state import Share
 from shardwise.sharded_optim.stepping import Closure, step_in_place, step_jointly, step_whole
 
 UPDATED = {"element": "where they lie", "tensor": "each whole on one rank", "model": "all whole on every rank"}
@@ -174,7 +175,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """As `state_dict`, with the state that there is and no more: before the first step, none."""
         return self._state_dict(None)
 
-    def _state_dict(self, prepare: Callable[[], None] | None) -> dict[str, Any]:
+    def state_dict_where_it_lies(self, share: Share) -> dict[str, Any]:
+        """As `state_dict_so_far`, and none of it travels: what is updated at one rank is there.
+
+        The ranks tell each other what kinds of state there are by ``share``, for some of the group may be lost.
+        """
+        return self._state_dict(None, share)
+
+    def _state_dict(self, prepare: Callable[[], None] | None, share: Share | None = None) -> dict[str, Any]:
         roster = self._roster
 
         def ready() -> Any:
@@ -185,7 +193,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 prepare()
             return roster.members, roster.inner.state
 
-        entries = state.exported(ready, roster.group)
+        entries = state.exported(ready, roster.group, share)
         groups = [
             {**options, "params": [member.name for member in members]} for members, options in self._with_options()
         ]

@@ -23,6 +23,8 @@ from shardwise.sharding_spec import FixedShardingSpec
 Entry = dict[str, Any]  # the state of one parameter, by key
 LeafState = dict[torch.Tensor, Entry]  # what torch's optimizer keeps
 Described = dict[str, list[Any]]  # for each key: its kind, and what every rank must know of it
+Work = Callable[[], tuple[Any, Fields, list[Described | None]]]  # what must be alike on all ranks, and what one tells
+Share = Callable[[Work], tuple[Any, list[list[Described | None]]]]  # does it; gives what the ranks tell, without order
 
 LIKE, ONE, OTHER, PLAIN, OBJECT = "like", "one", "other", "plain", "object"
 
@@ -31,12 +33,15 @@ LIKE, ONE, OTHER, PLAIN, OBJECT = "like", "one", "other", "plain", "object"
 
 
 def exported(
-    prepare: Callable[[], tuple[Sequence[Member], Mapping[torch.Tensor, Entry]]], group: ProcessGroup | None
+    prepare: Callable[[], tuple[Sequence[Member], Mapping[torch.Tensor, Entry]]],
+    group: ProcessGroup | None,
+    share: Share | None = None,
 ) -> Any:
     """For each name its entry, alike on every rank: state of the parameter's size in its layout, numbers once.
 
     Every rank of the group calls it. What kinds of state there are travels; data only where the update is done
     elsewhere than the parameter lies. ``prepare`` gives members and state; if it fails on one rank, it fails on all.
+    With ``share``, that is what ranks tell each other by, and no data travels: state is where it lies.
     """
     known: dict[str, Described] = {}
     if group is None:
@@ -50,15 +55,21 @@ def exported(
             fields = {"verb": "state_dict", "names": [member.name for member in sharded]}
             return (members, state, sharded), fields, told
 
-        (members, state, sharded), told = in_step_sharing(group, work)
-        known = {member.name: _merged(member, of_all) for member, *of_all in zip(sharded, *told.kinds, strict=True)}
+        (members, state, sharded), told = _shared_in(group, work) if share is None else share(work)
+        known = {member.name: _merged(member, of_all) for member, *of_all in zip(sharded, *told, strict=True)}
+    stays = share is not None
     with torch.no_grad():
         return {
             member.name: {
-                key: _value(member, key, kind, state) for key, kind in known.get(member.name, {}).items()
+                key: _value(member, key, kind, state, stays) for key, kind in known.get(member.name, {}).items()
             } if member.frame is not None else dict(state.get(member.leaves[0], {}))
             for member in members
         }  # fmt: skip
+
+
+def _shared_in(group: ProcessGroup, work: Work) -> tuple[Any, list[list[Described | None]]]:
+    value, told = in_step_sharing(group, work)
+    return value, told.kinds
 
 
 def described(member: Member, state: Mapping[torch.Tensor, Entry]) -> Described | None:
@@ -116,8 +127,8 @@ def _names(entry: Described) -> str:
     return ", ".join(f"{key} ({kind[0]})" for key, kind in entry.items()) or "none"
 
 
-def _value(member: Member, key: str, kind: list[Any], state: Mapping[torch.Tensor, Entry]) -> Any:
-    """What the entry of a sharded parameter holds under one key, on every rank."""
+def _value(member: Member, key: str, kind: list[Any], state: Mapping[torch.Tensor, Entry], stays: bool) -> Any:
+    """What the entry of a sharded parameter holds under one key, on every rank; where it lies, if it stays there."""
     frame, held = member.frame, member.held
     assert frame is not None, "a plain parameter has its state as it is"
     assert held is not None, "as above"
@@ -133,10 +144,10 @@ def _value(member: Member, key: str, kind: list[Any], state: Mapping[torch.Tenso
         return mine[0] if mine else torch.tensor(number, dtype=dtype)
     if what == LIKE:
         lying = _wrapped(held, dtype, mine)
-        return lying if member.home is None else lying.redistribute(frame.spec)
+        return lying if member.home is None or stays else lying.redistribute(frame.spec)
     size = torch.Size(rest[0])
     lying = _wrapped(frame_for(held, size), dtype, mine)
-    projected = None if member.home is None else project(frame.layout, size)
+    projected = None if member.home is None or stays else project(frame.layout, size)
     return lying if projected is None else lying.redistribute(FixedShardingSpec.of(projected))
 
 

@@ -114,7 +114,7 @@ class Pieces:
         return Pieces.sorted(self.boxes, self.dst_rows, self.src_rows, self.peers)
 
 
-def received_pieces(src: Layout, dst: Layout, rank: int) -> Pieces:
+def received_pieces(src: Layout, dst: Layout, rank: int, hosts: IntArray | None = None) -> Pieces:
     """What a rank gets."""
     mine = np.array(dst.rows_on(rank), dtype=np.int64)
     wanted = dst.at(mine)
@@ -125,7 +125,7 @@ def received_pieces(src: Layout, dst: Layout, rank: int) -> Pieces:
         here = np.array(src.rows_on(rank), dtype=np.int64)
         own, at = _found(src.pattern.first(here), first)
         far = np.flatnonzero(~own)
-        piece, holder, part, count = _holders(src, first[far])
+        piece, holder, part, count = _holders(src, first[far], hosts, np.full(len(far), rank))
         piece = far[piece]
         far_low, far_high = _part(low[piece], high[piece], part, count)
         low, high = np.concatenate([low[own], far_low]), np.concatenate([high[own], far_high])
@@ -134,7 +134,7 @@ def received_pieces(src: Layout, dst: Layout, rank: int) -> Pieces:
     return _filled(low, high, src_rows, dst_rows, src.ranks[src_rows])
 
 
-def sent_pieces(src: Layout, dst: Layout, mine: IntArray) -> Pieces:
+def sent_pieces(src: Layout, dst: Layout, mine: IntArray, hosts: IntArray | None = None) -> Pieces:
     """What the holders of these rows have for others, and for themselves."""
     there = src.at(mine)
     given, dst_rows = dst.meeting(there)
@@ -148,7 +148,7 @@ def sent_pieces(src: Layout, dst: Layout, mine: IntArray) -> Pieces:
         own = receiver == src.ranks[src_rows]
         kept = np.flatnonzero(own & earliest[given])
         far = np.flatnonzero(~own & ~_hold(src, first[given], receiver))
-        piece, holder, part, count = _holders(src, first[given[far]])
+        piece, holder, part, count = _holders(src, first[given[far]], hosts, receiver[far])
         sent = np.flatnonzero(holder == src_rows[far[piece]])
         piece, part, count = far[piece[sent]], part[sent], count[sent]
         far_low, far_high = _part(low[piece], high[piece], part, count)
@@ -181,9 +181,18 @@ def _hold(src: Layout, first: IntArray, ranks: IntArray) -> IntArray:
     return held
 
 
-def _holders(src: Layout, first: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """All that hold these boxes: which of the boxes, the row, its number among them by rank, and how many there are."""
+def _holders(
+    src: Layout, first: IntArray, hosts: IntArray | None, receivers: IntArray
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Those that give these boxes to these receivers: which of the boxes, the row, its number among them by rank, and
+    how many there are. All that hold a box; or those of them on the receiver's host, if there are any."""
     box, rows = src.pattern.holders(first)
+    if hosts is not None and len(box):
+        near = hosts[src.ranks[rows]] == hosts[receivers[box]]
+        some = np.zeros(len(first), dtype=bool)
+        some[box[near]] = True
+        kept = np.flatnonzero(near | ~some[box])
+        box, rows = box[kept], rows[kept]
     order = np.lexsort((rows, src.ranks[rows], box))
     box, rows = box[order], rows[order]
     counts = np.bincount(box, minlength=len(first)).astype(np.int64)

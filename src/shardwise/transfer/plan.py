@@ -38,6 +38,7 @@ class TransferPlan:
     dst: Layout
     sums: bool = False  # pieces that fall on one element are added; else each element is written once
     forward: TransferPlan | None = None  # of which this is the way back
+    hosts: IntArray | None = None  # of each rank, by number: what a host has of a replicated source it gives to its own
 
     def reverse(self) -> TransferPlan:
         """The same pieces on their way back, adding up what comes from several replicas."""
@@ -66,7 +67,7 @@ class TransferPlan:
     def _sends(self, rank: int) -> Pieces:
         if self.forward is not None:
             return self.forward.receives(rank).back()
-        return sent_pieces(self.src, self.dst, np.array(self.src.rows_on(rank), dtype=np.int64))
+        return sent_pieces(self.src, self.dst, np.array(self.src.rows_on(rank), dtype=np.int64), self.hosts)
 
     def receives(self, rank: int) -> Pieces:
         """What a rank gets from others and from itself, in order of who has it."""
@@ -75,7 +76,7 @@ class TransferPlan:
     def _receives(self, rank: int) -> Pieces:
         if self.forward is not None:
             return self.forward.sends(rank).back()
-        return received_pieces(self.src, self.dst, rank)
+        return received_pieces(self.src, self.dst, rank, self.hosts)
 
     def destinations(self, rank: int) -> list[int]:
         """The other ranks that this one sends to: the next one first, so that not all send to the same one."""
@@ -111,7 +112,7 @@ class TransferPlan:
     def _all(self) -> Pieces:
         """What every rank sends to every other, in order of both."""
         if self.forward is None:
-            return sent_pieces(self.src, self.dst, np.arange(len(self.src)))
+            return sent_pieces(self.src, self.dst, np.arange(len(self.src)), self.hosts)
         there = self.forward._all
         return Pieces.sorted(there.boxes, there.dst_rows, there.src_rows, there.peers, self.dst.ranks[there.src_rows])
 

@@ -16,7 +16,7 @@ from shardwise.viz.picture import WIDTH, Picture
 def draw(
     what: Any, size: Sequence[int] | None = None, *, dtype: torch.dtype | None = None, width: int = WIDTH
 ) -> Picture:
-    """The picture of a layout, a sharded tensor, a transfer plan, a module, or a spec for a tensor of this size.
+    """The picture of a layout, a sharded tensor, a transfer of one or of a state, a module, or a spec for this size.
 
     A notebook shows it, ``print`` prints it, ``save("layout.svg")`` writes it to a file, no broader than ``width``
     pixels. A tensor knows its dtype; with that of a layout, spec or plan given, amounts are in bytes, else in elements.

@@ -63,7 +63,23 @@ def traffic_of(plan: PlanLike, most: int) -> Traffic:
 
     Only what those that are shown send and receive is worked out.
     """
-    senders, receivers = (_parties(layout.ranks, most) for layout in (plan.src, plan.dst))
+    return traffic_of_all([(plan, 1)], most)
+
+
+def traffic_of_all(plans: Sequence[tuple[PlanLike, int]], most: int) -> Traffic:
+    """The same of several plans together, in which an element counts so much."""
+    sides = [[plan.src for plan, _ in plans], [plan.dst for plan, _ in plans]]
+    none: IntArray = np.zeros(0, dtype=np.int64)
+    senders, receivers = (_parties(np.concatenate([none, *(one.ranks for one in side)]), most) for side in sides)
+    moves, stays = (np.zeros((len(senders), len(receivers)), dtype=np.int64) for _ in range(2))
+    for plan, each in plans:
+        for total, counted in zip((moves, stays), _counted(plan, senders, receivers), strict=True):
+            total += counted * each
+    return Traffic(senders, receivers, moves, stays)
+
+
+def _counted(plan: PlanLike, senders: Sequence[Party], receivers: Sequence[Party]) -> tuple[IntArray, IntArray]:
+    """Elements that move and that stay."""
     moves, stays = (np.zeros((len(senders), len(receivers)), dtype=np.int64) for _ in range(2))
     for row, sender in enumerate(senders):
         for column, receiver in enumerate(receivers):
@@ -77,7 +93,7 @@ def traffic_of(plan: PlanLike, most: int) -> Traffic:
     rest = [[number for number, party in enumerate(side) if party.is_rest] for side in (senders, receivers)]
     if rest[0] and rest[1]:  # what nobody has counted
         moves[rest[0][0], rest[1][0]] = plan.moved - int(moves.sum())
-    return Traffic(senders, receivers, moves, stays)
+    return moves, stays
 
 
 def _parties(ranks: IntArray, most: int) -> list[Party]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -11,7 +13,7 @@ from shardwise.viz.layout_text import layout_text
 from shardwise.viz.picture import WIDTH, Picture
 from shardwise.viz.subjects import PlanLike
 from shardwise.viz.svg import Canvas
-from shardwise.viz.traffic import Party, Traffic, traffic_of
+from shardwise.viz.traffic import Party, Traffic, traffic_of, traffic_of_all
 from shardwise.viz.words import Unit, numbered, percent, size_text
 
 MOST_DRAWN = 8  # senders and receivers in the drawing
@@ -33,6 +35,20 @@ def transfer_picture(plan: PlanLike, *, dtype: torch.dtype | None = None, width:
             *layout_drawings(plan.dst, Details(unit, caption="after", width=PANEL, height=TALLEST)),
         ],
         lambda columns, colours: _text(plan, dtype, columns, colours),
+        width,
+    )
+
+
+def traffic_picture(
+    title: str, notes: Sequence[str], plans: Sequence[tuple[PlanLike, int]], *, width: int = WIDTH
+) -> Picture:
+    """Who sends how much to whom by several plans together, each with the bytes of its elements."""
+    unit = Unit(1)
+    return Picture(
+        title,
+        notes,
+        lambda: [_matrix(traffic_of_all(plans, MOST_DRAWN), unit)],
+        lambda columns, colours: "\n".join([title, *notes, *_rows(traffic_of_all(plans, MOST_WRITTEN), unit)]),
         width,
     )
 
@@ -103,12 +119,13 @@ def _cell(
 def _text(plan: PlanLike, dtype: torch.dtype | None, width: int, colours: bool) -> str:
     unit = Unit.of(dtype)
     before, after = (layout_text(layout, dtype=dtype, width=width, colours=colours) for layout in (plan.src, plan.dst))
-    return "\n".join([f"before: {before}", summary(plan, unit), *_table(plan, unit), f"after: {after}"])
+    return "\n".join(
+        [f"before: {before}", summary(plan, unit), *_rows(traffic_of(plan, MOST_WRITTEN), unit), f"after: {after}"]
+    )
 
 
-def _table(plan: PlanLike, unit: Unit) -> list[str]:
+def _rows(traffic: Traffic, unit: Unit) -> list[str]:
     """What goes from each rank (down) to each rank (across); what stays is in brackets."""
-    traffic = traffic_of(plan, MOST_WRITTEN)
     rows = [["", *(f"to {party.name}" for party in traffic.receivers)]]
     for row, sender in enumerate(traffic.senders):
         cells = []

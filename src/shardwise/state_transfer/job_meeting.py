@@ -1,0 +1,250 @@
+"""The ranks of two jobs in one meeting: they agree by a store, and each step ends alike for all of them."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
+
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.errors import RankMismatchError, TransferError, same_kind
+from shardwise.state_transfer.job_store import SLACK, StoreClient
+from shardwise.state_transfer.job_wire import TAG, JobWire, gloo_over, hang_up, nccl_over
+from shardwise.state_transfer.meetings import Work
+
+T = TypeVar("T")
+SIDES = ("source", "target")
+CHUNK = 4 * 2**20  # bytes of a value: a store takes 8 MiB
+FINE = b'{"fine":true}'
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What both jobs know when they meet."""
+
+    epoch: str
+    ranks: tuple[Sequence[int], Sequence[int]]  # of each job, in its own numbers
+    version: int
+
+    def words(self) -> bytes:
+        """For the store."""
+        return json.dumps({"epoch": self.epoch, "ranks": self.ranks, "version": self.version}).encode()
+
+    @staticmethod
+    def read(words: Mapping[str, Any]) -> Terms:
+        """From the store."""
+        return Terms(words["epoch"], (words["ranks"][0], words["ranks"][1]), words["version"])
+
+
+def failure(error: Exception, who: str) -> bytes:
+    """A verdict that all raise."""
+    return json.dumps({"kind": type(error).__name__, "message": f"{error}\n(found on {who})"}).encode()
+
+
+def require_fine(verdict: Mapping[str, Any]) -> None:
+    """Raise a verdict that says so."""
+    if "kind" in verdict:
+        raise same_kind(verdict["kind"], verdict["message"])
+
+
+class JobMeeting:
+    """The ranks of two jobs, those of the source first. They keep it until one of them fails or is started anew."""
+
+    def __init__(
+        self, client: StoreClient, ranks: Ranks, side: int, terms: Terms, timeout: float, backend: str
+    ) -> None:
+        self._client, self._timeout, self._backend = client, timeout, backend
+        self._address, self._prefix = client.address, client.prefix
+        self.terms, self._side, self.ranks = terms, side, ranks
+        shifts = (0, max(terms.ranks[0]) + 1)
+        self.shift = shifts[side]
+        self.here = self.shift + ranks.here
+        self._names = {
+            shift + rank: f"rank {rank} of the {name}"
+            for name, shift, some in zip(SIDES, shifts, terms.ranks, strict=True)
+            for rank in some
+        }
+        self.everyone: Sequence[int] = list(self._names)
+        self.size = max(self.everyone) + 1
+        self.step = 0
+        self._said: list[list[str]] = []  # keys of this rank, of the last steps
+        self._wire: JobWire | None = None
+        self._beside: Any = None  # gloo among the ranks of the target
+
+    def in_step(self, work: Work[T]) -> tuple[T, Sequence[bytes]]:
+        """By the store: the last that comes reads what all have said, and decides for all."""
+        try:
+            value, fields, told = work()
+        except Exception as error:  # told to every rank, then raised on every rank
+            self._raise(error)
+        self._say(fields, told)
+        require_fine(json.loads(self._verdict()))
+        everything = self._told()
+        self.step += 1
+        return value, everything
+
+    def agree(self) -> None:
+        """Return only if all ranks have come here: what was sent has arrived.
+
+        In the target one rank reads the decision, and hands it to the others past the store: so they all take what has
+        arrived, or none does.
+        """
+        handed = self._side and not self._is_first
+        try:
+            self._say({}, b"")
+            found = {} if handed else json.loads(self._verdict())
+        except TransferError as error:  # the store is out of reach: what was said may have arrived there all the same
+            found = json.loads(failure(error, self._names[self.here]))
+        if handed:
+            self._be_handed_down()
+        else:
+            if self._side:
+                self._hand_down(fine="kind" not in found)
+            require_fine(found)
+            self._read()
+        self.step += 1
+
+    @property
+    def _is_first(self) -> bool:
+        """Of its job."""
+        return self.ranks.here == self.terms.ranks[self._side][0]
+
+    def _hand_down(self, *, fine: bool) -> None:
+        word = torch.tensor([fine], dtype=torch.uint8)
+        for number in range(1, len(self.terms.ranks[1])):
+            with suppress(RuntimeError):  # a rank that is gone takes nothing
+                self._beside.send([word], number, TAG).wait(timedelta(seconds=self._timeout))
+
+    def _be_handed_down(self) -> None:
+        word = torch.zeros(1, dtype=torch.uint8)
+        try:
+            self._beside.recv([word], 0, TAG).wait(timedelta(seconds=2 * self._timeout + SLACK))
+        except RuntimeError as error:
+            first = self._names[self.shift + self.terms.ranks[1][0]]
+            self._raise(TransferError(f"{first}, which reads what was decided, has died or left: {error}"))
+        if not word.item():
+            self._raise(TransferError("not all ranks have sent and received everything"))
+
+    def _read(self) -> None:
+        """Nobody leaves, and takes the store with it, before all that read the decision have read it."""
+        with suppress(TransferError):
+            if self._client.add(self._key("readers"), 1, self._timeout) == len(self.terms.ranks[0]) + 1:
+                self._client.set(self._key("read"), FINE, self._timeout)
+            elif self._is_first:
+                self._client.wait(self._key("read"), self._timeout)
+
+    # In the store ----------------------------------------------------------------------------------------------------
+
+    def _key(self, what: object, step: int | None = None) -> str:
+        return f"{self.terms.epoch}/{self.step if step is None else step}/{what}"
+
+    def _say(self, fields: Mapping[str, Any], told: bytes) -> None:
+        """Leave this rank's word; the last one decides."""
+        client, limit = self._client, self._timeout
+        packed = zlib.compress(told, 1)
+        chunks = [packed[at : at + CHUNK] for at in range(0, len(packed), CHUNK)] or [b""]
+        for number, chunk in enumerate(chunks[1:], 1):
+            client.set(self._key(f"{self.here}.{number}"), chunk, limit)
+        header = json.dumps({"chunks": len(chunks), "fields": {k: str(v) for k, v in fields.items()}}).encode()
+        client.set(self._key(self.here), header + b"\n" + chunks[0], limit)
+        if client.add(self._key("count"), 1, limit) == len(self.everyone):
+            client.decide(self._key("verdict"), self._compared(), limit)
+        self._said.append([str(self.here), *(f"{self.here}.{number}" for number in range(1, len(chunks)))])
+        if len(self._said) > 2:  # all ranks have left the step before the last one, and read what was said in it
+            old = self._said.pop(0) + (["count", "verdict", "readers", "read"] if self.here == self.everyone[0] else [])
+            for what in old:
+                client.delete(self._key(what, self.step - 2), limit)
+
+    def _compared(self) -> bytes:
+        """The verdict of what all have said."""
+        said = [json.loads(word.partition(b"\n")[0])["fields"] for word in self._words()]
+        for rank, fields in zip(self.everyone, said, strict=True):
+            differ = [name for name in {**said[0], **fields} if said[0].get(name) != fields.get(name)]
+            if differ:
+                name, first = differ[0], self._names[self.everyone[0]]
+                here = f"{name}={said[0].get(name, 'nothing')} on {first}"
+                there = f"{name}={fields.get(name, 'nothing')} on {self._names[rank]}"
+                return failure(RankMismatchError(f"the transfer's {name} differs: {here}, {there}"), first)
+        return FINE
+
+    def _words(self) -> list[bytes]:
+        return self._client.get([self._key(rank) for rank in self.everyone], self._timeout)
+
+    def _verdict(self) -> bytes:
+        """What was decided; where nobody decides in time, this rank does."""
+        key = self._key("verdict")
+
+        def look() -> None:
+            gone = [] if self._wire is None else self._wire.gone()
+            if gone:
+                who = "; ".join(self._names[rank] for rank in gone[:8])
+                lost = TransferError(f"died or left before all ranks had everything: {who}")
+                self._client.decide(key, failure(lost, self._names[self.here]), self._timeout)
+
+        found = self._client.wait(key, self._timeout, look)
+        if found is None:
+            absent = [rank for rank in self.everyone if not self._client.has(self._key(rank), SLACK)]
+            who = "; ".join(self._names[rank] for rank in absent[:8]) or "the last one to decide"
+            late = TransferError(f"not all ranks came within {self._timeout:g} s: missing is {who}")
+            found = self._client.decide(key, failure(late, self._names[self.here]), SLACK)
+        return found
+
+    def _told(self) -> list[bytes]:
+        """What each rank has told."""
+        told = []
+        for rank, word in zip(self.everyone, self._words(), strict=True):
+            header, _, packed = word.partition(b"\n")
+            for number in range(1, json.loads(header)["chunks"]):
+                packed += self._client.get([self._key(f"{rank}.{number}")], self._timeout)[0]
+            told.append(zlib.decompress(packed))
+        return told
+
+    def _raise(self, error: Exception) -> NoReturn:
+        """Raise what has failed here, or before elsewhere; the others do, too."""
+        raise self.failed(error) from error
+
+    def failed(self, error: Exception) -> Exception:
+        """Tell the others that this rank could not go on. Gives what all raise: the first that was told."""
+        try:
+            found = self._client.decide(self._key("verdict"), failure(error, self._names[self.here]), SLACK)
+        except TransferError:  # nobody can be told
+            return error
+        verdict = json.loads(found)
+        return same_kind(verdict["kind"], verdict["message"]) if "kind" in verdict else error
+
+    # Bytes -----------------------------------------------------------------------------------------------------------
+
+    def wire(self, kinds: frozenset[str]) -> JobWire:
+        """A backend of its own, made over the store once all have planned."""
+        numbers = {rank: number for number, rank in enumerate(self.everyone)}
+        accelerated = self._backend == "nccl" and kinds != {"cpu"}
+        device = torch.device("cuda", torch.cuda.current_device()) if accelerated else torch.device("cpu")
+
+        def made(store: TCPStore) -> tuple[Any, Any]:
+            data, among = (PrefixStore(f"{self._prefix}{self.terms.epoch}/{what}", store) for what in ("data", "among"))
+            here, targets = self._address.reached_from(), self.terms.ranks[1]
+            make = nccl_over if accelerated else gloo_over
+            backend = make(data, numbers[self.here], len(numbers), self._timeout, here)
+            if not self._side or len(targets) == 1:
+                return backend, None
+            return backend, gloo_over(among, targets.index(self.ranks.here), len(targets), self._timeout, here)
+
+        backend, self._beside = self._client.connect_over(made, self._timeout)
+        self._wire = JobWire(backend, numbers, self._names, self._timeout, device)
+        return self._wire
+
+    def close(self) -> None:
+        """Break the connections."""
+        if self._wire is not None:
+            self._wire.close()
+        if self._beside is not None:
+            hang_up(self._beside)
+        self._wire = self._beside = None

@@ -1,0 +1,214 @@
+"""A client of a TCPStore whose every call has a limit: torch's own calls wait for ever where a link is cut."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+from torch._C._distributed_c10d import TCPStore
+
+from shardwise.errors import TransferError
+
+T = TypeVar("T")
+SHORTEST, LONGEST = 0.0005, 0.05  # seconds between two questions for a value that is waited for
+LOOKS = 1.0  # seconds between two looks around meanwhile
+SLACK = 1.0  # seconds that an answer may take on top of what the store was asked to wait
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a store listens."""
+
+    host: str
+    port: int
+
+    @staticmethod
+    def parse(text: str) -> Address:
+        """Of "host:port"."""
+        host, _, port = text.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f'the address of a store is "host:port"; found {text!r}')
+        return Address(host.strip("[]"), int(port))
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def reached_from(self) -> str:
+        """The address of this host by which it reaches the store: where other ranks can reach this one."""
+        family, kind, protocol, _, place = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(place)  # of a datagram socket: nothing is sent
+            return str(probe.getsockname()[0])
+
+    def connect(self, limit: float) -> TCPStore:
+        """A client of the store there."""
+        return TCPStore(self.host, self.port, timeout=timedelta(seconds=limit), wait_for_workers=False)
+
+    def serve(self, limit: float) -> TCPStore:
+        """A store that listens there, until it is dropped; one for all who ask for it in this process."""
+        time_limit = timedelta(seconds=limit)
+        try:
+            return TCPStore(
+                self.host, self.port, is_master=True, timeout=time_limit, wait_for_workers=False, multi_tenant=True
+            )
+        except RuntimeError as error:
+            raise TransferError(
+                f"this process is to host the store at {self} and cannot ({_line(error)}): give an address of this "
+                "host with a free port, or host=False where another process hosts it"
+            ) from error
+
+
+class StoreClient:
+    """A connection to a store. After a call that has failed or got no answer in time, it is of no use any more."""
+
+    def __init__(self, address: Address, prefix: str, limit: float) -> None:
+        """Begin to connect, which goes on until a store listens there, or for so many seconds."""
+        self.address, self.prefix = address, prefix
+        self._asked: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self.sound = True
+        self._hello, self._limit = _Call(lambda store: store.check(["any"])), limit
+        self._asked.put(self._hello)
+        threading.Thread(
+            target=_answer, args=(self._asked, address, limit), name="shardwise store", daemon=True
+        ).start()
+
+    @property
+    def is_connecting(self) -> bool:
+        """Whether it is not known yet if there is a store."""
+        return not self._hello.done.is_set()
+
+    def connected(self) -> StoreClient:
+        """This client, once it is."""
+        self._answer(self._hello, self._limit + SLACK)
+        return self
+
+    def close(self) -> None:
+        """Hang up."""
+        self.sound = False
+        self._asked.put(None)
+
+    def set(self, key: str, value: bytes, limit: float) -> None:
+        """Write a value."""
+        name = self.prefix + key
+
+        def written(store: TCPStore) -> None:
+            store.set(name, cast(str, value))
+            store.check([name])  # which is answered
+
+        self._ask(written, limit)
+
+    def get(self, keys: Sequence[str], limit: float) -> list[bytes]:
+        """Values that are there."""
+        names = [self.prefix + key for key in keys]
+        found: list[bytes] = self._ask(lambda store: store.multi_get(names), limit)
+        return found
+
+    def has(self, key: str, limit: float) -> bool:
+        """Whether there is a value."""
+        return bool(self._ask(lambda store: store.check([self.prefix + key]), limit))
+
+    def add(self, key: str, amount: int, limit: float) -> int:
+        """Add to a number; gives what it is then."""
+        return int(self._ask(lambda store: store.add(self.prefix + key, amount), limit))
+
+    def decide(self, key: str, value: bytes, limit: float) -> bytes:
+        """Write a value unless there is one; gives the one that is there then, which everybody gets."""
+        return bytes(self._ask(lambda store: store.compare_set(self.prefix + key, "", cast(str, value)), limit))
+
+    def delete(self, key: str, limit: float) -> None:
+        """Forget a value."""
+        self._ask(lambda store: store.delete_key(self.prefix + key), limit)
+
+    def wait(self, key: str, limit: float, look: Callable[[], object] | None = None) -> bytes | None:
+        """The value, as soon as there is one; None where there is none in time.
+
+        It is asked for again and again: torch's own wait logs each time that it is over, and cannot be ended where a
+        link is cut. Whoever waits for long looks around now and then.
+        """
+        name, begun, pause, looks = self.prefix + key, time.monotonic(), SHORTEST, LOOKS
+        while True:
+            passed = time.monotonic() - begun
+            found = self._ask(lambda store: store.get(name) if store.check([name]) else None, limit - passed + SLACK)
+            if found is not None:
+                return bytes(found)
+            if passed >= limit:
+                return None
+            if look is not None and passed > looks:
+                look()
+                looks += LOOKS
+            time.sleep(max(min(pause, limit - passed), 0))
+            pause = min(2 * pause, LONGEST)
+
+    def connect_over(self, make: Callable[[TCPStore], T], limit: float) -> T:
+        """A backend that is made over the store; TransferError where its ranks do not reach each other in time."""
+        failed: list[Exception] = []
+
+        def made(store: TCPStore) -> T | None:
+            try:
+                return make(store)
+            except RuntimeError as error:
+                failed.append(error)
+                return None
+
+        found = self._ask(made, limit, "the ranks of the two jobs could not connect with each other")
+        if failed:
+            raise TransferError(f"the ranks of the two jobs could not connect with each other: {_line(failed[0])}")
+        return cast(T, found)
+
+    def _ask(self, what: Callable[[TCPStore], Any], limit: float, else_: str = "") -> Any:
+        if not self.sound:
+            raise self._gone("the connection is broken")
+        call = _Call(what)
+        self._asked.put(call)
+        return self._answer(call, limit, else_)
+
+    def _answer(self, call: _Call, limit: float, else_: str = "") -> Any:
+        if not call.done.wait(max(limit, SLACK)):
+            self.close()
+            raise self._gone(f"there is no answer within {limit:.1f} s", else_)
+        if call.error is not None:
+            self.close()
+            raise self._gone(_line(call.error)) from call.error
+        return call.value
+
+    def _gone(self, why: str, what: str = "") -> TransferError:
+        return TransferError(
+            f"{what or f'the store at {self.address} cannot be reached'} ({why}): a process has died or not begun, "
+            "or a link is cut"
+        )
+
+
+class _Call:
+    """What a store is asked, and the answer."""
+
+    def __init__(self, what: Callable[[TCPStore], Any]) -> None:
+        self.what, self.done = what, threading.Event()
+        self.value: Any = None
+        self.error: Exception | None = None
+
+
+def _answer(asked: queue.SimpleQueue[_Call | None], address: Address, limit: float) -> None:
+    """The thread of a client: it alone holds the connection, and is left to it where no answer comes."""
+    store, begun = None, time.monotonic()
+    while (call := asked.get()) is not None:
+        try:
+            if store is None:
+                store = address.connect(max(limit - (time.monotonic() - begun), SLACK))
+            call.value = call.what(store)
+        except Exception as error:  # whoever asks raises it
+            call.error = error
+        call.done.set()
+        del call
+    with suppress(RuntimeError):
+        del store
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,236 @@
+"""Jobs that were started apart: how they find each other in a store, meet, part, and meet again.
+
+Each job calls, again and again; a call is known by the job's incarnation (it may have been started anew) and a number.
+The last rank of a job that comes to a call speaks for it. The target's speaker says that it waits. The source's
+answers, with terms: the meeting that both have, or a new one. An answer is written once, so whoever gives up waiting
+and whoever answers see the same.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.errors import TransferError
+from shardwise.state_transfer.job_meeting import SIDES, JobMeeting, Terms, failure, require_fine
+from shardwise.state_transfer.job_store import SLACK, Address, StoreClient
+
+AFTER = 0.2  # of the timeout, that other ranks wait longer than the one that speaks for them
+AT_MOST = 1.0  # the same in seconds
+SOON = 1.0  # seconds that a look may take
+
+
+class OtherJob:
+    """The other job, as one rank of this one sees it."""
+
+    def __init__(
+        self, ranks: Ranks, side: int, *, address: str, name: str, timeout: float, backend: str, host: bool | None
+    ) -> None:
+        """Every rank of this job calls it. The first one hosts the store where it is said, else the source's does."""
+        if backend not in ("gloo", "nccl"):
+            raise ValueError(f"the backend between jobs is 'gloo' or 'nccl'; found {backend!r}")
+        if timeout <= 0:
+            raise ValueError(f"the timeout is a number of seconds above 0; found {timeout}")
+        self._address, self._prefix = Address.parse(address), f"shardwise/{name}/"
+        self._ranks, self._side, self._timeout, self._backend, self._name = ranks, side, timeout, backend, name
+        self._server: TCPStore | None = None
+        self._calls = 0
+        self._patient = True  # until the other job was missed: then it is looked for, and not waited for
+        self._looked = self._missed = b""  # calls of the source: the one seen last, and one that led to nothing
+        self.meeting: JobMeeting | None = None
+        hosts = side == 0 if host is None else host
+
+        def begin() -> tuple[None, dict[str, object], Any]:
+            if hosts and ranks.first:
+                self._server = self._address.serve(timeout)
+            said = {"address": address, "name": name, "timeout": timeout, "backend": backend, "host": host}
+            return None, said, uuid.uuid4().hex[:12] if ranks.first else None
+
+        self._incarnation: str = ranks.in_step(begin)[1][0]
+        self._client: StoreClient | None = None
+
+    def __str__(self) -> str:
+        return f"the {SIDES[1 - self._side]} of '{self._name}' at {self._address}"
+
+    def meet(self, version: int) -> tuple[JobMeeting, bool]:
+        """Call, and wait for the other job; gives the meeting, and whether it is a new one. Every rank calls it."""
+        self._calls += 1
+        try:
+            terms = self._answered(self._reached(), version)
+        except Exception:
+            self.part()
+            raise
+        old = self.meeting
+        if old is not None and old.terms.epoch == terms.epoch:
+            old.terms = terms
+            return old, False
+        if old is not None:
+            old.close()
+        assert self._client is not None
+        self.meeting = JobMeeting(self._client, self._ranks, self._side, terms, self._timeout, self._backend)
+        return self.meeting, True
+
+    def part(self) -> None:
+        """After a failure: the meeting is over, and the next call is for another one."""
+        self._patient, self._missed = False, self._looked
+        if self.meeting is not None:
+            self.meeting.close()
+        self.meeting = None
+
+    def went_well(self) -> None:
+        """The other job is there."""
+        self._patient = True
+
+    def is_waiting(self) -> bool:
+        """Whether the other job waits for this one. Every rank of this job calls it, and gets the same."""
+
+        def look() -> tuple[None, dict[str, object], Any]:
+            try:
+                found = self._ranks.first and self._look()
+            except TransferError:  # nobody can be seen
+                found = False
+            return None, {}, found
+
+        return bool(self._ranks.in_step(look)[1][0])
+
+    def _look(self) -> bool:
+        client, limit = self._client, min(self._timeout, SOON)
+        if client is None or not client.sound:
+            client = self._renewed()
+        if client.is_connecting:
+            return False
+        client.connected()
+        if self._side:
+            client.add("target/seen", 1, limit)
+            if not client.has("source/waiting", limit):
+                return False
+            (self._looked,) = client.get(["source/waiting"], limit)
+            return self._looked != self._missed
+        last = client.add("target/calls", 0, limit)
+        if last == client.add("target/read", 0, limit) or not client.has(f"target/call/{last}", limit):
+            return False
+        words = json.loads(client.get([f"target/call/{last}"], limit)[0])
+        return not client.has(words["answer"], limit)
+
+    def close(self) -> None:
+        """Hang up. Who hosts the store takes it along."""
+        self.part()
+        if self._client is not None:
+            self._client.close()
+        self._client = self._server = None
+
+    # Calls -----------------------------------------------------------------------------------------------------------
+
+    def _reached(self) -> StoreClient:
+        """The store, connected anew where the process that hosted it is another one now."""
+        if self._client is not None and self._client.sound:
+            try:
+                self._client.connected().has("any", self._timeout)
+                return self._client
+            except TransferError:
+                pass
+        return self._renewed().connected()
+
+    def _renewed(self) -> StoreClient:
+        """Another connection to the store, without waiting for it. A meeting does not outlast that."""
+        if self.meeting is not None:
+            self.meeting.close()
+        self.meeting = None
+        self._client = StoreClient(self._address, self._prefix, self._timeout)
+        return self._client
+
+    def _answered(self, client: StoreClient, version: int) -> Terms:
+        """The terms on which both jobs go on."""
+        call = f"{SIDES[self._side]}/{self._incarnation}/{self._calls}"
+        answer, end = f"{call}/answer", time.monotonic() + self._timeout
+        epoch = None if self.meeting is None else self.meeting.terms.epoch
+        client.set(f"{call}/{self._ranks.here}", json.dumps([epoch, self._patient]).encode(), self._timeout)
+        if client.add(f"{call}/count", 1, self._timeout) == len(self._ranks.all):
+            told = [json.loads(each) for each in client.get([f"{call}/{r}" for r in self._ranks.all], self._timeout)]
+            same = epoch if all(each[0] == epoch for each in told) else None
+            self._forget(client)
+            if self._side:
+                client.add("target/seen", 1, self._timeout)
+                number = client.add("target/calls", 1, self._timeout)
+                words = {"answer": answer, "epoch": same, "ranks": self._ranks.all}
+                client.set(f"target/call/{number}", json.dumps(words).encode(), self._timeout)
+                found = client.wait(answer, end - time.monotonic()) or self._given_up(client, answer, str(self))
+            else:
+                patient = all(each[1] for each in told)
+                found = self._found(client, answer, same, version, patient, end)
+        else:
+            limit = self._timeout + min(AFTER * self._timeout, AT_MOST)
+            found = client.wait(answer, limit) or self._given_up(client, answer, "the other ranks of this job")
+        words = json.loads(found)
+        require_fine(words)
+        return Terms.read(words)
+
+    def _found(
+        self, client: StoreClient, answer: str, epoch: str | None, version: int, patient: bool, end: float
+    ) -> bytes:
+        """Look for the target until it waits, and answer it."""
+        seen = client.add("target/seen", 0, self._timeout)
+        looked = f"source/{self._incarnation}/looked"
+        before = client.add(looked, 0, self._timeout)
+        client.add(looked, seen - before, self._timeout)
+        if not patient and seen == before:
+            missed = TransferError(f"{self} is still gone: no job has come there since it was lost")
+            return client.decide(answer, failure(missed, self._who), self._timeout)
+        client.set("source/waiting", answer.encode(), self._timeout)
+        try:
+            while (left := end - time.monotonic()) > 0:
+                words = self._next_call(client, left)
+                if words is None:
+                    break
+                terms = self._terms(words, epoch, version)
+                if client.decide(words["answer"], terms.words(), self._timeout) != terms.words():
+                    continue  # it has given up
+                found = client.decide(answer, terms.words(), self._timeout)
+                if found != terms.words():  # a rank of this job has given up: those of the target need not wait
+                    step = self.meeting.step if self.meeting is not None and terms.epoch == epoch else 0
+                    client.decide(f"{terms.epoch}/{step}/verdict", found, self._timeout)
+                return found
+            return self._given_up(client, answer, str(self))
+        finally:
+            if client.sound:
+                client.delete("source/waiting", SLACK)
+
+    def _next_call(self, client: StoreClient, limit: float) -> dict[str, Any] | None:
+        """The target's last call, once there is one that was not read yet; only the source's speaker reads them."""
+        read, last = client.add("target/read", 0, self._timeout), client.add("target/calls", 0, self._timeout)
+        number = max(last, read + 1)
+        words = client.wait(f"target/call/{number}", limit)
+        if words is None:
+            return None
+        client.add("target/read", number - read, self._timeout)
+        for old in range(read + 1, number + 1):
+            client.delete(f"target/call/{old}", self._timeout)
+        found: dict[str, Any] = json.loads(words)
+        return found
+
+    def _terms(self, words: dict[str, Any], epoch: str | None, version: int) -> Terms:
+        if epoch is None or epoch != words["epoch"]:
+            epoch = f"{self._incarnation}-{self._calls}-{uuid.uuid4().hex[:6]}"
+        return Terms(epoch, (list(self._ranks.all), words["ranks"]), version)
+
+    def _given_up(self, client: StoreClient, answer: str, whom: str) -> bytes:
+        late = TransferError(
+            f"waited {self._timeout:g} s for {whom}, which has not come: it has died, or not called run()"
+        )
+        return client.decide(answer, failure(late, self._who), SLACK)
+
+    @property
+    def _who(self) -> str:
+        return f"rank {self._ranks.here} of the {SIDES[self._side]}"
+
+    def _forget(self, client: StoreClient) -> None:
+        """Remove what was said in the call before the last one."""
+        old = self._calls - 2
+        if old > 0:
+            for what in ("count", "answer", *self._ranks.all):
+                client.delete(f"{SIDES[self._side]}/{self._incarnation}/{old}/{what}", self._timeout)

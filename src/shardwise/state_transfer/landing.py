@@ -1,0 +1,123 @@
+"""Where what arrives is put: into the target, into copies that take its place when all is there, or to whoever asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+
+import torch
+from torch.autograd.graph import increment_version
+
+from shardwise.archive.memory import view_of
+from shardwise.state_transfer.bundles import Part
+from shardwise.state_transfer.planning import Options, Planned
+
+Boxes = dict[int, torch.Tensor]  # local tensors by the row of the layout
+
+
+class Landings:
+    """The targets of one rank."""
+
+    def __init__(self, planned: Planned, here: int, options: Options) -> None:
+        self._planned, self._here, self._options = planned, here, options
+        self._own = {name: planned.local_targets(name, here) for name in planned.made_of}
+        self._copies: dict[str, Boxes] = {}  # of a staged transfer
+        self._passing: dict[str, Boxes] = {}  # what is here only until somebody has taken it
+        self._expected = Counter(planned.routes[part.route].target for part in planned.load.arriving())
+        self._missing: Counter[str] = Counter()
+        self._begins: dict[tuple[str, int], list[int]] = {}  # where boxes of targets begin
+
+    def lasts(self, part: Part) -> bool:
+        """Whether a part is put into the same memory in every run."""
+        return self._own[self._planned.routes[part.route].target] is not None
+
+    @cached_property
+    def mode(self) -> Callable[[], AbstractContextManager[object]]:
+        """In which targets are written to: torch wants that of inference where one was made in it."""
+        targets = [local for own in self._own.values() if own is not None for local in own.values()]
+        return torch.inference_mode if any(local.is_inference() for local in targets) else torch.no_grad
+
+    def begin(self) -> None:
+        """Before a run."""
+        self._missing = Counter(self._expected)
+        self._passing.clear()  # of a run that failed
+        for name, boxes in self._planned.gaps.items():
+            if self._own.get(name) is not None:
+                self._zero(name, boxes.offsets.tolist(), boxes.sizes.tolist())
+
+    def view(self, part: Part) -> torch.Tensor:
+        """The place of a part."""
+        route = self._planned.routes[part.route]
+        begin = self._begins.get((route.target, part.row))
+        if begin is None:
+            begin = self._planned.targets[route.target].layout.at([part.row]).offsets[0].tolist()
+            self._begins[route.target, part.row] = begin
+        seen = route.windows[1].view(self._boxes(route.target)[part.row], begin)
+        return view_of(seen, part.offsets, part.sizes)
+
+    def _boxes(self, name: str) -> Boxes:
+        own = self._own[name]
+        if own is not None and not self._options.staged:
+            return own
+        places = self._copies if own is not None else self._passing
+        found = places.get(name)
+        if found is None:
+            found = places[name] = self._made(name)
+        return found
+
+    def _made(self, name: str) -> Boxes:
+        own, tensor = self._own[name], self._planned.targets[name]
+        if own is not None:
+            return {row: torch.zeros_like(local, memory_format=torch.contiguous_format) for row, local in own.items()}
+        rows, dtype = tensor.layout.rows_on(self._here), self._planned.dtype_of(name)
+        with torch.inference_mode(mode=False):
+            made = [torch.zeros(tensor.layout.extent(row), dtype=dtype, device=self._device(name)) for row in rows]
+        return dict(zip(rows, made, strict=True))
+
+    def _device(self, name: str) -> torch.device:
+        """That of the bare layout that this rank gives, if it is one of this rank's layout."""
+        given = self._planned.given[1].get(name)
+        return torch.device("cpu") if given is None or given.layout is None else given.layout.some_device
+
+    def _zero(self, name: str, offsets: Sequence[list[int]], sizes: Sequence[list[int]]) -> None:
+        """Fill what nothing is moved to."""
+        layout = self._planned.targets[name].layout
+        for row, local in self._boxes(name).items():
+            box = layout.at([row])
+            begin, end = box.offsets[0].tolist(), box.ends[0].tolist()
+            for offset, size in zip(offsets, sizes, strict=True):
+                low = [max(one, other) for one, other in zip(begin, offset, strict=True)]
+                high = [min(one, o + s) for one, o, s in zip(end, offset, size, strict=True)]
+                extent = [last - first for first, last in zip(low, high, strict=True)]
+                if all(length > 0 for length in extent):
+                    view_of(local, [at - first for at, first in zip(low, begin, strict=True)], extent).zero_()
+
+    def arrived(self, part: Part) -> None:
+        """A part is in its place; of a target that is only passing, the last one hands it over."""
+        name = self._planned.routes[part.route].target
+        self._missing[name] -= 1
+        if not self._missing[name] and self._own[name] is None and not self._options.staged:
+            self._hand_over(name)
+
+    def _hand_over(self, name: str) -> None:
+        passing = self._boxes(name)
+        del self._passing[name]
+        assert self._options.on_arrival is not None
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._options.on_arrival(name, list(passing.values()))
+
+    def finish(self) -> None:
+        """All has arrived, of a staged transfer everywhere: the copies become the target."""
+        for name, own in self._own.items():
+            if own is None and (self._options.staged or not self._expected[name]):
+                self._hand_over(name)
+        with self.mode():
+            for name, copies in self._copies.items():
+                for row, local in (self._own[name] or {}).items():
+                    local.copy_(copies[row])
+        changed = [local for own in self._own.values() if own is not None for local in own.values()]
+        given = [self._planned.given[1][name].whole for name in self._own if name in self._planned.given[1]]
+        changed += [whole for whole in given if whole is not None]  # also where this rank has none of it
+        increment_version([tensor for tensor in changed if not tensor.is_inference()])

@@ -1,0 +1,67 @@
+"""Meetings: how the ranks of a transfer agree, and which wire they have: those of a process group of this world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.process_group import Fields, in_step_telling, talks
+from shardwise.state_transfer.wires import GroupWire, LocalWire, Wire
+
+T = TypeVar("T")
+Work = Callable[[], tuple[T, Fields, bytes]]  # what a rank does, what all must say alike, and what it tells
+
+
+class Meeting(Protocol):
+    """All ranks of a transfer, of one job or of two; they are numbered through."""
+
+    ranks: Ranks  # of this job
+    shift: int  # what is added to a rank of this job's layouts to be one of the meeting
+    here: int  # this rank
+    size: int  # how many numbers there are
+
+    def in_step(self, work: Work[T]) -> tuple[T, Sequence[bytes]]:
+        """Do this rank's part; return only if it went well on all, with what each told, in order of `everyone`."""
+
+    def agree(self) -> None:
+        """Return only if all ranks have come here: what was sent has arrived."""
+
+    @property
+    def everyone(self) -> Sequence[int]:
+        """The ranks that take part."""
+
+    def wire(self, kinds: frozenset[str]) -> Wire:
+        """What carries bytes between memory of these types of devices."""
+
+
+class GroupMeeting:
+    """The ranks of a process group, or a process alone."""
+
+    shift = 0
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.here = ranks, ranks.here
+        self.size = max(ranks.all) + 1
+
+    @property
+    def everyone(self) -> Sequence[int]:
+        """In group order."""
+        return self.ranks.all
+
+    def in_step(self, work: Work[T]) -> tuple[T, Sequence[bytes]]:
+        """By a meeting of the group."""
+        if self.ranks.group is None:
+            value, _, told = work()
+            return value, [told]
+        return in_step_telling(self.ranks.group, work, subject="the transfer's")
+
+    def agree(self) -> None:
+        """By another one."""
+        self.in_step(lambda: (None, {"verb": "StateTransfer, all arrived"}, b""))
+
+    def wire(self, kinds: frozenset[str]) -> Wire:
+        """The group's own backend."""
+        if self.ranks.group is None or not talks(self.ranks.group):
+            return LocalWire()
+        return GroupWire(self.ranks.group, kinds)

@@ -1,0 +1,275 @@
+"""A state's transfer as one rank knows it: both sides, the routes between them, and this rank's own load."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial, reduce
+
+import numpy as np
+import torch
+
+from shardwise.archive.memory import view_of
+from shardwise.errors import PropertyError, StateMismatchError
+from shardwise.geometry import Boxes, IntArray
+from shardwise.named_patterns import Rename
+from shardwise.process_group import Fields
+from shardwise.state_transfer.bundles import Bundle, Part, bundles_of
+from shardwise.state_transfer.carrying import SLOTS, Load
+from shardwise.state_transfer.expression import Expression, Take
+from shardwise.state_transfer.meetings import Meeting
+from shardwise.state_transfer.recipe import Recipe, resolve
+from shardwise.state_transfer.routes import Plans, Route, routes_of
+from shardwise.state_transfer.sides import Given, State, Tensor, digest_of, given, joined, words_of
+from shardwise.transfer.pieces import Pieces
+
+ENDLESS = 2**62
+LEAST = 1024  # bytes of a bundle, however little memory there is
+OnArrival = Callable[[str, list[torch.Tensor]], object]  # the name of a target, and its local boxes
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a transfer is to be."""
+
+    rename: Rename
+    recipe: Recipe
+    max_bytes: int
+    strict: bool
+    staged: bool
+    on_arrival: OnArrival | None
+
+    @property
+    def fields(self) -> Fields:
+        """What all ranks must say alike."""
+        if type(self.max_bytes) is not int or self.max_bytes < 1:
+            raise PropertyError(f"max_bytes should be a number of bytes, at least 1, not {self.max_bytes!r:.50}")
+        return {
+            "verb": "StateTransfer",
+            "max_bytes": self.max_bytes,
+            "strict": self.strict,
+            "staged": self.staged,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """All that one rank knows: the same on every rank, but for what is given here and the load."""
+
+    given: tuple[Mapping[str, Given], Mapping[str, Given]]  # source and target, as they are here
+    sources: Mapping[str, Tensor]
+    targets: Mapping[str, Tensor]
+    routes: Sequence[Route]
+    made_of: Mapping[str, frozenset[str]]  # the sources of each target that is filled, but for second names
+    gaps: Mapping[str, Boxes]  # of targets that have more than their sources: what is filled with zeros
+    kinds: frozenset[str]  # of devices
+    most: int  # bytes of a bundle
+    load: Load
+    passes: bool = False  # whether any rank hands over what arrives
+
+    def local_sources(self, name: str, here: int) -> dict[int, torch.Tensor]:
+        """What is here of a source, by the rows of its layout."""
+        rows = self.sources[name].layout.rows_on(here)
+        return dict(zip(rows, self.given[0][name].tensors.values(), strict=True)) if rows else {}
+
+    def local_targets(self, name: str, here: int) -> dict[int, torch.Tensor] | None:
+        """The same of a target; None where this rank wants it and gives no memory."""
+        rows = self.targets[name].layout.rows_on(here)
+        if not rows:
+            return {}
+        if not self._has(1, name):
+            return None
+        tensors = [tensor.detach() for tensor in self.given[1][name].tensors.values()]
+        return dict(zip(rows, tensors, strict=True))
+
+    def has_source(self, name: str) -> bool:
+        """Whether this rank gives a tensor, and not its layout alone."""
+        return self._has(0, name)
+
+    def _has(self, side: int, name: str) -> bool:
+        return name in self.given[side] and bool(self.given[side][name].tensors)
+
+    def dtype_of(self, target: str) -> torch.dtype:
+        """Of a target that nobody has memory for: one that can hold all its sources."""
+        known = self.targets[target].dtype
+        dtypes = [tensor.dtype for tensor in map(self.sources.__getitem__, self.made_of[target]) if tensor.dtype]
+        return known or reduce(torch.promote_types, dtypes)
+
+    def source_view(self, here: int) -> Callable[[Part], torch.Tensor]:
+        """A function that gives the place of a part of this rank's sources."""
+        views: dict[tuple[int, int], torch.Tensor] = {}
+
+        def view(part: Part) -> torch.Tensor:
+            found = views.get((part.route, part.row))
+            if found is None:
+                route = self.routes[part.route]
+                local, layout = self.local_sources(route.source, here), self.sources[route.source].layout
+                found = route.windows[0].view(local[part.row].detach(), layout.at([part.row]).offsets[0].tolist())
+                views[part.route, part.row] = found
+            return view_of(found, part.offsets, part.sizes)
+
+        return view
+
+    @cached_property
+    def digest(self) -> str:
+        """By which ranks tell that they are about to do the same transfer."""
+        return digest_of(
+            repr([(route.source, route.target, route.patch, route.dtype) for route in self.routes]).encode()
+        )
+
+
+def planned(
+    meeting: Meeting, source: State, target: State, options: Options, require: Callable[[Planned], None]
+) -> Planned:
+    """Tell the others what is here, and work out what goes where, which must be as required on every rank.
+
+    Every rank of the meeting calls it.
+    """
+
+    def give() -> tuple[tuple[dict[str, Given], dict[str, Given], bytes], Fields, bytes]:
+        mine = given(source, meeting.ranks), given(target, meeting.ranks)
+        words = words_of(*mine)
+        kinds = sorted(
+            {tensor.device.type for side in mine for one in side.values() for tensor in one.tensors.values()}
+        )
+        brought = [digest_of(words), socket.gethostname(), kinds, meeting.shift]
+        return (*mine, words), options.fields, _told(brought)
+
+    (ours, theirs, words), told = meeting.in_step(give)
+    known = [json.loads(each) for each in told]
+    alike: dict[tuple[str, int], list[int]] = {}
+    for rank, (digest, _, _, shift) in zip(meeting.everyone, known, strict=True):
+        alike.setdefault((digest, shift), []).append(rank)
+    speaks = any(ranks[0] == meeting.here for ranks in alike.values())
+    _, spoken = meeting.in_step(lambda: (None, {}, words if speaks else b""))
+    said = dict(zip(meeting.everyone, spoken, strict=True))
+    hosts = _hosts(meeting, [host for _, host, _, _ in known])
+    kinds = frozenset(kind for _, _, some, _ in known for kind in some) | {"cpu"}
+
+    def plan() -> tuple[Planned, Fields, bytes]:
+        problems: list[str] = []
+        parsed = [(ranks, shift, json.loads(said[ranks[0]])) for (_, shift), ranks in alike.items()]
+        sides = [
+            joined(which, [(ranks, shift, words[k]) for ranks, shift, words in parsed], meeting.size, problems)
+            for k, which in enumerate(("source", "target"))
+        ]
+        if problems:
+            raise StateMismatchError("the ranks do not give the same states:\n  " + "\n  ".join(problems))
+        found = _planned((ours, theirs), sides[0], sides[1], options, hosts, kinds)
+        require(found)
+        passes = any(found.local_targets(name, meeting.here) is None for name in found.made_of)
+        rename = "a function" if callable(options.rename) else options.rename
+        fields: Fields = {"recipe": dict(options.recipe), "rename": rename, "transfer": found.digest}
+        return found, fields, _told([_peers(found.routes, meeting.here), passes])
+
+    draft, answers = meeting.in_step(plan)
+    counts, passing = zip(*map(json.loads, answers), strict=True)
+    most = max(options.max_bytes // (SLOTS * max(1, *counts)), LEAST)
+    return replace(_loaded(draft, most, meeting.here), passes=any(passing))
+
+
+def _told(words: object) -> bytes:
+    return json.dumps(words).encode()
+
+
+def _hosts(meeting: Meeting, names: Sequence[str]) -> IntArray | None:
+    """The host of each rank by number; None where all are on one."""
+    known = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    if len(known) == 1:
+        return None
+    hosts = np.zeros(meeting.size, dtype=np.int64)
+    hosts[list(meeting.everyone)] = [known[name] for name in names]
+    return hosts
+
+
+def _planned(
+    given_here: tuple[dict[str, Given], dict[str, Given]],
+    sources: Mapping[str, Tensor],
+    targets: Mapping[str, Tensor],
+    options: Options,
+    hosts: IntArray | None,
+    kinds: frozenset[str],
+) -> Planned:
+    sizes = {name: tensor.size for name, tensor in sources.items()}
+    wanted = {name: tensor.size for name, tensor in targets.items()}
+    expressions = resolve(options.recipe, options.rename, sizes, wanted, strict=options.strict)
+    _require_castable(expressions, sources, targets)
+    routes: list[Route] = []
+    plans: Plans = {}
+    made_of: dict[str, frozenset[str]] = {}
+    gaps: dict[str, Boxes] = {}
+    done: dict[tuple[str, Expression], str] = {}
+    for name, expression in expressions.items():
+        into = targets[name]
+        if done.setdefault((into.tied, expression.replaced(partial(_untied, sources))), name) != name:
+            continue  # the same memory, filled with the same
+        made_of[name] = expression.sources
+        patches = expression.patches(sizes)
+        routes += routes_of(name, patches, sources, into, hosts, plans)
+        gap = expression.gaps(sizes)
+        if gap:
+            gaps[name] = Boxes.parse([box[0] for box in gap], [box[1] for box in gap], len(into.size))
+    nothing = Load({}, {}, [], [])
+    return Planned(given_here, sources, targets, routes, made_of, gaps, kinds, 0, nothing)
+
+
+def _untied(sources: Mapping[str, Tensor], expression: Expression) -> Expression:
+    """A source under the first of its names."""
+    return Take(sources[expression.name].tied) if isinstance(expression, Take) else expression
+
+
+def _require_castable(
+    expressions: Mapping[str, Expression], sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+) -> None:
+    """Raise where values would lose a part of themselves, rather than digits."""
+    problems = []
+    for name, expression in expressions.items():
+        into = targets[name].dtype
+        lost = [source for source in sorted(expression.sources) if _is_complex(sources[source].dtype)]
+        if lost and into is not None and not into.is_complex:
+            problems.append(f"'{name}' of the target is {into}, and '{lost[0]}' of the source complex")
+    if problems:
+        raise StateMismatchError("values would lose their imaginary part:\n  " + "\n  ".join(problems))
+
+
+def _is_complex(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and dtype.is_complex
+
+
+def _peers(routes: Sequence[Route], here: int) -> int:
+    """To and from how many others this rank sends and receives."""
+    out = {rank for route in routes for rank in route.plan.sends(here).ranks} - {here}
+    into = {rank for route in routes for rank in route.plan.receives(here).ranks} - {here}
+    return len(out) + len(into)
+
+
+def _loaded(draft: Planned, most: int, here: int) -> Planned:
+    routes = draft.routes
+    sends = [route.plan.sends(here) for route in routes]
+    receives = [route.plan.receives(here) for route in routes]
+    kept = list(
+        zip(
+            _whole_parts(routes, [pieces.of(here) for pieces in sends], sent=True),
+            _whole_parts(routes, [pieces.of(here) for pieces in receives], sent=False),
+            strict=True,
+        )
+    )
+    load = Load(
+        _of_others(bundles_of(routes, sends, sent=True, most=most), here),
+        _of_others(bundles_of(routes, receives, sent=False, most=most), here),
+        kept,
+        [route.dtype for route in routes],
+    )
+    return replace(draft, most=most, load=load)
+
+
+def _of_others(bundles: dict[int, list[Bundle]], here: int) -> dict[int, list[Bundle]]:
+    """Those of the other ranks, the next one first, so that not all send to the same one."""
+    return {rank: bundles[rank] for rank in sorted(bundles, key=lambda rank: (rank <= here, rank)) if rank != here}
+
+
+def _whole_parts(routes: Sequence[Route], pieces: Sequence[Pieces], *, sent: bool) -> list[Part]:
+    bundles = bundles_of(routes, pieces, sent=sent, most=ENDLESS).values()
+    return [part for each in bundles for bundle in each for part in (*bundle.alone, *bundle.packed)]

@@ -1,0 +1,153 @@
+"""The two sides of a transfer: what each rank gives of them, and what all ranks together know."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardwise.archive.dtypes import dtype_named, name_of_dtype
+from shardwise.archive.layout_words import PlacesWriter, layout_words, read_layout, read_places
+from shardwise.checkpoint.local import Local
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.dispatch import is_dtensor
+from shardwise.errors import CheckpointError, StateMismatchError
+from shardwise.layout import Layout, Places
+from shardwise.sharded_tensor import ShardedTensorBase
+
+CPU = ((torch.device("cpu"), None),)
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What this rank gives of one tensor: what it is, and the rows of its layout that are here."""
+
+    size: torch.Size
+    dtype: torch.dtype | None  # a bare layout has none
+    layout: Layout | None  # of a plain tensor, None: it is whole on each rank that gives it
+    tensors: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    tied: str | None = None  # the first name of the side for the same memory
+    whole: torch.Tensor | None = None  # as it was given
+
+    def words(self, places: PlacesWriter) -> dict[str, Any]:
+        """What others are told."""
+        dtype = None if self.dtype is None else name_of_dtype(self.dtype)
+        layout = None if self.layout is None else layout_words(self.layout, places)
+        return {"size": list(self.size), "dtype": dtype, "layout": layout, "tied": self.tied}
+
+
+State = Mapping[str, torch.Tensor | Layout] | Mapping[str, Given] | nn.Module | None
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """What all know of a tensor of one side: on which ranks of the wire which boxes of it lie."""
+
+    size: torch.Size
+    dtype: torch.dtype | None  # None where all give a bare layout
+    layout: Layout
+    tied: str  # the first name for the same memory, its own if there is no other
+
+
+def given(state: State, ranks: Ranks) -> dict[str, Given]:
+    """What a rank gives of a side, or the error that names what cannot be moved."""
+    if state is None:
+        return {}
+    if isinstance(state, nn.Module):
+        state = state.state_dict(keep_vars=True)
+    if not isinstance(state, Mapping):
+        raise StateMismatchError(
+            f"a side of a transfer is a mapping from names to tensors; found {type(state).__name__}"
+        )
+    found: dict[str, Given] = {}
+    first: dict[object, str] = {}  # by the memory
+    for name, value in state.items():
+        if isinstance(value, Layout):
+            found[name] = Given(value.size, None, value)
+        elif isinstance(value, Given):
+            found[name] = value
+        elif isinstance(value, torch.Tensor):
+            found[name] = _of_tensor(name, value, ranks, first)
+        else:
+            raise StateMismatchError(f"'{name}' is a {type(value).__name__}, neither a tensor nor a Layout")
+    return found
+
+
+def _of_tensor(name: str, tensor: torch.Tensor, ranks: Ranks, first: dict[object, str]) -> Given:
+    try:
+        local = Local.of(name, tensor, ranks)
+    except CheckpointError as error:
+        raise StateMismatchError(str(error)) from error
+    sharded = isinstance(tensor, ShardedTensorBase) or is_dtensor(tensor)
+    memory = local.memory()
+    tied = None if memory is None else first.setdefault(memory, name)  # whoever has none of it cannot tell
+    return Given(local.layout.size, local.dtype, local.layout if sharded else None, local.tensors, tied, tensor)
+
+
+def words_of(one: Mapping[str, Given], other: Mapping[str, Given]) -> bytes:
+    """Both sides, as this rank gives them."""
+    sides = []
+    for side in (one, other):
+        places = PlacesWriter()
+        tensors = {name: each.words(places) for name, each in side.items()}
+        sides.append({"places": places.words, "tensors": tensors})
+    return json.dumps(sides, separators=(",", ":")).encode()
+
+
+def digest_of(words: bytes) -> str:
+    """By which ranks that give the same are known."""
+    return hashlib.blake2b(words, digest_size=16).hexdigest()
+
+
+Told = tuple[
+    Sequence[int], int, Any
+]  # ranks, what is added to the ranks of their layouts, and what they told of a side
+
+
+def joined(which: str, told: Sequence[Told], ranks: int, problems: list[str]) -> dict[str, Tensor]:
+    """A side, given what those have told of it who give any of it, of so many ranks in all."""
+    places = [read_places(words["places"], ranks) for _, _, words in told]
+    found: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for _, _, words in told for name in words["tensors"]):
+        said = [
+            (number, words["tensors"][name]) for number, (_, _, words) in enumerate(told) if name in words["tensors"]
+        ]
+        sizes = {tuple(words["size"]) for _, words in said}
+        dtypes = {words["dtype"] for _, words in said} - {None}
+        if len(sizes) > 1:
+            problems.append(f"'{name}' of the {which} is of size {' and '.join(map(str, sorted(sizes)))}")
+            continue
+        if len(dtypes) > 1:
+            problems.append(f"'{name}' of the {which} is of {' and '.join(sorted(dtypes))}")
+            continue
+        size = torch.Size(sizes.pop())
+        layouts = [
+            _moved(read_layout(name, size, words["layout"], places[number], replicas=True), told[number][1])
+            for number, words in said
+            if words["layout"] is not None
+        ]
+        plain = sorted(rank for number, words in said if words["layout"] is None for rank in told[number][0])
+        if plain:
+            layouts.append(Layout.whole(size, Places(np.array(plain, dtype=np.int64), CPU)))
+        if any(layout != layouts[0] for layout in layouts):
+            first, last = (told[number][0][0] for number in (said[0][0], said[-1][0]))
+            problems.append(f"'{name}' of the {which} has another layout on rank {last} than on rank {first}")
+            continue
+        dtype = dtype_named(dtypes.pop(), name) if dtypes else None
+        ties = {words["tied"] for _, words in said} - {None}
+        other = found.get(ties.pop()) if len(ties) == 1 else None
+        alike = other is not None and other.layout == layouts[0]
+        found[name] = Tensor(size, dtype, layouts[0], other.tied if other is not None and alike else name)
+        if found[name].dtype is None and which == "source":
+            problems.append(f"'{name}' of the source is nowhere: every rank gives only its layout")
+    return found
+
+
+def _moved(layout: Layout, by: int) -> Layout:
+    return layout if not by else layout.on(Places(layout.ranks + by, CPU))

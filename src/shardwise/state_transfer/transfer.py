@@ -1,0 +1,308 @@
+"""`StateTransfer`: a whole state from where it is to where it shall be, by one plan, as often as one likes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Literal, overload
+
+import torch
+from torch.distributed import ProcessGroup
+
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.errors import TransferError
+from shardwise.named_patterns import Rename
+from shardwise.process_group import Fields
+from shardwise.state_transfer.carrying import Carrying
+from shardwise.state_transfer.explaining import RATE, explained, pictured
+from shardwise.state_transfer.jobs import OtherJob
+from shardwise.state_transfer.landing import Landings
+from shardwise.state_transfer.meetings import GroupMeeting, Meeting
+from shardwise.state_transfer.memory import require_memory
+from shardwise.state_transfer.planning import OnArrival, Options, planned
+from shardwise.state_transfer.recipe import Recipe
+from shardwise.state_transfer.sides import State
+from shardwise.viz import Picture
+from shardwise.viz.picture import WIDTH
+
+MAX_BYTES = 256 * 2**20  # fewer rounds: each waits for all ranks that it sends to
+
+
+class TransferHandle:
+    """A transfer under way, as ``run(wait=False)`` gives it."""
+
+    def __init__(self, work: Callable[[], None], finish: Callable[[], None], *, threaded: bool) -> None:
+        """Whoever waits finishes the work."""
+        self._error: Exception | None = None
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+        self._finish: Callable[[], None] | None = finish
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, args=(work,), name="shardwise transfer")
+            self._thread.start()
+        else:
+            work()
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                work()
+        except Exception as error:  # whoever waits raises it
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether everything that this rank sends and gets has come and gone, or something went wrong."""
+        return self._thread is None or not self._thread.is_alive()
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether somebody has."""
+        return self._finish is None
+
+    def wait(self) -> None:
+        """Return when everything is in its place here; raise what went wrong. Every rank calls it."""
+        if self._thread is not None:
+            self._thread.join()
+        finish, self._finish = self._finish, None
+        if self._error is not None:
+            raise self._error
+        if finish is not None:
+            try:
+                finish()
+            except Exception as error:
+                self._error = error
+                raise
+
+
+class StateTransfer:
+    """A whole state on its way from one set of layouts to another: planned once, run as often as one likes.
+
+    Source and target are mappings from names to sharded tensors, DTensors or plain tensors, or modules. They may lie on
+    the same ranks, on other ranks of the same world, or overlap. Every rank of the group makes it, giving what it has
+    of each side: a rank that has nothing of a side gives None, or an empty mapping; one may give a bare `Layout` for a
+    tensor of which it has no box. A plain tensor is whole on each rank that gives it: any of them may send it, and each
+    gets it. All is checked before anything moves, and all that is wrong is one error on every rank.
+
+    A target is filled from the source of the same name, after ``rename`` (names or patterns of the source to those of
+    the target, or a function). A ``recipe`` says what is made otherwise, in expressions of `shardwise.state_transfer`::
+
+        {"layers.*.qkv.weight": cat("layers.*.q.weight", "layers.*.k.weight", "layers.*.v.weight")}
+
+    With ``strict=False``, names that only one side has are left alone. Values are converted to the target's dtype, and
+    travel in the narrower of both. Tied targets are filled once.
+
+    Every element goes once to each rank that wants it and has it not, from itself if it can, else from a holder on the
+    same host, else from all holders in equal parts. All tensors go together, packed in bundles, so that packing,
+    sending and unpacking overlap; buffers take ``max_bytes`` at most, and are kept for the next run.
+
+    If a run fails in the middle, targets are partly filled; with ``staged``, what arrives is kept apart until all of it
+    is there on all ranks, which takes as much memory again as the target. A rank that gives a bare layout of a target
+    of which it is to have boxes gets them by ``on_arrival(name, boxes)``, a tensor at a time: to quantise it, say::
+
+        >>> trained = {"q": shardwise.shard(torch.ones(4, 6), 0), "k": shardwise.shard(torch.zeros(2, 6), 0)}
+        >>> served = {"qk": shardwise.zeros(1, 6, 6, dtype=torch.bfloat16)}
+        >>> transfer = shardwise.StateTransfer(trained, served, recipe={"qk": shardwise.state_transfer.cat("q", "k")})
+        >>> transfer.run()
+        >>> served["qk"].full_tensor().sum(1)
+        tensor([6., 6., 6., 6., 0., 0.], dtype=torch.bfloat16)
+    """
+
+    def __init__(
+        self,
+        source: State,
+        target: State,
+        *,
+        rename: Rename = None,
+        recipe: Recipe | None = None,
+        max_bytes: int = MAX_BYTES,
+        staged: bool = False,
+        on_arrival: OnArrival | None = None,
+        strict: bool = True,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        self._options = Options(rename, recipe or {}, max_bytes, strict, staged, on_arrival)
+        self._states = source, target
+        self._other: OtherJob | None = None
+        self._under_way: TransferHandle | None = None
+        self.version = 0
+        self._begin(GroupMeeting(Ranks.of(process_group, "StateTransfer")))
+
+    @classmethod
+    def between(
+        cls,
+        source: State = None,
+        target: State = None,
+        *,
+        address: str,
+        name: str = "weights",
+        timeout: float = 60.0,
+        backend: str = "gloo",
+        host: bool | None = None,
+        rename: Rename = None,
+        recipe: Recipe | None = None,
+        max_bytes: int = MAX_BYTES,
+        staged: bool = True,
+        on_arrival: OnArrival | None = None,
+        strict: bool = True,
+        process_group: ProcessGroup | None = None,
+    ) -> StateTransfer:
+        """A transfer from one job to another, which were started apart, each with a world of its own or none.
+
+        One gives its source, and the other its target; all ranks of either job call it. They meet in a TCPStore::
+
+            transfer = StateTransfer.between(source=model, address="10.0.0.1:29400")  # in the trainer
+            transfer = StateTransfer.between(target=model, address="10.0.0.1:29400")  # in the engine
+
+        The first rank of the source hosts the store, on the host that the address names; with ``host=True`` in the one
+        job and ``host=False`` in the other that of the target does, and with ``host=False`` in both some other process.
+        ``name`` tells several pairs of jobs in one store apart. Nobody is waited for here: the jobs meet when both
+        `run`, exchange their layouts then, and keep to that plan until one of them is started anew.
+
+        No wait for a rank of either job takes longer than ``timeout`` seconds. What arrives is kept in copies, which
+        become the target when all ranks have all of it (``staged=False`` does without the copies: a transfer that
+        breaks off then leaves part of the new values in the target). ``rename``, ``recipe``, ``max_bytes``,
+        ``staged`` and ``strict`` are the same in both jobs.
+        """
+        if (source is None) == (target is None):
+            raise ValueError("between jobs one gives a source and the other a target: give one of them, and not both")
+        transfer = cls.__new__(cls)
+        transfer._options = Options(rename, recipe or {}, max_bytes, strict, staged, on_arrival)
+        transfer._states = source, target
+        transfer._under_way, transfer.version = None, 0
+        transfer._other = OtherJob(
+            Ranks.of(process_group, "StateTransfer.between"),
+            int(source is None),
+            address=address,
+            name=name,
+            timeout=timeout,
+            backend=backend,
+            host=host,
+        )
+        return transfer
+
+    def _begin(self, meeting: Meeting) -> None:
+        """Plan the transfer with the ranks of a meeting."""
+        source, target = self._states
+        require = partial(require_memory, here=meeting.here, options=self._options)
+        planning = planned(meeting, source, target, self._options, require)
+        if self._other is not None:
+            meeting.in_step(lambda: (None, {"plan (of rename and recipe)": planning.digest}, b""))
+        wire = meeting.wire(planning.kinds)
+        landings = Landings(planning, meeting.here, self._options)
+        self._carrying = Carrying(
+            planning.load,
+            wire,
+            planning.source_view(meeting.here),
+            landings.view,
+            pinned=wire.device.type == "cpu" and "cuda" in planning.kinds,
+            lasts=landings.lasts,
+        )
+        self._meeting, self._planned, self._wire, self._landings = meeting, planning, wire, landings
+        meeting.in_step(self._prepare)
+
+    def _prepare(self) -> tuple[None, Fields, bytes]:
+        """What may fail on one rank alone, before anything is sent."""
+        self._carrying.prepare()
+        return None, {"verb": "StateTransfer, buffers"}, b""
+
+    @overload
+    def run(self, *, wait: Literal[False], version: int | None = None) -> TransferHandle: ...
+    @overload
+    def run(self, *, wait: bool = True, version: int | None = None) -> TransferHandle | None: ...
+    def run(self, *, wait: bool = True, version: int | None = None) -> TransferHandle | None:
+        """Move the state as it is now. Every rank calls it, of two jobs those of both.
+
+        With ``wait=False`` it goes on in the background: neither side may be changed, nor the target be used, before
+        ``wait()`` of the handle has returned. With NCCL it is in the current stream when it returns, in either case.
+
+        `version` counts the runs; a source may give each a number of its own, which the target gets to know.
+
+        Between jobs it waits for the other one to run, too. A `TransferError` says that it did not come in time, died
+        or cannot be reached: then the target is as it was, on all of its ranks, and the next run meets anew whoever is
+        there. A source that has lost its target does not wait for it again before there is a sign of it: until then
+        each run raises at once. In the target ``wait=False`` receives while the old values are in use: when the handle
+        is ``done()`` all has arrived, and its ``wait()`` puts it in place.
+        """
+        earlier, self._under_way = self._under_way, None
+        if earlier is not None and not earlier.is_waited_for:
+            earlier.wait()
+        given = self.version + 1 if version is None else version
+        if self._other is None:
+            self._wire.begin({"verb": "StateTransfer.run", "transfer": self._planned.digest, "version": given})
+        background = self._other is not None or self._wire.device.type == "cpu"
+        handle = TransferHandle(
+            lambda: self._carry(given), lambda: self._finish(given), threaded=not wait and background
+        )
+        if not wait:
+            self._under_way = handle
+            return handle
+        handle.wait()
+        return None
+
+    def _carry(self, version: int) -> None:
+        if self._other is None:
+            self._move()
+            return
+        meeting, is_new = self._other.meet(version)
+        try:
+            if is_new:
+                self._begin(meeting)
+            self._move()
+            meeting.agree()
+        except Exception as error:
+            told = meeting.failed(error)
+            self._other.part()
+            raise told from error
+        self._other.went_well()
+
+    def _move(self) -> None:
+        with self._landings.mode(), self._wire.failing():
+            self._landings.begin()
+            self._carrying.run(self._landings.arrived)
+
+    def _finish(self, version: int) -> None:
+        """In the thread that waits: ranks meet in the order in which they wait."""
+        if self._other is None and self._options.staged:
+            self._meeting.agree()
+        if self._other is None and self._planned.passes:
+            self._meeting.in_step(self._hand_over)  # what is done with it may fail
+        else:
+            self._landings.finish()
+        meeting = None if self._other is None else self._other.meeting
+        self.version = version if meeting is None else meeting.terms.version
+
+    def _hand_over(self) -> tuple[None, Fields, bytes]:
+        self._landings.finish()
+        return None, {"verb": "StateTransfer, all handed over"}, b""
+
+    def poll(self) -> bool:
+        """Whether the other job waits in `run` for this one, so that a run would begin at once. Between jobs only.
+
+        Every rank of this job calls it, and gets the same answer; not while a run is under way in the background.
+        """
+        if self._other is None:
+            raise TransferError(
+                "poll() asks for another job: this transfer is between ranks of one, made by StateTransfer()"
+            )
+        return self._other.is_waiting()
+
+    def close(self) -> None:
+        """Leave the other job, and the store. Between jobs only; a transfer that is not used any more does it, too."""
+        if self._other is not None:
+            self._other.close()
+
+    def explain(self, *, rate: float = RATE) -> str:
+        """In plain words: how much moves against the least that must, the busiest link, and how long that takes if a
+        link carries so many bytes a second. Between jobs, it is known when they have met."""
+        if not hasattr(self, "_planned"):
+            raise TransferError("the two jobs have not met yet: what will move is known after the first run()")
+        return explained(self._planned, self._meeting.everyone, self._meeting.here, rate)
+
+    def _picture_(self, *, dtype: object = None, width: int = WIDTH) -> Picture:
+        """Of any dtype, in bytes."""
+        return pictured(self._planned, self._meeting.everyone, self._meeting.here, width)
+
+    def _repr_html_(self) -> str:
+        return self._picture_().html()

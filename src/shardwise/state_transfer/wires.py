@@ -1,0 +1,141 @@
+"""Wires: how bytes go from one rank to another, between the ranks of a process group of this world."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import P2POp, ProcessGroup
+
+from shardwise.errors import TransferError
+from shardwise.meeting import Post, Said, is_tagged, ledger_of, look, lost, watch
+from shardwise.process_group import begin_sending, group_ranks
+from shardwise.transfer.exchange import failing_together, wire_device
+
+Message = tuple[int, torch.Tensor]  # the other rank, and the bytes
+
+
+class Waiting(Protocol):
+    """Messages under way."""
+
+    def wait(self) -> None:
+        """Until all have come and gone; of an accelerator, until its stream is behind them."""
+
+
+class Wire(Protocol):
+    """What carries the bytes of a transfer. Ranks are numbers, which layouts use."""
+
+    device: torch.device  # on which they lie
+
+    def begin(self, said: dict[str, object]) -> None:
+        """All ranks are about to send what all say alike."""
+
+    def exchange(self, receives: Sequence[Message], sends: Sequence[Message]) -> Waiting:
+        """Begin to receive and to send; between two ranks, in order."""
+
+    def failing(self) -> AbstractContextManager[object]:
+        """A context of what may fail on this rank alone: the others get to know."""
+
+
+class GroupWire:
+    """The ranks of a process group."""
+
+    def __init__(self, group: ProcessGroup, kinds: frozenset[str]) -> None:
+        self._group, self.device = group, wire_device(kinds, group)
+        self._numbers = {rank: number for number, rank in enumerate(group_ranks(group))}
+        self._tag = 0
+
+    def begin(self, said: dict[str, object]) -> None:
+        """Add it to the chain of what the ranks have done, by which they find out if they differ."""
+        self._tag = begin_sending(self._group, Said(said))
+
+    def exchange(self, receives: Sequence[Message], sends: Sequence[Message]) -> Waiting:
+        """By tag where gloo sends; in one batch on an accelerator."""
+        if self.device.type != "cpu":
+            return _Batch(self._group, receives, sends)
+        if is_tagged(self._group):
+            return _Posted(self._group, self._tag, self._numbered(receives), self._numbered(sends))
+        return _Each(self._group, receives, sends)
+
+    def _numbered(self, messages: Sequence[Message]) -> list[Message]:
+        return [(self._numbers[rank], memory) for rank, memory in messages]
+
+    def failing(self) -> AbstractContextManager[object]:
+        """The others are left word."""
+        return failing_together(self._group)
+
+
+class _Posted:
+    """By tag."""
+
+    def __init__(self, group: ProcessGroup, tag: int, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        self._group, self._post, self._epoch = group, Post(group), ledger_of(group).epoch
+        self._size = sum(memory.numel() for _, memory in sends)
+        try:
+            for peer, memory in receives:
+                self._post.receive(memory, peer, tag)
+            for peer, memory in sends:
+                self._post.send(memory, peer, tag)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def wait(self) -> None:
+        """Until all has come and gone."""
+        try:
+            self._post.wait(lambda peers: look(self._group, peers, self._epoch))
+        except (RuntimeError, TimeoutError) as error:
+            if isinstance(error, TransferError) or hasattr(error, "told_to"):
+                raise
+            raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> TransferError:
+        return lost(f"exchange {self._size:,} bytes of a state on its way to other ranks", error, self._group)
+
+
+class _Each:
+    """One by one, on groups without tags."""
+
+    def __init__(self, group: ProcessGroup, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        self._works: list[Any] = [dist.irecv(memory, peer, group=group) for peer, memory in receives]
+        self._works += [dist.isend(memory, peer, group=group) for peer, memory in sends]
+
+    def wait(self) -> None:
+        """Until all has come and gone."""
+        for work in self._works:
+            work.wait()
+
+
+class _Batch:
+    """In one batch, as NCCL wants sends and receives that wait for each other."""
+
+    def __init__(self, group: ProcessGroup, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        operations = [P2POp(dist.irecv, memory, peer, group) for peer, memory in receives]
+        operations += [P2POp(dist.isend, memory, peer, group) for peer, memory in sends]
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+        for work in self._works:
+            watch(work, group)
+
+    def wait(self) -> None:
+        """The stream waits, the host does not."""
+        for work in self._works:
+            work.wait()
+
+
+class LocalWire:
+    """No wire: this process is alone."""
+
+    device = torch.device("cpu")
+
+    def begin(self, said: dict[str, object]) -> None:
+        """There is nobody to tell."""
+
+    def exchange(self, receives: Sequence[Message], sends: Sequence[Message]) -> Waiting:
+        """There is nobody to send to."""
+        raise TransferError("a process that is alone has nobody to exchange messages with")
+
+    def failing(self) -> AbstractContextManager[object]:
+        """There is nobody to tell."""
+        return nullcontext()

@@ -1,0 +1,185 @@
+"""Transfers that cannot be: all that is wrong is one error on every rank, before anything moves and soon after."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.cases import chunks, holds
+from tests.disagreement.given import impatient
+
+import shardwise
+from shardwise import StateTransfer
+from shardwise.errors import RankMismatchError, RecipeError, StateMismatchError, TransferError
+from shardwise.sharded_tensor import shard_tensor
+from shardwise.state_transfer import carrying, cat
+from shardwise.testing import RankFailure, pool, ranks, run_on_ranks
+
+PLAIN = torch.arange(48.0).reshape(8, 6)
+ROWS, COLUMNS = chunks(0, 0, 1, 2, 3), chunks(1, 2, 3)
+ODD = 1  # the rank that does otherwise
+
+
+def sharded(spec: Any = ROWS, *, dtype: torch.dtype = torch.float32) -> Any:
+    """The tensor of all these tests."""
+    return shard_tensor(PLAIN.to(dtype), spec)
+
+
+def message_everywhere(function: Callable[[], object], kind: type[Exception]) -> str:
+    """What all ranks raise: the same kind and words, but for a note of the rank on which it was found."""
+    with pytest.raises(kind) as caught:
+        function()
+    texts: list[str] = [""] * 4
+    dist.all_gather_object(texts, str(caught.value).partition("\n(found on rank")[0])
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+@ranks(4)
+def test_states_that_do_not_fit_are_one_error() -> None:
+    """On every rank the same, with everything that is wrong; and the ranks can go on."""
+    odd = dist.get_rank() == ODD
+    a, b = sharded(), sharded(COLUMNS)
+    narrow, other = shardwise.zeros(ROWS, 8, 5), sharded()
+    wrong: list[tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = [
+        (
+            lambda: StateTransfer({"a": a, "x": a}, {"a": narrow, "y": b, "z": b}),
+            RecipeError,
+            ("(8, 6)", "(8, 5)", "'x'", "'y'", "'z'"),
+        ),
+        (
+            lambda: StateTransfer({"a": PLAIN if odd else a}, {"a": b}),
+            StateMismatchError,
+            ("'a' of the source has another layout on rank",),
+        ),
+        (
+            lambda: StateTransfer({"a": PLAIN[odd:]}, {"a": b}),
+            StateMismatchError,
+            ("'a' of the source is of size (7, 6) and (8, 6)",),
+        ),
+        (
+            lambda: StateTransfer({"a": PLAIN.to(torch.float64 if odd else torch.float32)}, {"a": b}),
+            StateMismatchError,
+            ("'a' of the source is of float32 and float64",),
+        ),
+        (lambda: StateTransfer({"a": a.sharding}, {"a": b}), StateMismatchError, ("'a' of the source is nowhere",)),
+        (
+            lambda: StateTransfer({"a": a.sharding if odd else a}, {"a": b}),
+            StateMismatchError,
+            ("rank 1 has boxes of 'a' of the source, and gives only the layout",),
+        ),
+        (
+            lambda: StateTransfer({"a": a}, {"a": b.sharding}),
+            StateMismatchError,
+            ("is to get boxes of 'a'", "on_arrival"),
+        ),
+        (lambda: StateTransfer({"a": a if not odd else 3}, {"a": b}), StateMismatchError, ("'a' is a int",)),
+        (lambda: StateTransfer([a] if odd else {"a": a}, {"a": b}), StateMismatchError, ("found list",)),
+        (
+            lambda: StateTransfer({"a": a}, {"a": b}, max_bytes=2**20 + odd),
+            RankMismatchError,
+            ("max_bytes property does not match",),
+        ),
+        (
+            lambda: StateTransfer({"a": sharded(dtype=torch.complex64)}, {"a": b}),
+            StateMismatchError,
+            ("imaginary", "'a' of the target is torch.float32"),
+        ),
+        (
+            lambda: StateTransfer({"a": a}, {"b": b}, recipe={"b": cat("a", "nothing")}),
+            RecipeError,
+            ("'b' is made of 'nothing', but no source has such a name",),
+        ),
+        (
+            lambda: StateTransfer({"a": a}, {"b": b}, recipe={"b": cat("a")} if odd else {"b": cat("a", dim=1)}),
+            RankMismatchError,
+            ("recipe",),
+        ),
+        (lambda: StateTransfer({"a": a}, {"a": b}, max_bytes=0), ValueError, ("max_bytes",)),
+        (
+            lambda: StateTransfer({"a": a, "b": other}, {"a": other, "b": a}),
+            StateMismatchError,
+            ("of the target are in the same memory on rank 0",),
+        ),
+    ]
+    for make, kind, words in wrong:
+        said = message_everywhere(make, kind)
+        assert all(word in said for word in words), said
+    StateTransfer({"a": a, "b": other}, {"a": b, "b": other}).run()  # onto itself
+    assert holds(b, PLAIN)
+    assert holds(other, PLAIN)
+
+
+@ranks(4)
+def test_a_rank_that_fails_in_the_middle() -> None:
+    """In on_arrival, for lack of memory, or in another verb: every rank raises soon, and all can go on."""
+    a, b = sharded(), sharded(COLUMNS)
+    layout = b.sharding
+
+    def refuse(name: str, boxes: list[torch.Tensor]) -> None:
+        if dist.get_rank() == 3 and refusing:
+            raise ValueError(f"no room for {name}")
+
+    with impatient():
+        for staged in (False, True):
+            for wait in (True, False):
+                refusing = True
+                transfer = StateTransfer(
+                    {"a": a}, {"a": layout} if dist.get_rank() > 1 else {}, on_arrival=refuse, staged=staged
+                )
+                assert message_everywhere(partial(run, transfer, wait), ValueError) == "no room for a"
+                refusing = False
+                transfer.run()
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == ODD:
+                patch.setattr(carrying.Carrying, "prepare", _no_memory)
+            said = message_everywhere(lambda: StateTransfer({"a": a}, {"a": b}), RuntimeError)
+            assert said.endswith("no memory")
+        transfer = StateTransfer({"a": a}, {"a": b})
+        b.zero_()
+        transfer.run()
+        assert holds(b, PLAIN)
+        everywhere = torch.zeros(8, 6)
+        transfer = StateTransfer({"a": a}, {"a": everywhere})  # every rank waits for every other
+        said = message_everywhere(a.full_tensor if dist.get_rank() == ODD else transfer.run, RankMismatchError)
+        assert "StateTransfer.run" in said
+        assert "full_tensor" in said
+        transfer.run()
+        assert torch.equal(everywhere, PLAIN)
+
+
+def run(transfer: StateTransfer, wait: bool) -> None:
+    """In either way."""
+    if wait:
+        transfer.run()
+    else:
+        transfer.run(wait=False).wait()
+
+
+def _no_memory(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory")
+
+
+def dies_on_the_way() -> str:
+    """Rank 2 ends when its first bundle has come."""
+    source, target = shardwise.ones(ROWS, 1024, 1024), shardwise.zeros(chunks(1, 3, 2, 1, 0), 1024, 1024)
+    transfer = StateTransfer({"a": source}, {"a": target}, max_bytes=2**20)
+    if dist.get_rank() == 2:
+        carrying.Carrying._finish = lambda self, *args: os._exit(1)
+    with pytest.raises(TransferError, match=r"could not exchange .*bytes of a state") as caught:
+        transfer.run()
+    return str(caught.value)
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for the time limit."""
+    monkeypatch.setattr(pool, "GRACE", 30.0)  # of a machine that is busy; far less than the time limit
+    with pytest.raises(RankFailure) as caught:
+        run_on_ranks(4, dies_on_the_way, fresh=True)
+    assert "rank 2 of 4 failed:\nthe process ended with exit code 1, without a word" in str(caught.value)
+    assert "rank 0" not in str(caught.value)  # it met the error it expected
