@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import boxes, layers, ops, optimizers, tensors, training, transfers
+from benchmarks import boxes, layers, ops, optimizers, state_transfer, tensors, training, transfers
 from benchmarks.checkpoint.report import measure as measure_checkpoints
 from benchmarks.scale.processes import Request, measure
 from benchmarks.table import show, show_fractions
@@ -40,7 +40,8 @@ def main() -> int:
     stepped = run_on_ranks(1, optimizers.step, timeout=550, fresh=True)[0]
     show("Optimizers on one rank (plain: torch.optim on the same local tensors)", stepped)
     kept = measure_checkpoints()
-    built += moved + gathered + planned + computed + looked_up + trained + stepped + kept
+    sent = state_transfer.measure()
+    built += moved + gathered + planned + computed + looked_up + trained + stepped + kept + sent
     over = [row.work for row in [*rows, *made, *built] if row.verdict in ("OVER", "RAISES")]
     over += [line.title for line in measure(Request())]
     print(f"\nover budget, or raising: {', '.join(over)}" if over else "\nevery budget is held")

@@ -15,6 +15,7 @@ COLUMNS = (
     "_shard",
     "torch.save",
     "DCP",
+    "broadcast",
 )  # shown where somebody runs in them
 
 
