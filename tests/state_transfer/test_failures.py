@@ -183,3 +183,17 @@ def test_a_rank_that_dies_is_an_error_on_the_others(monkeypatch: pytest.MonkeyPa
         run_on_ranks(4, dies_on_the_way, fresh=True)
     assert "rank 2 of 4 failed:\nthe process ended with exit code 1, without a word" in str(caught.value)
     assert "rank 0" not in str(caught.value)  # it met the error it expected
+
+
+@ranks(2)
+def test_memory_that_has_moved_is_not_sent() -> None:
+    """A tensor that lies elsewhere on one rank than when the transfer was made is an error on both, and not stale."""
+    source, target = shardwise.ones(chunks(0, 0, 1), 8, 8), shardwise.zeros(chunks(1, 0, 1), 8, 8)
+    transfer = StateTransfer({"a": source}, {"a": target})
+    transfer.run()
+    if dist.get_rank() == 1:
+        source.local_shards()[0].tensor = torch.full((4, 8), 5.0)
+    with pytest.raises(StateMismatchError, match=r"'a' of the source is not where it was.*make the StateTransfer anew"):
+        transfer.run()
+    StateTransfer({"a": source}, {"a": target}).run()
+    assert torch.equal(target.full_tensor(), torch.cat([torch.ones(4, 8), torch.full((4, 8), 5.0)]))

@@ -15,7 +15,7 @@ from tests.state_transfer.apart import PATIENT, Job
 
 from shardwise.errors import RankMismatchError, RecipeError, TransferError
 
-TIMEOUT = 6.0
+TIMEOUT = 10.0
 LATE = 10.0  # seconds that a busy machine may take on top
 SMALL = 16 * 1024  # max_bytes: a transfer has several rounds
 

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import StateMismatchError
 from shardwise.state_transfer.planning import Options, Planned
 from shardwise.state_transfer.routes import Route
+from shardwise.state_transfer.sides import Given, State, given
 
 Span = tuple[str, int, int, bool, str]  # device, first byte and end, whether of the target, name
 
@@ -74,3 +76,19 @@ def _spans(name: str, tensors: Mapping[int, torch.Tensor], *, of_target: bool) -
             extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             begin = tensor.data_ptr()
             yield str(tensor.device), begin, begin + extent * tensor.element_size(), of_target, name
+
+
+def require_unmoved(planned: Planned, source: State, target: State, ranks: Ranks) -> None:
+    """Raise where a tensor is not in the memory that it was in when the transfer was planned, which would be moved."""
+    for then, state, which in zip(planned.given, (source, target), ("source", "target"), strict=True):
+        now = given(state, ranks)
+        for name, one in then.items():
+            if name not in now or _places(now[name]) != _places(one):
+                raise StateMismatchError(
+                    f"'{name}' of the {which} is not where it was when the transfer was made, as after .to() or "
+                    "load_state_dict(assign=True): make the StateTransfer anew"
+                )
+
+
+def _places(one: Given) -> list[tuple[object, ...]]:
+    return [(t.data_ptr(), t.dtype, t.device, t.shape, t.stride()) for t in one.tensors.values()]

@@ -20,7 +20,7 @@ from shardwise.state_transfer.explaining import RATE, explained, pictured
 from shardwise.state_transfer.jobs import OtherJob
 from shardwise.state_transfer.landing import Landings
 from shardwise.state_transfer.meetings import GroupMeeting, Meeting
-from shardwise.state_transfer.memory import require_memory
+from shardwise.state_transfer.memory import require_memory, require_unmoved
 from shardwise.state_transfer.planning import OnArrival, Options, planned
 from shardwise.state_transfer.recipe import Recipe
 from shardwise.state_transfer.sides import State
@@ -259,6 +259,7 @@ class StateTransfer:
 
     def _move(self) -> None:
         with self._landings.mode(), self._wire.failing():
+            require_unmoved(self._planned, *self._states, self._meeting.ranks)
             self._landings.begin()
             self._carrying.run(self._landings.arrived)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import P2POp, ProcessGroup
 
 from shardwise.errors import TransferError
-from shardwise.meeting import Post, Said, is_tagged, ledger_of, look, lost, watch
+from shardwise.meeting import Post, Said, is_tagged, leave_word, ledger_of, look, lost, watch
 from shardwise.process_group import begin_sending, group_ranks
 from shardwise.transfer.exchange import failing_together, wire_device
 
@@ -65,7 +65,19 @@ class GroupWire:
 
     def failing(self) -> AbstractContextManager[object]:
         """The others are left word."""
-        return failing_together(self._group)
+        return _failing_all(self._group)
+
+
+@contextmanager
+def _failing_all(group: ProcessGroup) -> Iterator[None]:
+    """Let the others know also that a rank is gone: they may wait for this one, which does not go on, instead."""
+    try:
+        with failing_together(group):
+            yield
+    except TransferError as error:
+        if not hasattr(error, "told_to"):
+            leave_word(group, error)
+        raise
 
 
 class _Posted:
