@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 from tests.cases import chunks
 from tests.checkpoint.files import file_of, rewrite
+from tests.checkpoint.storages import Waiting
 
 import shardwise
 from shardwise import zeros
 from shardwise.archive.index_file import INDEX
-from shardwise.checkpoint import background, filling, read_index, saving
+from shardwise.checkpoint import filling, pulse, read_index, saving
 from shardwise.errors import CheckpointError
+from shardwise.meeting import ranks_gone
 from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks, run_on_ranks
 from shardwise.testing.pool import RankFailure
@@ -200,7 +202,7 @@ def die_in_a_save(folder: str, moment: str, rank: int, wait: bool) -> None:
     state = {"weight": shard_tensor(torch.arange(8.0), chunks(0, 0, 1)), "step": 1}
     shardwise.save(state, path)
     state["step"] = 2
-    background.timeout_of = lambda _: timedelta(seconds=0.5)  # so long is waited
+    pulse.EVERY = 0.1
 
     def die(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -221,8 +223,8 @@ def die_in_a_save(folder: str, moment: str, rank: int, wait: bool) -> None:
         ("_write", 1, True, None),
         ("_commit", 1, True, "the checkpoint is there, whole, at"),  # the first rank commits without it
         ("_clear", 1, True, "the checkpoint is there, whole, at"),
-        ("_write", 1, False, "have not told of their files"),
-        ("_commit", 0, False, "was lost"),
+        ("_write", 1, False, "rank 1 is gone before it was known whether all files are written"),
+        ("_commit", 0, False, "was lost: rank 0 is gone before it was known whether the checkpoint is there"),
         ("_clear", 0, False, "done"),
     ],
 )
@@ -242,6 +244,39 @@ def test_a_rank_that_dies(tmp_path: Path, moment: str, rank: int, wait: bool, sa
         assert sorted(os.listdir(path)) == sorted([INDEX, *read_index(path).files])
     shardwise.save({"step": 3}, path)
     assert os.listdir(path) == [INDEX]
+
+
+def write_on_without_a_connection(folder: str) -> None:
+    """Rank 1 writes when rank 0 has looked many times whether it is gone, and has found the connection broken."""
+    place, looked = Waiting(Path(folder) / "checkpoint"), Path(folder) / "looked"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pulse, "EVERY", 0.1)
+        handle = shardwise.save({"weight": shard_tensor(torch.arange(8.0), chunks(0, 0, 1))}, place, wait=False)
+        with pytest.raises(RuntimeError, match="Timed out"):  # which breaks a connection of gloo
+            dist.irecv(torch.empty(1), 1 - dist.get_rank(), tag=7).wait(timedelta(milliseconds=1))
+        if dist.get_rank() == 0:
+            assert ranks_gone(dist.group.WORLD, [1]) == [1]
+            place.let.set()
+            looks, gone = iter(range(3 * pulse.MISSED)), pulse.Pulse.gone
+
+            def look(self: pulse.Pulse, ranks: list[int]) -> list[int]:
+                if next(looks, None) is None:
+                    looked.touch()
+                return gone(self, ranks)
+
+            patch.setattr(pulse.Pulse, "gone", look)
+        else:
+            while not looked.exists():
+                threading.Event().wait(0.01)
+            place.let.set()
+        handle.wait()
+
+
+def test_a_rank_that_writes_on_is_waited_for(tmp_path: Path) -> None:
+    """Also if the connection to it is broken: it gives signs of life."""
+    run_on_ranks(2, write_on_without_a_connection, str(tmp_path), fresh=True)
+    loaded = shardwise.load({"weight": torch.zeros(8)}, tmp_path / "checkpoint")
+    assert torch.equal(loaded["weight"], torch.arange(8.0))
 
 
 # What is not ours -----------------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+from shardwise.checkpoint.pulse import Pulse
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import CheckpointError
-from shardwise.meeting import listed
+from shardwise.meeting import listed, who_is_gone
 from shardwise.meeting.group import store_of, timeout_of
 
 SOON, LATER = 0.005, 0.2  # seconds between two looks into the store, at first and at last
@@ -101,6 +102,7 @@ def begin_save(
     talk = _Talk(ranks, checkpoint)
 
     def run() -> None:
+        talk.pulse.begin()  # before this thread steps back: its threads do as it does
         with suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SLOWER)
         error: Exception | None = CheckpointError(f"the save to '{path}' was lost")
@@ -123,6 +125,7 @@ def begin_save(
                 with suppress(Exception):
                     discard()
                 logging.getLogger("shardwise").error("a save in the background failed: %s", error)
+            talk.pulse.end()
             handle._end(error)
 
     try:
@@ -145,6 +148,7 @@ class _Talk:
 
     def __init__(self, ranks: Ranks, checkpoint: str) -> None:
         self._ranks, self._key = ranks, f"shardwise/save/{checkpoint}"
+        self.pulse = Pulse(ranks, self._key)
         self._alone: dict[str, bytes] | None = {} if len(ranks.all) == 1 else None
         self._store = None if ranks.group is None else store_of(ranks.group)
         self._patience = None if ranks.group is None else timeout_of(ranks.group).total_seconds()
@@ -159,12 +163,12 @@ class _Talk:
 
     def conclude(self, commit: Callable[[Iterable[Any]], None]) -> None:
         """On the first rank: when all have told, commit or not, and say which."""
-        keys = [f"{self._key}/{rank}" for rank in self._ranks.all]
+        keys = {rank: f"{self._key}/{rank}" for rank in self._ranks.all}
         told: list[dict[str, Any]] = []
         try:
-            self._await(keys)
-            told = [self._get(key) for key in keys]
-            failed = [(rank, one) for rank, one in zip(self._ranks.all, told, strict=True) if "error" in one]
+            self._await(keys, "whether all files are written")
+            told = [self._get(key) for key in keys.values()]
+            failed = [(rank, one) for rank, one in zip(keys, told, strict=True) if "error" in one]
             if failed:
                 raise CheckpointError(f"rank {failed[0][0]} could not write: {failed[0][1]['error']}")
             commit([one["words"] for one in told])
@@ -174,29 +178,42 @@ class _Talk:
             self._set(f"{self._key}/verdict", {})
         if self._store is not None:
             with suppress(RuntimeError):  # a store that cannot
-                for key in keys:
+                for key in keys.values():
                     self._store.delete_key(key)
 
     def verdict(self) -> Exception | None:
         """What the first rank has said."""
-        self._await([f"{self._key}/verdict"], times=3)  # the first rank waits for all, and then writes the index
+        # The first rank waits for all, and then writes the index.
+        self._await({self._ranks.all[0]: f"{self._key}/verdict"}, "whether the checkpoint is there", times=3)
         found = self._get(f"{self._key}/verdict")
         return CheckpointError(found["error"]) if "error" in found else None
 
-    def _await(self, keys: list[str], times: int = 1) -> None:
+    def _await(self, keys: dict[int, str], what: str, times: int = 1) -> None:
+        """Until these ranks have told something, each by its key; raises if one is gone."""
         begun, pause = time.monotonic(), SOON
-        while not self._are_there(keys):
-            if self._patience is not None and time.monotonic() - begun > times * self._patience:
-                gone = [rank for rank in self._ranks.all if not self._are_there([f"{self._key}/{rank}"])]
-                raise CheckpointError(f"ranks {listed(gone)} have not told of their files within the group's timeout")
+        looked = begun
+        while not self._are_there(keys.values()):
+            now = time.monotonic()
+            if self._patience is not None and now - begun > times * self._patience:
+                late = self._untold(keys)
+                raise CheckpointError(f"ranks {listed(late)} have not told within the group's timeout {what}")
+            if now - looked >= self.pulse.every:
+                looked = now
+                gone = self.pulse.gone(self._untold(keys))
+                gone = self._untold({rank: keys[rank] for rank in gone})  # unless they had told
+                if gone:
+                    raise CheckpointError(f"{who_is_gone(gone)} before it was known {what}")
             time.sleep(pause)
             pause = min(pause * 1.5, LATER)
 
-    def _are_there(self, keys: list[str]) -> bool:
+    def _untold(self, keys: dict[int, str]) -> list[int]:
+        return [rank for rank, key in keys.items() if not self._are_there([key])]
+
+    def _are_there(self, keys: Iterable[str]) -> bool:
         if self._alone is not None:
             return all(key in self._alone for key in keys)
         assert self._store is not None
-        return bool(self._store.check(keys))
+        return bool(self._store.check(list(keys)))
 
     def _set(self, key: str, words: dict[str, Any]) -> None:
         text = json.dumps(words).encode()

@@ -12,14 +12,14 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import RankMismatchError, TransferError, same_kind
 from shardwise.meeting.chain import Ledger, ledger_of
-from shardwise.meeting.group import ranks_of, store_of
+from shardwise.meeting.group import loss, ranks_of, store_of
 
 MOST_READ = 16  # ranks whose word is read in one look, of those that are waited for
 LOOKS = 0.01  # seconds between two looks at how many ranks have come
@@ -85,6 +85,19 @@ def leave_word(process_group: ProcessGroup, error: Exception) -> None:
         ledger.failure = [type(error).__name__, str(error)]
         publish(process_group)
     told_to(error, ranks_of(process_group))  # once, through however many calls it leaves
+
+
+def raise_lost(what: str, error: Exception, process_group: ProcessGroup) -> NoReturn:
+    """Raise that this rank could not do this with the others, and who is gone; or the error itself, if it tells why.
+
+    The others are left word: they may wait for this rank, and not for the one that is gone.
+    """
+    if isinstance(error, TransferError) or hasattr(error, "told_to"):
+        raise error
+    require_sound(process_group)  # a watchdog may have ended what was under way, and knows why
+    found = loss(what, error, process_group)
+    leave_word(process_group, found)
+    raise found from error
 
 
 def _verdict(ledger: Ledger, rank: int, theirs: dict[str, Any]) -> list[Any] | None:

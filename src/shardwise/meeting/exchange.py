@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import TransferError
 from shardwise.meeting import post
-from shardwise.meeting.aside import require_sound
+from shardwise.meeting.aside import raise_lost
 from shardwise.meeting.chain import traffic
-from shardwise.meeting.group import collective_device, is_large, is_tagged, listed, lost, ranks_of
+from shardwise.meeting.group import collective_device, is_large, is_tagged, listed, ranks_of
 from shardwise.meeting.post import Look, Post
 from shardwise.meeting.watchdog import outlast
 from shardwise.tracing import record
@@ -59,11 +58,8 @@ class _Exchange:
         try:
             return function()
         except (RuntimeError, TimeoutError) as error:
-            if isinstance(error, TransferError) or hasattr(error, "told_to"):
-                raise
-            require_sound(self._group)  # a watchdog may have ended it, and knows why
             what = f"compare with ranks {listed(ranks_of(self._group))} what they are about to do"
-            raise lost(what, error, self._group) from error
+            raise_lost(what, error, self._group)
 
     def _finish(self, work: Any, device: torch.device, look: Look | None) -> None:
         """Wait for a collective. Whenever that takes long, it is looked whether to go on waiting."""

@@ -95,22 +95,26 @@ def listed(ranks: Sequence[int]) -> str:
 # Ranks that are gone ------------------------------------------------------------------------------------------------
 
 
-def lost(what: str, error: Exception, process_group: ProcessGroup) -> TransferError:
+def loss(what: str, error: Exception, process_group: ProcessGroup) -> TransferError:
     """The error of a rank that could not do this with the others of a group: who is gone, and what torch says."""
     timed_out = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
-    gone = [] if timed_out else ranks_gone(process_group)
-    who = f"rank {gone[0]} is" if len(gone) == 1 else f"ranks {listed(gone)[1:-1]} are"
+    gone = [] if timed_out else ranks_gone(process_group, ranks_of(process_group))
     why = "a rank has taken longer than the group's timeout" if timed_out else "a rank has died or left"
-    why = f"{who} gone" if gone else why
+    why = who_is_gone(gone) if gone else why
     says = str(error).strip().partition("\n")[0]
     return TransferError(f"rank {dist.get_rank()} could not {what}: {why}" + (f" (torch says: {says})" if says else ""))
 
 
-def ranks_gone(process_group: ProcessGroup) -> list[int]:
-    """The global ranks to which the connection is known to be broken. Only gloo tells; nothing is sent."""
+def who_is_gone(gone: Sequence[int]) -> str:
+    """As an error says it."""
+    return f"rank {gone[0]} is gone" if len(gone) == 1 else f"ranks {listed(gone)[1:-1]} are gone"
+
+
+def ranks_gone(process_group: ProcessGroup, ranks: Sequence[int]) -> list[int]:
+    """Those of these global ranks to which the connection is known to be broken. Only gloo tells; nothing is sent."""
     if _cpu_backend(process_group) != "gloo":
         return []
-    return [rank for rank in ranks_of(process_group) if rank != dist.get_rank() and _is_gone(rank, process_group)]
+    return [rank for rank in ranks if rank != dist.get_rank() and _is_gone(rank, process_group)]
 
 
 def _is_gone(rank: int, process_group: ProcessGroup) -> bool:
@@ -118,4 +122,6 @@ def _is_gone(rank: int, process_group: ProcessGroup) -> bool:
         dist.irecv(torch.empty(1, dtype=torch.uint8), rank, group=process_group, tag=PROBE)
     except RuntimeError:  # at once, where the connection is broken
         return True
+    except ValueError:  # the group has been destroyed on this rank
+        return False
     return False

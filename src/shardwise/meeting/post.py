@@ -57,13 +57,13 @@ class Post:
         if not job.done.acquire(timeout=patience):
             self._wait_long(job, look, patience)
         if job.error is not None:
-            look([])  # a rank that is gone may have said why
+            look(job.peers())  # a rank that is gone may have said why
             raise job.error
 
     def _wait_long(self, job: _Job, look: Look, patience: float) -> None:
         end = time.monotonic() - patience + timeout_of(self._group).total_seconds()
         while True:
-            look([peer for _, peer, _ in job.works[job.at :]])
+            look(job.peers())
             left = end - time.monotonic()
             if left <= 0:
                 raise TimeoutError
@@ -119,6 +119,10 @@ class _Job:
         self.done = threading.Lock()
         self.done.acquire()
 
+    def peers(self) -> list[int]:
+        """Who is waited for."""
+        return [peer for _, peer, _ in self.works[self.at :]]
+
     def run(self) -> None:
         """Wait for all of them."""
         try:
@@ -163,7 +167,7 @@ def let_go(jobs: Iterable[_Job]) -> None:
     gloo has one way for that: a wait whose time limit passes breaks the connection.
     """
     for job in jobs:
-        for _, peer, _ in job.works[job.at :]:
+        for peer in job.peers():
             with suppress(RuntimeError, ValueError):
                 job.gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, NOBODYS).wait(timedelta(milliseconds=1))
         job.done.acquire(timeout=1)

@@ -257,7 +257,7 @@ class _Meeting:
                 return self._round.told(self._look)
             error = told_to(_verdict(self._reports(), group_ranks(self._group)), group_ranks(self._group))
         except Exception as found:
-            if not self._told or not _is_told(found, self._group):
+            if not self._told or not _is_told(found, self._group) or self._is_lost():
                 raise
             return Told.alike(b"", 1)
         self._ledger.left = None
@@ -265,6 +265,10 @@ class _Meeting:
         if self._told:
             return Told.alike(b"", 1)
         raise error from self._error
+
+    def _is_lost(self) -> bool:
+        """Whether the others did not hear what this rank has raised, for one of them is gone: it will never be told."""
+        return self._ledger.failure is not None and not self._ledger.broken
 
     def _look(self, peers: Any) -> None:
         """Give the meeting up if it is known that not all will come to it."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import P2POp, ProcessGroup
 
 from shardwise.errors import TransferError
-from shardwise.meeting import Post, Said, is_tagged, leave_word, ledger_of, look, lost, watch
+from shardwise.meeting import Post, Said, is_tagged, ledger_of, look, raise_lost, watch
 from shardwise.process_group import begin_sending, group_ranks
 from shardwise.transfer.exchange import failing_together, wire_device
 
@@ -65,19 +65,7 @@ class GroupWire:
 
     def failing(self) -> AbstractContextManager[object]:
         """The others are left word."""
-        return _failing_all(self._group)
-
-
-@contextmanager
-def _failing_all(group: ProcessGroup) -> Iterator[None]:
-    """Let the others know also that a rank is gone: they may wait for this one, which does not go on, instead."""
-    try:
-        with failing_together(group):
-            yield
-    except TransferError as error:
-        if not hasattr(error, "told_to"):
-            leave_word(group, error)
-        raise
+        return failing_together(self._group)
 
 
 class _Posted:
@@ -92,19 +80,17 @@ class _Posted:
             for peer, memory in sends:
                 self._post.send(memory, peer, tag)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            self._raise_lost(error)
 
     def wait(self) -> None:
         """Until all has come and gone."""
         try:
             self._post.wait(lambda peers: look(self._group, peers, self._epoch))
         except (RuntimeError, TimeoutError) as error:
-            if isinstance(error, TransferError) or hasattr(error, "told_to"):
-                raise
-            raise self._lost(error) from error
+            self._raise_lost(error)
 
-    def _lost(self, error: Exception) -> TransferError:
-        return lost(f"exchange {self._size:,} bytes of a state on its way to other ranks", error, self._group)
+    def _raise_lost(self, error: Exception) -> NoReturn:
+        raise_lost(f"exchange {self._size:,} bytes of a state on its way to other ranks", error, self._group)
 
 
 class _Each:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.errors import TransferError
-from shardwise.meeting import lost
+from shardwise.meeting import raise_lost
 from shardwise.transfer.exchange import wire_device
 from shardwise.transfer.plan import TransferPlan
 from shardwise.transfer.views import copy, is_as_it_lies, parts_of
@@ -49,6 +49,6 @@ class Carrier:
         for arrived, piece in zip(parts_of(buffer, pieces), pieces, strict=True):
             self._write(piece, arrived.to(piece.device) if self._plan.sums else arrived)
 
-    def _lost(self, what: str, count: int, error: Exception) -> TransferError:
+    def _raise_lost(self, what: str, count: int, error: Exception) -> NoReturn:
         size = count * self._dtype.itemsize
-        return lost(f"{what} {size:,} bytes of a tensor on its way to another layout", error, self._group)
+        raise_lost(f"{what} {size:,} bytes of a tensor on its way to another layout", error, self._group)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import TransferError
-from shardwise.meeting import Said, leave_word, lost, require_sound
+from shardwise.meeting import Said, leave_word, raise_lost
 from shardwise.process_group import begin_sending
 from shardwise.transfer.wire import Exchanging, Messages, exchange
 
@@ -41,7 +41,8 @@ def _wire_type(kinds: frozenset[str], process_group: ProcessGroup) -> str:
 
 
 class failing_together:  # noqa: N801 # a context, in words
-    """Let the others know that data will not come, such as for lack of memory; unless they know, or a rank is gone."""
+    """Let the others know that data will not come, such as for lack of memory; unless it was lost, of which whoever
+    found it has left word."""
 
     __slots__ = ("_group",)
 
@@ -85,12 +86,7 @@ class UnderWay:
             self._raise(error)
 
     def _raise(self, error: RuntimeError | TimeoutError) -> NoReturn:
-        """What was lost, unless the error says it."""
-        if isinstance(error, TransferError) or hasattr(error, "told_to"):
-            raise error
-        require_sound(self._group)  # a watchdog may have ended it, and knows why
-        what = f"exchange {self._size:,} bytes of a tensor on its way to other ranks"
-        raise lost(what, error, self._group) from error
+        raise_lost(f"exchange {self._size:,} bytes of a tensor on its way to other ranks", error, self._group)
 
 
 def exchanged(group: ProcessGroup, given: Messages, taken: Messages, tag: int) -> UnderWay:

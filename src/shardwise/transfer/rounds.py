@@ -203,7 +203,7 @@ class PointToPoint(Carrier):
                 return post
             work = (dist.irecv if receiving else dist.isend)(buffer, segment.peer, group=self._group)
         except RuntimeError as error:
-            raise self._lost(f"{what} rank {segment.peer}", segment.count, error) from error
+            self._raise_lost(f"{what} rank {segment.peer}", segment.count, error)
         assert work is not None, "only an outsider of the group gets no work, and it has no pieces"
         return work
 
@@ -216,10 +216,8 @@ class PointToPoint(Carrier):
                 else:
                     work.wait()
             except (RuntimeError, TimeoutError) as error:
-                if hasattr(error, "told_to"):
-                    raise
                 what = "receive from" if receiving else "send to"
-                raise self._lost(f"{what} rank {segment.peer}", segment.count, error) from error
+                self._raise_lost(f"{what} rank {segment.peer}", segment.count, error)
             if receiving:
                 self._land(segment)
             segment.buffer = None

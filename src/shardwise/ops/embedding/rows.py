@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardwise.geometry import IntArray
-from shardwise.meeting import lost
+from shardwise.meeting import raise_lost
 from shardwise.ops.embedding.pieces import Pieces, packed
 from shardwise.ops.embedding.route import Columns, route_among
 from shardwise.process_group import Said, begin_sending, is_fake
@@ -55,11 +55,7 @@ class Table:
             with record.waiting("exchange", sum(went) - went[here], sum(came) - came[here]):
                 exchange(self.group, *messages, tag).wait()
         except (RuntimeError, TimeoutError) as error:
-            if hasattr(error, "told_to"):
-                raise
-            raise lost(
-                f"exchange {sent.numel():,} bytes of ids or rows of a sharded table", error, self.group
-            ) from error
+            raise_lost(f"exchange {sent.numel():,} bytes of ids or rows of a sharded table", error, self.group)
         return taken
 
 
