@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import chunks, holds
+from tests.deaths import others_go_on
 from tests.disagreement.given import impatient
 
 import shardwise
@@ -18,7 +19,7 @@ from shardwise import StateTransfer
 from shardwise.errors import RankMismatchError, RecipeError, StateMismatchError, TransferError
 from shardwise.sharded_tensor import shard_tensor
 from shardwise.state_transfer import carrying, cat
-from shardwise.testing import RankFailure, pool, ranks, run_on_ranks
+from shardwise.testing import ranks
 
 PLAIN = torch.arange(48.0).reshape(8, 6)
 ROWS, COLUMNS = chunks(0, 0, 1, 2, 3), chunks(1, 2, 3)
@@ -165,24 +166,19 @@ def _no_memory(*_: Any) -> Any:
     raise torch.OutOfMemoryError("no memory")
 
 
-def dies_on_the_way() -> str:
+def dies_on_the_way() -> None:
     """Rank 2 ends when its first bundle has come."""
     source, target = shardwise.ones(ROWS, 1024, 1024), shardwise.zeros(chunks(1, 3, 2, 1, 0), 1024, 1024)
     transfer = StateTransfer({"a": source}, {"a": target}, max_bytes=2**20)
     if dist.get_rank() == 2:
         carrying.Carrying._finish = lambda self, *args: os._exit(1)
-    with pytest.raises(TransferError, match=r"could not exchange .*bytes of a state") as caught:
+    with pytest.raises(TransferError, match=r"could not exchange .*bytes of a state.*rank 2 is gone"):
         transfer.run()
-    return str(caught.value)
 
 
-def test_a_rank_that_dies_is_an_error_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
     """Without waiting for the time limit."""
-    monkeypatch.setattr(pool, "GRACE", 30.0)  # of a machine that is busy; far less than the time limit
-    with pytest.raises(RankFailure) as caught:
-        run_on_ranks(4, dies_on_the_way, fresh=True)
-    assert "rank 2 of 4 failed:\nthe process ended with exit code 1, without a word" in str(caught.value)
-    assert "rank 0" not in str(caught.value)  # it met the error it expected
+    others_go_on(dies_on_the_way, dies=2)
 
 
 @ranks(2)

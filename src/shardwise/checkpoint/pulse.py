@@ -1,7 +1,7 @@
 """`Pulse`: signs of life that ranks give through the store while they save in the background.
 
-A rank that waits for others would else wait for one that is gone as long as for one that writes slowly. A connection that
-is broken is not enough to tell them apart: a time limit that passed has broken it, too, while the other rank writes on.
+A rank that waits for others would else wait for one that is gone as long as for one that writes slowly. A broken
+connection does not tell them apart: a time limit that has passed breaks one, too, while the other rank writes on.
 """
 
 from __future__ import annotations

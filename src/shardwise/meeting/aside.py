@@ -2,7 +2,7 @@
 
 A rank that waits for long writes down its last calls and reads those of the ranks that it waits for. If they differ, or
 one of them has raised an error alone, it gives a verdict. The first verdict of an epoch holds: every rank that looks
-raises it, and begins the next epoch.
+raises it, and begins the next epoch. That a rank is gone holds in all epochs.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def find_verdict(process_group: ProcessGroup, peers: Sequence[int]) -> Exception
             return None
         publish(process_group)
         key, ranks = _key(ledger, "verdict"), ranks_of(process_group)
-        if store.check([key]):
-            return _error_of(json.loads(store.get(key)), ranks)
+        for known in (key, _loss_key(ledger)):
+            if store.check([known]):
+                return _error_of(json.loads(store.get(known)), ranks)
         others = sorted({ranks[peer] for peer in peers} - {dist.get_rank()})
         if len(others) > MOST_READ:
             others = _choice.sample(others, MOST_READ)
@@ -90,14 +91,27 @@ def leave_word(process_group: ProcessGroup, error: Exception) -> None:
 def raise_lost(what: str, error: Exception, process_group: ProcessGroup) -> NoReturn:
     """Raise that this rank could not do this with the others, and who is gone; or the error itself, if it tells why.
 
-    The others are left word: they may wait for this rank, and not for the one that is gone.
+    The others are left word, for they may wait for this rank and not for the one that is gone. Who is gone does not
+    come back, so that this word holds in all epochs: whoever waits in the group from now on raises it.
     """
     if isinstance(error, TransferError) or hasattr(error, "told_to"):
         raise error
     require_sound(process_group)  # a watchdog may have ended what was under way, and knows why
-    found = loss(what, error, process_group)
-    leave_word(process_group, found)
+    found, is_gone = loss(what, error, process_group)
+    if is_gone:
+        _leave_word_for_good(process_group, found)
+    else:
+        leave_word(process_group, found)
     raise found from error
+
+
+def _leave_word_for_good(process_group: ProcessGroup, error: Exception) -> None:
+    store = store_of(process_group)
+    with suppress(RuntimeError):  # the store is gone, too
+        if store is not None:
+            word = ["failure", dist.get_rank(), type(error).__name__, str(error)]
+            store.set(_loss_key(ledger_of(process_group)), json.dumps(word))
+    told_to(error, ranks_of(process_group))
 
 
 def _verdict(ledger: Ledger, rank: int, theirs: dict[str, Any]) -> list[Any] | None:
@@ -203,6 +217,10 @@ def require_sound(process_group: ProcessGroup) -> Ledger:
     if ledger.broken:
         raise TransferError(ledger.broken)
     return ledger
+
+
+def _loss_key(ledger: Ledger) -> str:
+    return f"shardwise/{ledger.name}/loss"
 
 
 def _key(ledger: Ledger, of: object) -> str:

@@ -95,14 +95,15 @@ def listed(ranks: Sequence[int]) -> str:
 # Ranks that are gone ------------------------------------------------------------------------------------------------
 
 
-def loss(what: str, error: Exception, process_group: ProcessGroup) -> TransferError:
-    """The error of a rank that could not do this with the others of a group: who is gone, and what torch says."""
+def loss(what: str, error: Exception, process_group: ProcessGroup) -> tuple[TransferError, bool]:
+    """The error of a rank that could not do this with the others of a group; and whether it is known who is gone."""
     timed_out = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
     gone = [] if timed_out else ranks_gone(process_group, ranks_of(process_group))
     why = "a rank has taken longer than the group's timeout" if timed_out else "a rank has died or left"
     why = who_is_gone(gone) if gone else why
     says = str(error).strip().partition("\n")[0]
-    return TransferError(f"rank {dist.get_rank()} could not {what}: {why}" + (f" (torch says: {says})" if says else ""))
+    text = f"rank {dist.get_rank()} could not {what}: {why}" + (f" (torch says: {says})" if says else "")
+    return TransferError(text), bool(gone)
 
 
 def who_is_gone(gone: Sequence[int]) -> str:
