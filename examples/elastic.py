@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -28,7 +29,7 @@ import shardwise
 
 STEPS, EVERY, DIES_AT = 20, 5, 12  # a checkpoint after the steps 0, 5, 10 and so on
 TOLERANCE = 1e-12  # in float64; a sum of parts rounds differently than the whole sum
-LIMIT = 100  # seconds
+LIMIT = 300  # seconds: eight processes are started one after another, which takes long on a machine that is busy
 
 # How long agents wait: for a machine that may still come, and for a sign of life of one that is there.
 RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
@@ -58,6 +59,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
 
 def work(folder: Path) -> None:
     """What torchrun starts on every rank, after each failure anew."""
+    agent = os.getppid()
     while os.environ["WORLD_SIZE"] == "2" and not (folder / "died").exists():
         time.sleep(0.1)  # the second machine is late: when it comes, its agent has all ranks started anew
     dist.init_process_group("gloo")
@@ -67,7 +69,7 @@ def work(folder: Path) -> None:
         last = checkpoints.resume(state)
         for step in range(0 if last is None else last + 1, STEPS):
             if step == DIES_AT and os.environ["MACHINE"] == "1":
-                power_cut(folder)
+                power_cut(folder, agent)
             loss = train_step(model, optimizer, step)
             if dist.get_rank() == 0:
                 line = {"world": dist.get_world_size(), "from": last, "step": step, "loss": loss}
@@ -77,10 +79,11 @@ def work(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def power_cut(folder: Path) -> None:
-    """End this machine: the agent, which is the parent of its ranks, and this rank. The other rank does the same."""
+def power_cut(folder: Path, agent: int) -> None:
+    """End this machine: the agent and this rank. The other rank does the same, or finds out as those elsewhere do."""
     (folder / "died").touch()
-    os.kill(os.getppid(), signal.SIGKILL)
+    with suppress(ProcessLookupError):  # it has
+        os.kill(agent, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -108,15 +111,22 @@ def run(folder: Path) -> list[dict[str, float]]:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     machines = [start_machine(folder, port, is_host=is_host) for is_host in (True, False)]
-    ended = time.monotonic() + LIMIT
-    while machines[0].poll() is None and time.monotonic() < ended:
+    end = time.monotonic() + LIMIT
+
+    def go_on() -> bool:
+        """Whether the first machine is at work, and the second one, too, or has been lost as it should be."""
+        there = [machine.poll() is None for machine in machines]
+        return there[0] and (there[1] or (folder / "died").exists()) and time.monotonic() < end
+
+    while go_on():
         time.sleep(0.1)
-    code = machines[0].poll()
+    codes = [machine.poll() for machine in machines]  # None: at work
     for machine in machines:
         machine.terminate()  # then an agent ends its ranks
         machine.wait()
-    if code != 0:
-        raise RuntimeError((folder / "machine-0.txt").read_text()[-4000:])
+    if codes[0] != 0:
+        texts = [(folder / f"machine-{number}.txt").read_text()[-4000:] for number in range(2)]
+        raise RuntimeError("\n".join(f"machine {k} ended with {codes[k]}:\n{text}" for k, text in enumerate(texts)))
     return [json.loads(line) for line in (folder / "losses").read_text().splitlines()]
 
 
