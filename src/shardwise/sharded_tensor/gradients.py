@@ -17,7 +17,7 @@ from shardwise.transfer import Tell, TransferPlan, empty_tensors, make_plan, mov
 from shardwise.transfer.all_reduce import ReplicaSums
 
 if TYPE_CHECKING:
-    from shardwise.sharded_tensor.base import ShardedTensorBase
+    from shardwise.sharded_tensor.wrapper import Wrapper
 
 
 IN_BACKWARD = "a transfer in the backward"
@@ -255,7 +255,7 @@ def new_anchor(device: torch.device) -> torch.Tensor:
     return torch.zeros((), requires_grad=True, device="cpu" if device.type == "meta" else device)
 
 
-def recorded(tensor: ShardedTensorBase) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+def recorded(tensor: Wrapper) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """The local tensors to compute with, and the anchor.
 
     A leaf with replicas is shared: whatever is computed from which replica, each of them gets the whole gradient, so
@@ -268,7 +268,7 @@ def recorded(tensor: ShardedTensorBase) -> tuple[list[torch.Tensor], torch.Tenso
 
 
 def shared_replicas(
-    tensor: ShardedTensorBase, group: ProcessGroup, *, is_leaf: bool = False
+    tensor: Wrapper, group: ProcessGroup, *, is_leaf: bool = False
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Local tensors and anchor whose gradients are added up over all replicas and then given to each."""
     layout, anchor = tensor._layout, tensor._anchored()
@@ -297,19 +297,19 @@ def moved_locals(
     return outs, anchor
 
 
-def wants_graph(tensor: ShardedTensorBase) -> bool:
+def wants_graph(tensor: Wrapper) -> bool:
     """Whether a transfer of this tensor must be recorded. The same on every rank, whatever it holds."""
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
-def note_write(tensor: ShardedTensorBase, anchor: torch.Tensor) -> None:
+def note_write(tensor: Wrapper, anchor: torch.Tensor) -> None:
     """Let a tensor into which recorded values were written, and all that it is a view of, be recorded on every rank.
 
     The shards that were written to are. All others are made to depend on the anchor, which leads to the backward of the
     write; a tensor without shards here takes the anchor on. Else a rank that holds nothing of a view would not run that
     backward, and ranks would not agree on which parts of the tensor want a gradient. Every rank calls it.
     """
-    one: ShardedTensorBase | None = tensor
+    one: Wrapper | None = tensor
     reached = bool(tensor._local_tensors())  # whether a shard here leads to the backward of the write
     while one is not None:
         tensors = one._local_tensors()
@@ -324,9 +324,7 @@ def note_write(tensor: ShardedTensorBase, anchor: torch.Tensor) -> None:
         one = one._view_of
 
 
-def moved_tensors(
-    tensor: ShardedTensorBase, plan: TransferPlan, way: Way
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+def moved_tensors(tensor: Wrapper, plan: TransferPlan, way: Way) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """The local tensors of the plan's destination, recorded by autograd if need be, and the anchor if recorded."""
     if tensor.is_meta:  # nothing to move; every rank knows that, for the layout says so
         way.ready()

@@ -20,7 +20,7 @@ from shardwise.sharded_tensor.gradients import Way, moved_locals, recorded
 from shardwise.transfer import TransferPlan
 
 if TYPE_CHECKING:
-    from shardwise.sharded_tensor.base import ShardedTensorBase
+    from shardwise.sharded_tensor.wrapper import Wrapper
 
 hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # such as a checkpoint's
 
@@ -35,14 +35,14 @@ class Arrived(NamedTuple):
     anchor: torch.Tensor | None
 
 
-def root_of(tensor: ShardedTensorBase) -> ShardedTensorBase:
+def root_of(tensor: Wrapper) -> Wrapper:
     """The tensor whose memory this one shows a part of, or itself."""
     while tensor._view_of is not None:
         tensor = tensor._view_of
     return tensor
 
 
-def writes_of(tensor: ShardedTensorBase) -> list[int]:
+def writes_of(tensor: Wrapper) -> list[int]:
     """How often the memory of a tensor was written into since somebody began to count: one number, of all its aliases.
 
     A tensor that is detached has the count of the one that it was made of, but does not keep that and its graph.
@@ -53,14 +53,14 @@ def writes_of(tensor: ShardedTensorBase) -> list[int]:
     return root._writes
 
 
-def count_write(tensor: ShardedTensorBase) -> None:
+def count_write(tensor: Wrapper) -> None:
     """The memory of a tensor is about to be written into. Every rank says so, whatever it holds."""
     writes = root_of(tensor)._writes
     if writes is not None:
         writes[0] += 1
 
 
-def passes(tensor: ShardedTensorBase) -> bool:
+def passes(tensor: Wrapper) -> bool:
     """Whether a tensor was made by an op on its way, and is no parameter or the like. The same on every rank."""
     root = root_of(tensor)
     if not root._passes or isinstance(root, Parameter) or torch.is_inference_mode_enabled():
@@ -68,14 +68,14 @@ def passes(tensor: ShardedTensorBase) -> bool:
     return not (root.is_leaf and root.requires_grad)
 
 
-def kept_layout(tensor: ShardedTensorBase) -> Layout | None:
+def kept_layout(tensor: Wrapper) -> Layout | None:
     """The layout in which the tensor can be had without moving it again, besides its own."""
     kept = tensor._arrived
     return None if kept is None or kept.when != _now(tensor) else kept.layout
 
 
 def moved_once(
-    tensor: ShardedTensorBase, plan: TransferPlan, way: Way, *, record: bool, keeps: bool = True
+    tensor: Wrapper, plan: TransferPlan, way: Way, *, record: bool, keeps: bool = True
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """The local tensors of the plan's destination and, if recorded, an anchor; moved now unless they were before.
 
@@ -98,10 +98,10 @@ def moved_once(
     return moved, anchor
 
 
-def _now(tensor: ShardedTensorBase) -> tuple[Any, ...]:
+def _now(tensor: Wrapper) -> tuple[Any, ...]:
     """What must not have changed since: what was written, whether it is recorded, and who looks at what is saved."""
     return writes_of(tensor)[0], torch.is_grad_enabled(), hooks_on_saved(True)
 
 
-def _versions(tensor: ShardedTensorBase) -> list[int]:
+def _versions(tensor: Wrapper) -> list[int]:
     return [0 if local.is_inference() else local._version for local in tensor._local_tensors()]

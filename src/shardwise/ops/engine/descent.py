@@ -28,7 +28,7 @@ from shardwise.ops.engine.programs import remembered
 from shardwise.ops.engine.recorder import watching
 from shardwise.ops.engine.table import handler_of
 from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.direct import call_directly
+from shardwise.sharded_tensor.entrance import call_directly
 from shardwise.sharded_tensor.movement import copy_into
 
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) | torch._C.DispatchKeySet(

@@ -10,7 +10,7 @@ from shardwise.dispatch import Op, registry, unsupported
 from shardwise.ops.engine.descent import descend
 from shardwise.ops.engine.table import TABLE
 from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.direct import call_directly
+from shardwise.sharded_tensor.entrance import call_directly
 from shardwise.sharded_tensor.moved_once import writes_of
 from shardwise.sharded_tensor.movement import copy_into
 from shardwise.sharding_spec import ShardingSpec

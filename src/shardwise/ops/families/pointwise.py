@@ -17,7 +17,7 @@ from shardwise.ops.engine.kind import BLIND
 from shardwise.ops.engine.rule import Rule, broadcast
 from shardwise.ops.engine.table import TABLE
 from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.direct import call_directly
+from shardwise.sharded_tensor.entrance import call_directly
 from shardwise.sharded_tensor.moved_once import count_write
 
 aten = torch.ops.aten
