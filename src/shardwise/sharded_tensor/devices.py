@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardwise.layout import Places
 from shardwise.placement import WITHOUT_INDEX
 from shardwise.process_group import Fields, in_step_sharing, locate_all
 from shardwise.sharded_tensor.frame import Frame
@@ -20,13 +21,37 @@ if TYPE_CHECKING:
     from shardwise.sharded_tensor.tensor import ShardedTensor
 
 
-def converted(
+Made = tuple[Frame, list[torch.Tensor], torch.Tensor | None]  # with the anchor
+
+
+def converted(tensor: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | None:
+    """What `torch.Tensor.to` makes of a tensor when it is given these arguments; None where nothing changes."""
+    process_group, copy = kwargs.pop("process_group", None), kwargs.pop("copy", False)
+    if len(args) > 2 and isinstance(args[-1], bool) and isinstance(args[-2], bool):  # non_blocking and copy
+        args, copy = args[:-1], args[-1]
+    if args and isinstance(args[0], torch.Tensor):  # as that tensor is
+        args = (args[0].device, args[0].dtype, *args[1:])
+    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+    dtype = tensor.dtype if dtype is None else dtype
+    stays = device is None or (device.type == tensor.device.type and _stays(tensor, device))
+    same = dtype == tensor.dtype and not copy and process_group is None
+    if stays and same:
+        return None
+
+    def convert(local: torch.Tensor, target: torch.device | None) -> torch.Tensor:
+        return local.to(target or local.device, dtype, non_blocking, copy)
+
+    made = _moved(tensor, None if stays else device, dtype, process_group, convert)
+    return None if same and made[0].layout == tensor._layout else made
+
+
+def _moved(
     tensor: ShardedTensor,
     device: torch.device | None,
     dtype: torch.dtype,
     process_group: ProcessGroup | None,
     convert: Callable[[torch.Tensor, torch.device | None], torch.Tensor],
-) -> tuple[Frame, list[torch.Tensor], torch.Tensor | None]:
+) -> Made:
     """Frame, local tensors and anchor on another device or of another dtype; every rank stays with its own boxes."""
     group = tensor._process_group if process_group is None else process_group
     layout = tensor._layout
@@ -54,3 +79,16 @@ def converted(
     frame = Frame.of(layout, spec, tensor._frame.rows, dtype, group)
     tensors, anchor = recorded(tensor)
     return frame, [convert(local, target) for local in tensors], anchor
+
+
+def _stays(tensor: ShardedTensor, device: torch.device) -> bool:
+    """Whether every rank knows that nothing moves to a device of the same kind.
+
+    One that is named by its index may be another on another rank. Where each rank's shards are on the device that it
+    uses by convention, as after `cuda()`, a rank that stays takes it that the others do; else the ranks must talk.
+    """
+    if device.type in WITHOUT_INDEX or device == torch.device(device.type):
+        return True
+    places = tensor._layout.places
+    usual = places.are_known and places == Places.on_ranks(places.ranks, device.type)
+    return usual and device == tensor.device

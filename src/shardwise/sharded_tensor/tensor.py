@@ -11,9 +11,7 @@ from torch.distributed import ProcessGroup, rpc
 
 from shardwise.dispatch import registry
 from shardwise.errors import MemoryFormatError, RpcError
-from shardwise.layout import Places
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, restore_properties
-from shardwise.placement import WITHOUT_INDEX
 from shardwise.process_group import Fields, in_step, or_default
 from shardwise.random import Draw, TileGenerator, current_generator
 from shardwise.sharded_tensor import assembly, devices, movement, old_pickles, pickling, remote
@@ -283,26 +281,10 @@ class ShardedTensor(ShardedTensorBase):
         """
         if not torch._C._is_torch_function_enabled():  # inside an op that is broken down into others
             return super().to(*args, **kwargs)  # type: ignore[return-value] # sharded
-        process_group, copy = kwargs.pop("process_group", None), kwargs.pop("copy", False)
-        if len(args) > 2 and isinstance(args[-1], bool) and isinstance(args[-2], bool):  # non_blocking and copy
-            args, copy = args[:-1], args[-1]
-        if args and isinstance(args[0], torch.Tensor):  # as that tensor is
-            args = (args[0].device, args[0].dtype, *args[1:])
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-        dtype = self.dtype if dtype is None else dtype
-        stays = device is None or (device.type == self.device.type and _stays(self, device))
-        same = dtype == self.dtype and not copy and process_group is None
-        if stays and same:
+        made = devices.converted(self, args, kwargs)
+        if made is None:
             return self
-
-        def convert(local: torch.Tensor, target: torch.device | None) -> torch.Tensor:
-            return local.to(target or local.device, dtype, non_blocking, copy)
-
-        moves = None if stays else device
-        frame, tensors, anchor = devices.converted(self, moves, dtype, process_group, convert)
-        if same and frame.layout == self._layout:
-            return self
-        new: ShardedTensor = self._derived(frame, tensors, anchor)
+        new: ShardedTensor = self._derived(*made)
         return new
 
     def cpu(
@@ -379,19 +361,6 @@ def _show_old_signature(method: Callable[..., Any], *added: str) -> None:
 
 _show_old_signature(ShardedTensor.gather, "dim", "index")  # torch's two names
 _show_old_signature(ShardedTensor.reshard, "dims", "weights")
-
-
-def _stays(tensor: ShardedTensor, device: torch.device) -> bool:
-    """Whether every rank knows that nothing moves to a device of the same kind.
-
-    One that is named by its index may be another on another rank. Where each rank's shards are on the device that it
-    uses by convention, as after `cuda()`, a rank that stays takes it that the others do; else the ranks must talk.
-    """
-    if device.type in WITHOUT_INDEX or device == torch.device(device.type):
-        return True
-    places = tensor._layout.places
-    usual = places.are_known and places == Places.on_ranks(places.ranks, device.type)
-    return usual and device == tensor.device
 
 
 def _require_plain_format(memory_format: torch.memory_format) -> None:
