@@ -15,7 +15,6 @@ from shardwise.geometry import Boxes
 from shardwise.layout import Axis, Cut, Grid, Layout, Places
 
 LARGEST = 2**62
-CPU = ((torch.device("cpu"), None),)
 
 
 class PlacesWriter:
@@ -66,7 +65,7 @@ def read_places(words: Any, files: int) -> list[Places]:
             ranks = np.arange(first, first + count, dtype=np.int64)
         if len(ranks) and ranks.max() >= max(files, 1):  # boxes without elements lie in the first file, or in none
             raise ValueError(f"file {ranks.max()} of {files}")
-        found.append(Places(ranks, CPU))
+        found.append(Places.on_ranks(ranks, "cpu"))
     return found
 
 

@@ -24,8 +24,6 @@ from shardwise.checkpoint.streams import Stretch
 from shardwise.geometry import Boxes, IntArray
 from shardwise.layout import Grid, Layout, Places
 
-CPU = ((torch.device("cpu"), None),)
-
 
 @dataclass(frozen=True, eq=False)
 class FileDraft:
@@ -131,4 +129,5 @@ class _Lying:
         return self._places[key]
 
     def _files(self, ranks: IntArray) -> Places:
-        return Places(self._numbers[np.minimum(np.searchsorted(self._known, ranks), len(self._known) - 1)], CPU)
+        row = np.minimum(np.searchsorted(self._known, ranks), len(self._known) - 1)
+        return Places.on_ranks(self._numbers[row], "cpu")

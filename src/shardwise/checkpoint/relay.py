@@ -25,7 +25,6 @@ from shardwise.process_group import Fields, is_fake
 from shardwise.storage import LocalStorage, Storage
 from shardwise.transfer import make_plan, move
 
-CPU = ((torch.device("cpu"), None),)
 WORTH = 4 * 2**20  # bytes of a tensor: messages for smaller ones take longer than reading them again
 PART = 8 * 2**20  # bytes that a rank reads of a stored box at a time
 ROUND = 32 * 2**20  # bytes that a rank reads before all send
@@ -79,7 +78,7 @@ def wanted_by_all(local: Local, ranks: Ranks) -> Layout:
     """Which rank needs which boxes; of a plain tensor, all of them all."""
     if not local.plain:
         return local.layout
-    return Layout.whole(local.layout.size, Places(np.array(ranks.all, dtype=np.int64), CPU))
+    return Layout.whole(local.layout.size, Places.on_ranks(np.array(ranks.all, dtype=np.int64), "cpu"))
 
 
 def _read_for(stored: StoredTensor, box: Boxes, verify: bool) -> int:
@@ -151,7 +150,9 @@ def _on_all(read: Layout, ranks: Ranks) -> Layout:
     """The boxes of a round, all on each rank."""
     count = len(ranks.all)
     boxes = Boxes(np.tile(read.boxes.offsets, (count, 1)), np.tile(read.boxes.sizes, (count, 1)))
-    return Layout.of(read.size, boxes, Places(np.repeat(np.array(ranks.all, dtype=np.int64), len(read)), CPU))
+    return Layout.of(
+        read.size, boxes, Places.on_ranks(np.repeat(np.array(ranks.all, dtype=np.int64), len(read)), "cpu")
+    )
 
 
 def rounds_of(stored: StoredTensor, wanted: Layout, ranks: Ranks) -> Iterator[Layout]:
@@ -189,4 +190,4 @@ def _parts(stored: StoredTensor, most: int) -> Iterator[tuple[list[int], list[in
 
 def _layout(stored: StoredTensor, boxes: Sequence[tuple[list[int], list[int], int]]) -> Layout:
     found = Boxes.parse([box[0] for box in boxes], [box[1] for box in boxes], len(stored.size))
-    return Layout.of(stored.size, found, Places(np.array([box[2] for box in boxes], dtype=np.int64), CPU))
+    return Layout.of(stored.size, found, Places.on_ranks(np.array([box[2] for box in boxes], dtype=np.int64), "cpu"))

@@ -55,7 +55,7 @@ class Places(Sequence[Placement]):
 
     @staticmethod
     def on_ranks(ranks: IntArray, device_type: str) -> Places:
-        """Each of these ranks once, on the device of this type that it uses by convention."""
+        """A place for each of these ranks, in order: the device of this type that it uses by convention."""
         if device_type in WITHOUT_INDEX:
             return Places(ranks, [(torch.device(device_type), None)])
         count = torch.get_device_module(device_type).device_count()

@@ -21,8 +21,6 @@ from shardwise.errors import CheckpointError, StateMismatchError
 from shardwise.layout import Layout, Places
 from shardwise.sharded_tensor import ShardedTensorBase
 
-CPU = ((torch.device("cpu"), None),)
-
 
 @dataclass(frozen=True, eq=False)
 class Given:
@@ -134,7 +132,7 @@ def joined(which: str, told: Sequence[Told], ranks: int, problems: list[str]) ->
         ]
         plain = sorted(rank for number, words in said if words["layout"] is None for rank in told[number][0])
         if plain:
-            layouts.append(Layout.whole(size, Places(np.array(plain, dtype=np.int64), CPU)))
+            layouts.append(Layout.whole(size, Places.on_ranks(np.array(plain, dtype=np.int64), "cpu")))
         if any(layout != layouts[0] for layout in layouts):
             first, last = (told[number][0][0] for number in (said[0][0], said[-1][0]))
             problems.append(f"'{name}' of the {which} has another layout on rank {last} than on rank {first}")
@@ -150,4 +148,4 @@ def joined(which: str, told: Sequence[Told], ranks: int, problems: list[str]) ->
 
 
 def _moved(layout: Layout, by: int) -> Layout:
-    return layout if not by else layout.on(Places(layout.ranks + by, CPU))
+    return layout if not by else layout.on(Places.on_ranks(layout.ranks + by, "cpu"))
