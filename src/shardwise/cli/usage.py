@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from shardwise.cli.console import Console
+from shardwise.viz.words import bytes_of
 
 Run = Callable[[argparse.Namespace, Console], int]
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 MAX_MEMORY = "1GiB"
 NARROW = 100  # columns of a help
 
@@ -88,7 +88,7 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
 
 def byte_count(text: str) -> int:
     """A number of bytes, as people write it."""
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\d+e\d+)\s*([kmgt]?i?)b?", text.strip().lower())
-    if found is None or found[2] == "i" or float(found[1]) * UNITS[found[2]] < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is no number of bytes: write 500MB or 4GiB")
-    return int(float(found[1]) * UNITS[found[2]])
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

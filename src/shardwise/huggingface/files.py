@@ -16,12 +16,12 @@ from shardwise.geometry import Boxes
 from shardwise.layout import Layout
 from shardwise.placement import Placement, rank_device
 from shardwise.transfer.views import cut
+from shardwise.viz.words import bytes_of
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SPLIT = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 METADATA = {"format": "pt"}  # by which readers know that torch wrote it
 PIECE = 16 * 2**20  # bytes that a rank gets at a time of a tensor whose boxes are not stretches of the file
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class Files:
         for source in sources:
             if source.dtype not in WORDS:
                 raise CheckpointError(f"'{source.name}' is {source.dtype}, for which safetensors has no word")
-        most, groups, total = bytes_of_size(max_shard_size), list[list[int]](), 0
+        most, groups, total = _most(max_shard_size), list[list[int]](), 0
         for number, source in enumerate(sources):
             nbytes = _entry(source).nbytes
             if not groups or total + nbytes > most:
@@ -142,11 +142,13 @@ def _entry(source: Source) -> Entry:
     return Entry(source.dtype, tuple(source.size))
 
 
-def bytes_of_size(size: int | str) -> int:
-    """The bytes of a number, or of words such as "5GB"."""
+def _most(size: int | str) -> int:
+    """The bytes that a file may have, given as a number or in words such as "5GB"."""
     if isinstance(size, int) and size > 0:
         return size
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)", str(size).strip().upper())
-    if found is None or not float(found[1]):
-        raise CheckpointError(f"max_shard_size is a number of bytes, or words such as '5GB'; found {size!r}")
-    return max(int(float(found[1]) * UNITS[found[2]]), 1)
+    try:
+        return bytes_of(str(size))
+    except ValueError:
+        raise CheckpointError(
+            f"max_shard_size is a number of bytes, or words such as '5GB'; found {size!r}"
+        ) from None
