@@ -8,13 +8,12 @@ import os
 import shutil
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
-from shardwise.viz.words import bytes_text
+from shardwise.checkpoint.progress import Progress
 
 WIDEST = 160  # columns that are used, of a wider terminal
 NARROWEST = 40
@@ -104,11 +103,8 @@ class Console:
         if self.as_json or not sys.stderr.isatty():
             yield lambda _: None
             return
-        bar = _Bar(what, total, sys.stderr)
-        try:
+        with Progress(what, total, transient=True) as bar:
             yield bar.advance
-        finally:
-            bar.end()
 
     def _marked(self, word: str, rest: str, style: str) -> None:
         if self._rich is None or self.as_json:
@@ -125,61 +121,6 @@ def _rich_console() -> Any:
     except ImportError:
         return None
     return Rich(highlight=False)
-
-
-class _Bar:
-    """A bar of rich, or a line that is written again and again."""
-
-    def __init__(self, what: str, total: int, stream: IO[str]) -> None:
-        self._what, self._total, self._stream = what, total, stream
-        self._done, self._begun, self._shown = 0, time.monotonic(), 0.0
-        self._rich, self._task = _rich_bar(what, total)
-
-    def advance(self, count: int) -> None:
-        self._done += count
-        if self._rich is not None:
-            self._rich.update(self._task, completed=min(self._done, self._total))
-            return
-        now = time.monotonic()
-        if now - self._shown > 0.2:
-            self._shown = now
-            rate = self._done / max(now - self._begun, 1e-9)
-            done, total = bytes_text(min(self._done, self._total)), bytes_text(self._total)
-            self._stream.write(f"\r{self._what} {done} of {total}, {bytes_text(int(rate))}/s \x1b[K")
-            self._stream.flush()
-
-    def end(self) -> None:
-        if self._rich is not None:
-            self._rich.stop()
-        elif self._shown:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-
-
-def _rich_bar(what: str, total: int) -> tuple[Any, Any]:
-    try:
-        from rich.console import Console as Rich
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-    except ImportError:
-        return None, None
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Rich(stderr=True),
-        transient=True,
-    )
-    bar.start()
-    return bar, bar.add_task(what, total=total)
 
 
 def _fitted(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int) -> list[int]:
