@@ -20,25 +20,31 @@ from shardwise.errors import CheckpointError, DamageError
 from shardwise.geometry import IntArray
 from shardwise.storage import OpenFile
 
-# Where the format has no word for a dtype (or only its latest readers know it), the file holds the bytes of each
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # by the words of the format
+LATEST = frozenset({"F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "C64"})  # words that only its latest readers know
+# Where the format has no word for a dtype, or only its latest readers know it, a file of ours holds the bytes of each
 # element as a last dim of U8, and the index knows the dtype.
-WORDS = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+WRITTEN = {dtype: word for word, dtype in DTYPES.items() if word not in LATEST}
 ALIGNMENT = 64  # of the first tensor, so that a memory map of the file can be computed with
 MOST_HEADER = 100_000_000  # bytes; readers of the format refuse more
 METADATA = "__metadata__"  # the one key that is no tensor
@@ -60,7 +66,7 @@ class Entry:
 
     def words(self) -> tuple[str, list[int]]:
         """The dtype and shape that the file says it has."""
-        word = WORDS.get(self.dtype)
+        word = WRITTEN.get(self.dtype)
         return ("U8", [*self.sizes, self.dtype.itemsize]) if word is None else (word, list(self.sizes))
 
 
@@ -103,7 +109,7 @@ class Header:
         """What the file says of a tensor, or the error that says that there is no such thing."""
         found = self.words[key]
         try:
-            dtype, sizes = BY_WORD[found["dtype"]], tuple(found["shape"])
+            dtype, sizes = DTYPES[found["dtype"]], tuple(found["shape"])
         except (KeyError, TypeError) as error:
             raise DamageError(f"file '{self.file}' holds '{key}' as {found!r:.200}, which is unknown") from error
         if not all(type(size) is int and size >= 0 for size in sizes):
@@ -136,9 +142,6 @@ class Header:
             end = begin + Blocks.of(entry.sizes, entry.dtype.itemsize).count
             found[key], begin = slice(begin, end), end
         return found
-
-
-BY_WORD = {word: dtype for dtype, word in WORDS.items()}
 
 
 def read_own_header(file: OpenFile, name: str, checkpoint: str, sum_of_both: int) -> Header:

@@ -16,7 +16,7 @@ import torch
 from shardwise.archive.formats.dcp_writing import TensorLeaf
 from shardwise.archive.formats.dcp_writing import write_dcp as write_to_dcp
 from shardwise.archive.nest import Kind, Node
-from shardwise.archive.tensor_file import WORDS, Entry, header_of
+from shardwise.archive.tensor_file import WRITTEN, Entry, header_of
 from shardwise.cli.contents import UsageError, dtype_text
 from shardwise.cli.rewriting import ROOM, Outgoing, Rewriting
 from shardwise.storage import storage_at
@@ -112,7 +112,7 @@ def _leaves(
 def _safetensors(
     rewriting: Rewriting, tensors: Sequence[Outgoing], names: dict[str, str]
 ) -> tuple[bytes, Iterator[memoryview]]:
-    unknown = next((tensor for tensor in tensors if tensor.dtype not in WORDS), None)
+    unknown = next((tensor for tensor in tensors if tensor.dtype not in WRITTEN), None)
     if unknown is not None:
         raise UsageError(
             f"'{unknown.name}' is {dtype_text(unknown.dtype)}, for which safetensors has no word: leave it out"

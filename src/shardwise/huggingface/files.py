@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwise.archive.slabs import strides_of
-from shardwise.archive.tensor_file import WORDS, Entry, header_of
+from shardwise.archive.tensor_file import WRITTEN, Entry, header_of
 from shardwise.checkpoint.sharing_out import Part, Sharing, Source
 from shardwise.errors import CheckpointError
 from shardwise.geometry import Boxes
@@ -45,7 +45,7 @@ class Files:
     def of(sources: Sequence[Source], max_shard_size: int | str) -> Files:
         """As few files as have room, in the order of the tensors; one that is larger has a file of its own."""
         for source in sources:
-            if source.dtype not in WORDS:
+            if source.dtype not in WRITTEN:
                 raise CheckpointError(f"'{source.name}' is {source.dtype}, for which safetensors has no word")
         most, groups, total = _most(max_shard_size), list[list[int]](), 0
         for number, source in enumerate(sources):
@@ -149,6 +149,4 @@ def _most(size: int | str) -> int:
     try:
         return bytes_of(str(size))
     except ValueError:
-        raise CheckpointError(
-            f"max_shard_size is a number of bytes, or words such as '5GB'; found {size!r}"
-        ) from None
+        raise CheckpointError(f"max_shard_size is a number of bytes, or words such as '5GB'; found {size!r}") from None

@@ -13,7 +13,7 @@ import torch
 from shardwise.archive.formats.assembly import Chunk, assembled, counts
 from shardwise.archive.formats.files import Files, require_inside
 from shardwise.archive.stored import Index, Spot, StoredTensor
-from shardwise.archive.tensor_file import BY_WORD, ID, METADATA, MOST_HEADER
+from shardwise.archive.tensor_file import DTYPES, ID, METADATA, MOST_HEADER
 from shardwise.archive.whole_bytes import content, part
 from shardwise.errors import CheckpointError
 from shardwise.storage.place import Storage
@@ -22,13 +22,6 @@ FORMAT = "safetensors"
 SUFFIX = ".safetensors"
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDING, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # by which torch.distributed.checkpoint says what is where
-WORDS = {
-    **BY_WORD,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64,
-}
 
 
 @dataclass
@@ -128,7 +121,7 @@ def _chunk(key: str, entry: Any, file: str, begin: int, cut: Any) -> tuple[Chunk
     if not isinstance(entry, dict):
         raise CheckpointError(f"{what} is garbled")
     word = entry.get("dtype")
-    dtype = WORDS.get(word) if isinstance(word, str) else None
+    dtype = DTYPES.get(word) if isinstance(word, str) else None
     if dtype is None:
         raise CheckpointError(f"{what} is of dtype {f'{word!r:.50}' if isinstance(word, str) else '?'}: it is unknown")
     sizes = counts(entry.get("shape"), f"the shape of {what}")
