@@ -1,11 +1,14 @@
-"""Reading by hand what an index speaks of, to compare with what was written."""
+"""Tensors of all kinds, a checkpoint of them, and reading by hand what an index speaks of, to compare."""
 
 from __future__ import annotations
 
 import math
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp_library
 from tests.cases import PLAIN
 
 from shardwise.archive.stored import Index, Spot, StoredTensor
@@ -78,3 +81,11 @@ def same(found: Any, expected: Any) -> bool:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def make_dcp(path: Path) -> None:
+    """A checkpoint of torch.distributed.checkpoint with tensors and values."""
+    state = {"model": of_all_kinds(), "values": [1, {"a": "b"}, None], "set": {1, 2}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns when there is no process group
+        dcp_library.save(state, checkpoint_id=path, no_dist=True)
