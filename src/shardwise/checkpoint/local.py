@@ -56,6 +56,17 @@ class Local:
         )
 
 
+def rank_in_layout(name: str, tensor: torch.Tensor) -> int | None:
+    """Which rank this process is in the layout of a tensor; None where it has no box of it, or the tensor is plain.
+
+    It may be another one now: a process keeps its tensors when it leaves a world for another.
+    """
+    if is_dtensor(tensor):
+        tensor = _shards_of(name, tensor)
+    rows = tensor._frame.rows if isinstance(tensor, ShardedTensorBase) else ()
+    return int(tensor.sharding.ranks[rows[0]]) if rows else None  # type: ignore[attr-defined] # sharded
+
+
 def _shards_of(name: str, dtensor: torch.Tensor) -> ShardedTensorBase:
     """What is here of a DTensor, over its own memory, so that a load reaches it."""
     try:

@@ -31,10 +31,13 @@ class Snapshot:
     locals: Sequence[Local]
 
     @staticmethod
-    def of(state: Any, ranks: Ranks, content: Callable[[Any], Any] = content_of) -> Snapshot:
-        """What a state is now, or a `CheckpointError` that names the entry that cannot be saved. ``content`` gives the
-        state dict of an object."""
-        tree = nest.parse(state, lambda owner, _: content(owner))
+    def of(state: Any, ranks: Ranks) -> Snapshot:
+        """What a state is now, or a `CheckpointError` that names the entry that cannot be saved."""
+        return Snapshot.of_tree(nest.parse(state, lambda owner, _: content_of(owner)), ranks)
+
+    @staticmethod
+    def of_tree(tree: Node, ranks: Ranks) -> Snapshot:
+        """The same of a state whose objects have given their state dicts."""
         found = [(path, node) for path, node in tree.walk() if node.kind is Kind.TENSOR]
         locals_ = [Local.of(nest.name_of(path), node.own, ranks) for path, node in found]
         return Snapshot(tree, [path for path, _ in found], [node for _, node in found], locals_)

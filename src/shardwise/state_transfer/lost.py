@@ -10,14 +10,17 @@ import torch
 from shardwise.checkpoint.local import Local
 from shardwise.errors import ProcessGroupError, StateLostError
 from shardwise.geometry import IntArray
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Places
 
 MOST_LISTED = 20  # tensors
 MOST_BOXES = 3  # of a tensor
 
 
 def require_held(tensors: Mapping[str, Local], ranks: Sequence[int], lost: Sequence[int]) -> None:
-    """Raise unless these ranks have every element; what is wrong is one error, which names the boxes that are lost."""
+    """Raise unless these ranks have every element; what is wrong is one error, which names the boxes that are lost.
+
+    Ranks are those that the layouts speak of.
+    """
     lines, everyone = [], np.array([*ranks, *lost], dtype=np.int64)
     for name, local in tensors.items():
         if local.plain:
@@ -27,8 +30,8 @@ def require_held(tensors: Mapping[str, Local], ranks: Sequence[int], lost: Seque
         if len(outside):
             rank = int(outside[0])
             raise ProcessGroupError(
-                f"'{name}' has boxes on rank {rank}, which is not in the group; nothing was moved: give a group with "
-                f"all ranks that have the old state, or, if rank {rank} is gone, lost=[{rank}]"
+                f"'{name}' has boxes on rank {rank}, which is not in the group, or gives no old state; nothing was "
+                f"moved: give a group with all ranks that have it, or, if rank {rank} is gone, lost=[{rank}]"
             )
         gone = _gone(local.layout, lost) if lost else []
         if gone:
@@ -44,15 +47,22 @@ def require_held(tensors: Mapping[str, Local], ranks: Sequence[int], lost: Seque
         )
 
 
-def without(
-    layout: Layout, tensors: Mapping[int, torch.Tensor], lost: Sequence[int]
+def surviving(
+    layout: Layout, tensors: Mapping[int, torch.Tensor], numbers: Mapping[int, int]
 ) -> tuple[Layout, dict[int, torch.Tensor]]:
-    """A layout without the boxes of lost ranks, and the local tensors by their rows of it."""
-    kept = np.flatnonzero(~np.isin(layout.ranks, lost))
-    if len(kept) == len(layout):
-        return layout, dict(tensors)
-    number = {int(row): at for at, row in enumerate(kept)}
-    return layout.chosen(kept), {number[row]: tensor for row, tensor in tensors.items()}
+    """A layout without the boxes of lost ranks, and the local tensors by their rows of it.
+
+    ``numbers`` has for each rank that the layout speaks of and that is left the one that it is now.
+    """
+    before, now = (np.array(side, dtype=np.int64) for side in zip(*sorted(numbers.items()), strict=True))
+    kept = np.flatnonzero(np.isin(layout.ranks, before))
+    if len(kept) < len(layout):
+        number = {int(row): at for at, row in enumerate(kept)}
+        layout, tensors = layout.chosen(kept), {number[row]: tensor for row, tensor in tensors.items()}
+    ranks = now[np.searchsorted(before, layout.ranks)]
+    if (ranks != layout.ranks).any():
+        layout = layout.on(Places.on_ranks(ranks, "cpu"))
+    return layout, dict(tensors)
 
 
 def _gone(layout: Layout, lost: Sequence[int]) -> list[int]:

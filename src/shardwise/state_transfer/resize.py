@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,22 +15,23 @@ from torch.distributed import ProcessGroup
 from shardwise import settings
 from shardwise.archive import StoredTensor, nest
 from shardwise.archive.dtypes import dtype_named, name_of_dtype
-from shardwise.archive.nest import Node
+from shardwise.archive.nest import Kind, Node
 from shardwise.archive.stored import in_one
 from shardwise.archive.values import decode, encode
-from shardwise.checkpoint.local import Local
+from shardwise.checkpoint.local import Local, rank_in_layout
 from shardwise.checkpoint.matching import Match, count_objects, settle
 from shardwise.checkpoint.optimizers import content_of
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.target import fitted, require_data_of, without_room
-from shardwise.errors import ProcessGroupError, RankMismatchError, StateMismatchError
+from shardwise.errors import ProcessGroupError, RankMismatchError, StateMismatchError, TransferError
 from shardwise.meeting import told_to
 from shardwise.process_group import Fields, in_step_telling
 from shardwise.sharded_optim import ShardedOptimizer
 from shardwise.sharded_optim.state import Work
+from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.state_transfer.expression import Take
-from shardwise.state_transfer.lost import require_held, without
+from shardwise.state_transfer.lost import require_held, surviving
 from shardwise.state_transfer.sides import Given
 from shardwise.state_transfer.transfer import MAX_BYTES, StateTransfer
 
@@ -58,8 +60,13 @@ def resize(
     use_local_synchronization=True)`` makes one that the dead need not join. What a lost rank held comes from replicas
     on other ranks. Where there are none, every rank raises a `StateLostError` that lists what is lost.
 
-    All checks come before the first change, and every rank raises the same. If a rank is lost while tensors move, the
-    new state is partly filled, and the old one is as it was::
+    The ranks may have been numbered anew since the old state was made: processes that leave one world by
+    ``dist.destroy_process_group()`` and join another, with others that were started later, keep their sharded tensors,
+    and by these they are known. ``lost`` has the numbers of then.
+
+    All checks come before the first change, and every rank raises the same. If a rank is lost while tensors move, every
+    other one raises a `TransferError` soon: the new state is partly filled, and the old one is as it was, so that a new
+    group without that rank can begin again with ``lost``::
 
         >>> model = shardwise.shard_module(torch.nn.Linear(4, 4), {"weight": 0})  # on all ranks
         >>> fewer = shardwise.shard_module(torch.nn.Linear(4, 4), {"weight": 1})  # on those that stay
@@ -75,6 +82,7 @@ class _Old(NamedTuple):
     """What a rank knows of the old state, if it has it."""
 
     snapshot: Snapshot
+    number: int  # the rank that this process is in its layouts, or a number that no rank has in them
     sums: list[int]  # of its plain tensors
 
 
@@ -90,18 +98,23 @@ class _Resize:
         sources, words = self._tell(*self._look())
         stored = self._stored(words)
         target, targets, recipe, objects = self._fit(stored)
-        StateTransfer(
-            {name: _given(local, self._lost) for name, local in sources.items()},
+        transfer = StateTransfer(
+            {name: _given(local, self._numbers) for name, local in sources.items()},
             targets,
             recipe=recipe,
             max_bytes=max_bytes,
             process_group=self._ranks.group,
-        ).run()
-        if target is None:
-            for _ in range(objects):
-                self._together(_nothing)
-            return None
-        return settle(target, stored, self._together)
+        )
+        try:
+            transfer.run()
+            self._together(_nothing)  # a rank that has all of it may not have met one that is gone
+            if target is None:
+                for _ in range(objects):
+                    self._together(_nothing)
+                return None
+            return settle(target, stored, self._together)
+        except TransferError as error:
+            raise _broken_off(error, self._ranks) from error
 
     # Who, and what they have ----------------------------------------------------------------------------------------
 
@@ -109,11 +122,6 @@ class _Resize:
         """Find out which ranks have the old state, and which are to have the new one."""
 
         def attend() -> tuple[None, Fields, list[bool]]:
-            there = [rank for rank in self._lost if rank in self._ranks.all]
-            if there:
-                raise ProcessGroupError(
-                    f"rank {there[0]} is given as lost, and is in the group: give a group of the ranks that are left"
-                )
             fields = {"verb": "resize", "lost": self._lost, "max_bytes": max_bytes}
             return None, fields, [self._old_state is not None, self._new_state is not None]
 
@@ -126,7 +134,10 @@ class _Resize:
                 raise StateMismatchError(f"every rank gives None for {which}: give it on the ranks that have it")
 
     def _look(self) -> tuple[_Old | None, list[Any]]:
-        """The old state, if all ranks that have it have the same; and which of its tensors each says are tied."""
+        """The old state, if all ranks that have it have the same; and which of its tensors each says are tied.
+
+        From then on it is known which rank is which of its layouts.
+        """
 
         def content(owner: Any) -> Any:
             ours = type(owner).state_dict is ShardedOptimizer.state_dict
@@ -137,28 +148,61 @@ class _Resize:
         def look() -> tuple[_Old | None, Fields, Any]:
             if self._old_state is None:
                 return None, {}, None
-            snapshot = Snapshot.of(self._old_state, self._old_ranks, content)
+            tree = nest.parse(self._old_state, lambda owner, _: content(owner))
+            number = self._number_in(tree)
+            snapshot = Snapshot.of_tree(tree, replace(self._ranks, here=number))
             fields.update(snapshot.fields())
             sums = snapshot.checksums() if settings.current().validate else []
             said = hashlib.blake2b(json.dumps(list(fields.items())).encode(), digest_size=16).hexdigest()
-            return _Old(snapshot, sums), {}, [said, snapshot.ties(), zlib.crc32(repr(sums).encode())]
+            return _Old(snapshot, number, sums), {}, [said, snapshot.ties(), zlib.crc32(repr(sums).encode()), number]
 
         old, told = self._ranks.in_step(look)
         while self._is_asked(told):
             old, told = self._ranks.in_step(look)
         known = [one for one in told if one is not None]
-        if len({said for said, _, _ in known}) > 1:  # now it is worth to tell all of it
+        if len({said for said, *_ in known}) > 1:  # now it is worth to tell all of it
             raise self._difference(self._told_by_old(fields))
-        if len({total for _, _, total in known}) > 1:
+        self._numbers = self._numbered([number for *_, number in known])
+        if len({total for _, _, total, _ in known}) > 1:
             sums = self._told_by_old([] if old is None else old.sums)
 
             def compare() -> tuple[None, Fields, None]:
                 if old is not None:
-                    old.snapshot.require_same_content(sums, self._old_ranks, "moved")
+                    old.snapshot.require_same_content(sums, replace(self._ranks, all=self._old), "moved")
                 return None, {}, None
 
             self._ranks.in_step(compare)
-        return old, [ties for _, ties, _ in known]
+        return old, [ties for _, ties, *_ in known]
+
+    def _number_in(self, tree: Node) -> int:
+        """Which rank this process is in the layouts of the old state. If it has no box, a number that none has there,
+        and another one on each rank; a process alone is not asked."""
+        if self._ranks.group is None:
+            return self._ranks.here
+        tensors = [(nest.name_of(path), node.own) for path, node in tree.walk() if node.kind is Kind.TENSOR]
+        for name, tensor in tensors:
+            found = rank_in_layout(name, tensor)
+            if found is not None:
+                return found
+        layouts = [tensor.sharding for _, tensor in tensors if isinstance(tensor, ShardedTensorBase)]
+        known = [int(layout.ranks.max()) for layout in layouts if len(layout)]
+        return max([*known, *self._lost, *self._ranks.all]) + 1 + self._ranks.all.index(self._ranks.here)
+
+    def _numbered(self, numbers: Sequence[int]) -> dict[int, int]:
+        """For each rank of the layouts of the old state the one that it is now."""
+        found: dict[int, int] = {}
+        for rank, number in zip(self._old, numbers, strict=True):
+            if number in found:
+                raise ProcessGroupError(
+                    f"ranks {found[number]} and {rank} both have the boxes of rank {number} of the old state: nothing "
+                    "was moved"
+                )
+            if number in self._lost:
+                raise ProcessGroupError(
+                    f"rank {number} is given as lost, and is in the group: give a group of the ranks that are left"
+                )
+            found[number] = rank
+        return found
 
     def _share(self, work: Work) -> tuple[Any, list[Any]]:
         """What the ranks that have the old state tell each other of an optimizer's state. Its own group may have lost
@@ -182,10 +226,6 @@ class _Resize:
             )
             raise told_to(error, self._ranks.all)
         return asking[0]
-
-    @property
-    def _old_ranks(self) -> Ranks:
-        return Ranks(self._ranks.group, self._ranks.here, self._old, "resize")
 
     def _told_by_old(self, words: Any) -> list[Any]:
         _, told = self._ranks.in_step(lambda: (None, {}, words))
@@ -213,10 +253,10 @@ class _Resize:
             if old is None:
                 return {}, {}, b""
             snapshot = old.snapshot
-            first = snapshot.tie(ties, self._old_ranks)
+            first = snapshot.tie(ties, replace(self._ranks, here=old.number, all=tuple(self._numbers)))
             names = _names(nest.name_of(path) for path in snapshot.paths)
             sources = {names[number]: snapshot.locals[number] for number in dict.fromkeys(first)}
-            require_held(sources, self._ranks.all, self._lost)
+            require_held(sources, tuple(self._numbers), self._lost)
             if self._ranks.here != self._old[0]:
                 return sources, {}, b""
             known = {node: names[number] for node, number in zip(snapshot.nodes, first, strict=True)}
@@ -264,7 +304,7 @@ class _Resize:
             names = _names(there.name for _, _, there in pairs)
             first: dict[Any, str] = {}
             targets = {
-                name: _given(local, (), first.setdefault(_memory(local, name), name))
+                name: _given(local, None, first.setdefault(_memory(local, name), name))
                 for name, local in zip(names, locals_, strict=True)
             }
             recipe = {name: Take(there.name) for name, (_, _, there) in zip(names, pairs, strict=True)}
@@ -308,9 +348,22 @@ def _names(names: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def _given(local: Local, lost: Sequence[int], tied: str | None = None) -> Given:
-    layout, tensors = (None, local.tensors) if local.plain else without(local.layout, local.tensors, lost)
+def _given(local: Local, numbers: Mapping[int, int] | None, tied: str | None = None) -> Given:
+    layout, tensors = (None if local.plain else local.layout), local.tensors
+    if layout is not None and numbers is not None:
+        layout, tensors = surviving(layout, tensors, numbers)
     return Given(local.layout.size, local.dtype, layout, tensors, tied)
+
+
+def _broken_off(error: TransferError, ranks: Ranks) -> Exception:
+    """What every rank raises that has come so far, when another has not."""
+    advice = (
+        "(resize was moving tensors: the new state is partly filled, and the old one is as it was. If a rank is gone, "
+        "make a group without it, and resize again with lost=[...])"
+    )
+    text = str(error)
+    told = TransferError(text if advice in text else f"{text}\n{advice}")
+    return told_to(told, ranks.all) if hasattr(error, "told_to") else told
 
 
 def _memory(local: Local, name: str) -> Any:
