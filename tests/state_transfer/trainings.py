@@ -14,16 +14,23 @@ OPTIONS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "dampening": 0.3}  # the
 
 
 def training(
-    plan: dict[str, Any] | None, group: ProcessGroup | None = None, *, seed: int = 0, device: str = "cpu"
+    plan: dict[str, Any] | None,
+    group: ProcessGroup | None = None,
+    *,
+    seed: int = 0,
+    device: str = "cpu",
+    optimizer_class: Any = torch.optim.SGD,
+    **options: Any,
 ) -> dict[str, Any]:
     """A new one with the parameters as a plan says, on a group; without a plan, in this process alone."""
+    options = options or OPTIONS
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 6)).double().to(device)
     if plan is None:
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), **OPTIONS)
+        optimizer: torch.optim.Optimizer = optimizer_class(model.parameters(), **options)
     else:
         shardwise.shard_module(model, plan, process_group=group)
-        optimizer = shardwise.ShardedOptimizer(dict(model.named_parameters()), torch.optim.SGD, **OPTIONS)
+        optimizer = shardwise.ShardedOptimizer(dict(model.named_parameters()), optimizer_class, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
 
@@ -44,6 +51,6 @@ def train(state: dict[str, Any], steps: int) -> list[float]:
     return losses
 
 
-def twin_losses(steps: int, device: str = "cpu") -> list[float]:
+def twin_losses(steps: int, **options: Any) -> list[float]:
     """Those of one process that has never moved."""
-    return train(training(None, device=device), steps)
+    return train(training(None, **options), steps)
