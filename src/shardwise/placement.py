@@ -176,6 +176,12 @@ def mesh_grid(mesh: DeviceMesh) -> tuple[list[RemoteDevice], tuple[int, ...]]:
 _ranks: WeakKeyDictionary[DeviceMesh, IntArray] = WeakKeyDictionary()
 
 
+def rank_in_mesh(mesh: DeviceMesh) -> int:
+    """Which of a mesh's ranks this process is, in the world that the mesh is of; -1, which none is, outside of it."""
+    here = mesh.get_coordinate()
+    return -1 if here is None else int(mesh_ranks(mesh)[tuple(here)])
+
+
 def mesh_ranks(mesh: DeviceMesh) -> IntArray:
     """The ranks of a mesh in its shape, read-only; also within FakeTensorMode, where torch would not read them."""
     ranks = _ranks.get(mesh)

@@ -15,21 +15,52 @@ import torch
 import torch.distributed as dist
 from tests.state_transfer.trainings import train, training, twin_losses
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwise
 from shardwise import ChunkShardingSpec, GridShardingSpec
-from shardwise.errors import ProcessGroupError, TransferError
+from shardwise.errors import ProcessGroupError, StateMismatchError, TransferError
 from shardwise.state_transfer import StateTransfer, wires
 from shardwise.testing import ranks
 
 # The rows in two halves, each on two ranks.
 IN_HALVES = GridShardingSpec([None, 0], [["rank:0/cpu", "rank:1/cpu"], ["rank:2/cpu", "rank:3/cpu"]])
+PLAIN = torch.arange(12.0).reshape(6, 2)
 WAIT = 90  # seconds for all processes, which is far less than the timeout of their groups
 
 
 def spec(dim: int, *members: int) -> ChunkShardingSpec:
     """Cut along a dim, over these ranks."""
     return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in members])
+
+
+@ranks(3, timeout=25)
+def test_a_process_is_known_by_its_boxes() -> None:
+    """Whatever its number is now. Two that have the same are one too many; one that has none is not asked."""
+    here = dist.get_rank()
+    rows = shardwise.shard(PLAIN, spec(0, 0, 1, 2))
+    turned = [1, 2, 0]  # what each rank was: here, as if the world had been made anew
+
+    def as_rank(number: int) -> Any:
+        """The tensor as that rank has it, without a message."""
+        frame = rows._frame
+        own = PLAIN[2 * number : 2 * number + 2]
+        held = type(frame).of(frame.layout, frame.spec, frame.layout.rows_on(number), frame.dtype, frame.process_group)
+        made = rows._derived(held, [own], None)
+        return {"rows": made, "plain": torch.ones(2)}
+
+    def new() -> dict[str, Any]:
+        return {"rows": shardwise.zeros(spec(1, 2, 0), 6, 2), "plain": torch.zeros(2)}
+
+    moved = shardwise.resize(as_rank(turned[here]), new())
+    assert torch.equal(moved["rows"].full_tensor(), PLAIN)
+    assert moved["plain"].sum() == 2
+    with pytest.raises(ProcessGroupError, match="ranks 0 and 1 both have the boxes of rank 0 of the old state"):
+        shardwise.resize(as_rank([0, 0, 1][here]), new())
+    outside = shardwise.zeros(spec(0, 1), 4, 2)
+    other = {"rows": shardwise.zeros(spec(0, 2), 4, 2)}
+    assert shardwise.resize({"rows": outside}, other)["rows"].sum().item() == 0
 
 
 def die(*_: Any) -> None:
@@ -69,9 +100,10 @@ def breaks_off(old: dict[str, Any], new: Any, group: ProcessGroup | None, lost: 
 def on_four_ranks(rank: int, port: int) -> None:
     """Ranks 3 and 2 die in the middle of a resize, one after the other; 1 and 0 go on with a process that is new."""
     expected = twin_losses(6)
-    old: Any = None
+    old, halves = None, None
     if rank < 4:
         join_world(port, "first", rank, 4)
+        halves = distribute_tensor(PLAIN, init_device_mesh("cpu", (2, 2)), [Replicate(), Shard(0)])
         old = training({"0.weight": IN_HALVES, "2.weight": None, "2.bias": IN_HALVES})
         assert train(old, 3) == pytest.approx(expected[:3], rel=1e-12)
 
@@ -97,9 +129,14 @@ def on_four_ranks(rank: int, port: int) -> None:
     new = training({"0.weight": spec(1, 0, 1, 2), "0.bias": spec(0, 1), "2.weight": spec(0, 2, 0)})
     with pytest.raises(ProcessGroupError, match=r"has boxes on rank 2, which is not in the group.*lost=\[2\]"):
         shardwise.resize(old, new, lost=[3])
-    assert shardwise.resize(old, new, lost=[2, 3]) is new
+    moved = {**new, "halves": torch.zeros_like(PLAIN)}
+    assert shardwise.resize(old and {**old, "halves": halves}, moved, lost=[2, 3]) is moved
+    assert torch.equal(moved["halves"], PLAIN)
+    new["step"] = moved["step"]
     assert (new["step"], new["scheduler"].last_epoch) == (3, 3)
     assert train(new, 3) == pytest.approx(expected[3:], rel=1e-12)
+    with pytest.raises(StateMismatchError, match=r"'halves' is .*, which is not what its layout says"):
+        StateTransfer(None if halves is None else {"halves": halves}, {"halves": moved["halves"]})
 
 
 def test_ranks_that_die_while_tensors_move() -> None:
@@ -148,31 +185,3 @@ def test_workers_of_torchrun_leave_and_join(tmp_path: Path) -> None:
         losses = list(map(float, out.read_text().split()))
         assert losses == pytest.approx(expected[-len(losses) :], rel=1e-12)
         assert len(losses) == (6 if out.name == "trainers" else 2)
-
-
-@ranks(3, timeout=25)
-def test_a_process_is_known_by_its_boxes() -> None:
-    """Whatever its number is now. Two that have the same are one too many; one that has none is not asked."""
-    here = dist.get_rank()
-    rows = shardwise.shard(torch.arange(12.0).reshape(6, 2), spec(0, 0, 1, 2))
-    turned = [1, 2, 0]  # what each rank was: here, as if the world had been made anew
-
-    def as_rank(number: int) -> Any:
-        """The tensor as that rank has it, without a message."""
-        frame = rows._frame
-        own = torch.arange(12.0).reshape(6, 2)[2 * number : 2 * number + 2]
-        held = type(frame).of(frame.layout, frame.spec, frame.layout.rows_on(number), frame.dtype, frame.process_group)
-        made = rows._derived(held, [own], None)
-        return {"rows": made, "plain": torch.ones(2)}
-
-    def new() -> dict[str, Any]:
-        return {"rows": shardwise.zeros(spec(1, 2, 0), 6, 2), "plain": torch.zeros(2)}
-
-    moved = shardwise.resize(as_rank(turned[here]), new())
-    assert torch.equal(moved["rows"].full_tensor(), torch.arange(12.0).reshape(6, 2))
-    assert moved["plain"].sum() == 2
-    with pytest.raises(ProcessGroupError, match="ranks 0 and 1 both have the boxes of rank 0 of the old state"):
-        shardwise.resize(as_rank([0, 0, 1][here]), new())
-    outside = shardwise.zeros(spec(0, 1), 4, 2)
-    other = {"rows": shardwise.zeros(spec(0, 2), 4, 2)}
-    assert shardwise.resize({"rows": outside}, other)["rows"].sum().item() == 0

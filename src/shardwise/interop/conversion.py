@@ -35,7 +35,7 @@ from shardwise.interop.placements import (
 from shardwise.layout import Layout
 from shardwise.mesh_group import mesh_group, require_inside
 from shardwise.partial import PartialTensor, ReplicatedTensor
-from shardwise.placement import mesh_ranks
+from shardwise.placement import mesh_ranks, rank_in_mesh
 from shardwise.process_group import Fields, group_ranks, in_step, in_step_sharing, is_member, locate_all, or_default
 from shardwise.sharded_tensor import ShardedTensor, ShardedTensorBase
 from shardwise.sharded_tensor.assembly import require_spec
@@ -188,15 +188,19 @@ def from_dtensor(dtensor: DTensor, spec: ShardingSpec | None, process_group: Pro
 
 
 def shards_of(dtensor: DTensor) -> ShardedTensorBase:
-    """What this rank holds of a DTensor as shards over the same memory, without a graph. No communication."""
+    """What this rank holds of a DTensor as shards over the same memory, without a graph. No communication.
+
+    The mesh says which rank this process is: of another number now, if it has left the world that the mesh is of.
+    """
     if any(isinstance(placement, Partial) for placement in dtensor.placements):
         raise PropertyError(
             f"a DTensor that is {list(dtensor.placements)} has parts of a value on its ranks: redistribute it to "
             "Replicate() or Shard(dim) first"
         )
     layout = layout_of_dtensor(dtensor, dtensor.device.type)
-    _require_held(dtensor, layout)
-    return ShardedTensorBase._wrap(_parts(_local_of(dtensor).detach(), layout, layout, None, None))
+    rank = rank_in_mesh(dtensor.device_mesh)
+    _require_held(dtensor, layout, rank)
+    return ShardedTensorBase._wrap(_parts(_local_of(dtensor).detach(), layout, layout, None, None, rank))
 
 
 def _local_of(dtensor: DTensor) -> torch.Tensor:
@@ -210,7 +214,7 @@ def _agreed_layout(dtensor: DTensor, spec: ShardingSpec | None, group: ProcessGr
 
     def work() -> tuple[Layout, Fields, str]:
         layout = layout_of_dtensor(dtensor, device.type)
-        _require_held(dtensor, layout)
+        _require_held(dtensor, layout, dist.get_rank())
         records = torch.is_grad_enabled() and dtensor.requires_grad
         for placement in dtensor.placements if records else ():
             if isinstance(placement, Partial) and placement.reduce_op != "sum":
@@ -239,16 +243,16 @@ def _agreed_layout(dtensor: DTensor, spec: ShardingSpec | None, group: ProcessGr
     return layout.moved(lambda place: place.on(devices[cast(int, place.rank)]))
 
 
-def _require_held(dtensor: DTensor, layout: Layout) -> None:
+def _require_held(dtensor: DTensor, layout: Layout, rank: int) -> None:
     """Raise unless this rank's local tensor has the size that the placements say."""
-    rows = layout.rows_on(dist.get_rank())
+    rows = layout.rows_on(rank)
     with torch.no_grad():
         found = list(dtensor.to_local().shape)
     expected = held_size(layout.at(rows)) if rows else found
     if found != expected:
         raise PropertyError(
             f"a DTensor of size {list(layout.size)} that is {list(dtensor.placements)} has {expected} on rank "
-            f"{dist.get_rank()}, but its local tensor there has size {found}: give DTensor.from_local shape and stride"
+            f"{rank}, but its local tensor there has size {found}: give DTensor.from_local shape and stride"
         )
 
 
@@ -256,7 +260,7 @@ def _wrapped(
     local: torch.Tensor, layout: Layout, target: Layout, spec: ShardingSpec | None, group: ProcessGroup
 ) -> ShardedTensor:
     """The sharded tensor over the parts of a local tensor, in the order of the target, which has the same boxes."""
-    made = ShardedTensor._wrap(_parts(local, layout, target, spec, group))
+    made = ShardedTensor._wrap(_parts(local, layout, target, spec, group, dist.get_rank()))
     frame = made._frame
     records = torch.is_grad_enabled() and local.requires_grad
     if records and not frame.rows:
@@ -269,9 +273,14 @@ def _wrapped(
 
 
 def _parts(
-    local: torch.Tensor, layout: Layout, target: Layout, spec: ShardingSpec | None, group: ProcessGroup | None
+    local: torch.Tensor,
+    layout: Layout,
+    target: Layout,
+    spec: ShardingSpec | None,
+    group: ProcessGroup | None,
+    rank: int,
 ) -> Parts:
-    rows = layout.rows_on(dist.get_rank())
+    rows = layout.rows_on(rank)
     parts = cut_up(local, layout.at(rows)) if rows else []
     order = range(len(layout)) if layout == target else cast(list[int], layout.order_of(target))
     placed = sorted(zip((order[row] for row in rows), parts, strict=True), key=lambda pair: pair[0])
