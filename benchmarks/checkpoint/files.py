@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -98,25 +99,18 @@ def save_and_load() -> tuple[list[Row], list[Row]]:
             },
             repeats=REPEATS,
         )
-        alike = both_together(
-            {
-                "shardwise": lambda: shardwise.load(rows, mine),
-                "unverified": lambda: shardwise.load(rows, mine, verify=False),
+
+        def loads(ours: dict[str, Any], others: dict[str, Any]) -> dict[str, Callable[[], object]]:
+            return {
+                "shardwise": lambda: shardwise.load(ours, mine),
+                "unverified": lambda: shardwise.load(ours, mine, verify=False),
                 "plain": read,
-                "torch.save": lambda: torch.load(pickled, weights_only=True),
-                "DCP": lambda: dcp_load(their_rows, storage_reader=FileSystemReader(theirs)),
-            },
-            repeats=REPEATS,
-        )
-        turned = both_together(
-            {
-                "shardwise": lambda: shardwise.load(columns, mine),
-                "unverified": lambda: shardwise.load(columns, mine, verify=False),
-                "plain": read,
-                "DCP": lambda: dcp_load(their_columns, storage_reader=FileSystemReader(theirs)),
-            },
-            repeats=REPEATS,
-        )
+                "DCP": lambda: dcp_load(others, storage_reader=FileSystemReader(theirs)),
+            }
+
+        pickles = {"torch.save": lambda: torch.load(pickled, weights_only=True)}
+        alike = both_together({**loads(rows, their_rows), **pickles}, repeats=REPEATS)
+        turned = both_together(loads(columns, their_columns), repeats=REPEATS)
         assert torch.equal(columns["weight0"].full_tensor(), rows["weight0"].full_tensor())
         fewer = both_together(
             {
