@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -47,19 +48,28 @@ def require_held(tensors: Mapping[str, Local], ranks: Sequence[int], lost: Seque
         )
 
 
-def surviving(
-    layout: Layout, tensors: Mapping[int, torch.Tensor], numbers: Mapping[int, int]
-) -> tuple[Layout, dict[int, torch.Tensor]]:
-    """A layout without the boxes of lost ranks, and the local tensors by their rows of it.
+@dataclass(frozen=True, eq=False)
+class Survivors:
+    """The ranks that are left, as layouts speak of them, and those that they are now."""
 
-    ``numbers`` has for each rank that the layout speaks of and that is left the one that it is now.
-    """
-    before, now = (np.array(side, dtype=np.int64) for side in zip(*sorted(numbers.items()), strict=True))
-    kept = np.flatnonzero(np.isin(layout.ranks, before))
+    before: IntArray  # ascending
+    now: IntArray
+
+    @staticmethod
+    def of(numbers: Mapping[int, int]) -> Survivors:
+        """Those that have these numbers now."""
+        return Survivors(*(np.array(side, dtype=np.int64) for side in zip(*sorted(numbers.items()), strict=True)))
+
+
+def surviving(
+    layout: Layout, tensors: Mapping[int, torch.Tensor], survivors: Survivors
+) -> tuple[Layout, dict[int, torch.Tensor]]:
+    """A layout without the boxes of lost ranks, on the ranks of now, and the local tensors by their rows of it."""
+    kept = np.flatnonzero(np.isin(layout.ranks, survivors.before))
     if len(kept) < len(layout):
         number = {int(row): at for at, row in enumerate(kept)}
         layout, tensors = layout.chosen(kept), {number[row]: tensor for row, tensor in tensors.items()}
-    ranks = now[np.searchsorted(before, layout.ranks)]
+    ranks = survivors.now[np.searchsorted(survivors.before, layout.ranks)]
     if (ranks != layout.ranks).any():
         layout = layout.on(Places.on_ranks(ranks, "cpu"))
     return layout, dict(tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from shardwise.sharded_optim import ShardedOptimizer
 from shardwise.sharded_optim.state import Work
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.state_transfer.expression import Take
-from shardwise.state_transfer.lost import require_held, surviving
+from shardwise.state_transfer.lost import Survivors, require_held, surviving
 from shardwise.state_transfer.sides import Given
 from shardwise.state_transfer.transfer import MAX_BYTES, StateTransfer
 
@@ -98,8 +98,9 @@ class _Resize:
         sources, words = self._tell(*self._look())
         stored = self._stored(words)
         target, targets, recipe, objects = self._fit(stored)
+        survivors = Survivors.of(self._numbers)
         transfer = StateTransfer(
-            {name: _given(local, self._numbers) for name, local in sources.items()},
+            {name: _given(local, survivors) for name, local in sources.items()},
             targets,
             recipe=recipe,
             max_bytes=max_bytes,
@@ -348,10 +349,10 @@ def _names(names: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def _given(local: Local, numbers: Mapping[int, int] | None, tied: str | None = None) -> Given:
+def _given(local: Local, survivors: Survivors | None, tied: str | None = None) -> Given:
     layout, tensors = (None if local.plain else local.layout), local.tensors
-    if layout is not None and numbers is not None:
-        layout, tensors = surviving(layout, tensors, numbers)
+    if layout is not None and survivors is not None:
+        layout, tensors = surviving(layout, tensors, survivors)
     return Given(local.layout.size, local.dtype, layout, tensors, tied)
 
 
