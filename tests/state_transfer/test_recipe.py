@@ -19,6 +19,7 @@ def put(patches: list[Patch], sources: dict[str, torch.Tensor], size: torch.Size
     """What patches make of zeros, and how often each element was written."""
     result, count = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.int64)
     for patch in patches:
+        assert patch.source is not None
         box = sources[patch.source][tuple(slice(o, o + s) for o, s in zip(patch.offsets, patch.sizes, strict=True))]
         assert tuple(box.shape) == patch.sizes
         named = [dim for dim in patch.dims if dim is not None]

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 Ints = tuple[int, ...]
 
-ZEROS = ""  # the source of a patch that is all zeros: no tensor has this name
+ZEROS = None  # the source of a patch that is all zeros
 
 
 class Patch(NamedTuple):  # there are many: a tuple is made faster than a frozen dataclass
@@ -20,7 +20,7 @@ class Patch(NamedTuple):  # there are many: a tuple is made faster than a frozen
     of the source that is not in ``dims`` has size 1 in the box.
     """
 
-    source: str
+    source: str | None
     offsets: Ints
     sizes: Ints
     dims: tuple[int | None, ...]
@@ -63,7 +63,7 @@ class Patchwork:
     patches: tuple[Patch, ...]
 
     @staticmethod
-    def whole(source: str, size: Iterable[int]) -> Patchwork:
+    def whole(source: str | None, size: Iterable[int]) -> Patchwork:
         """One source as it is."""
         sizes = tuple(size)
         every = tuple(range(len(sizes)))

@@ -99,6 +99,7 @@ def routes_of(
     """The routes into one target."""
     found = []
     for patch in patches:
+        assert patch.source is not None  # zeros take no route
         source = sources[patch.source]
         assert source.dtype is not None
         wider = into.dtype is not None and source.dtype.itemsize > into.dtype.itemsize
