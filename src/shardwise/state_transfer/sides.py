@@ -18,6 +18,7 @@ from shardwise.checkpoint.local import Local
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.dispatch import is_dtensor
 from shardwise.errors import CheckpointError, StateMismatchError
+from shardwise.geometry import IntArray
 from shardwise.layout import Layout, Places
 from shardwise.sharded_tensor import ShardedTensorBase
 
@@ -54,7 +55,32 @@ class Tensor:
 
 
 def given(state: State, ranks: Ranks) -> dict[str, Given]:
-    """What a rank gives of a side, or the error that names what cannot be moved."""
+    """What a rank gives of a side, or the error that names what cannot be moved between these ranks."""
+    found = given_again(state, ranks)
+    members = np.array(ranks.all, dtype=np.int64)
+    known: dict[int, Places] = {}  # whose ranks all take part: most tensors lie on the same ones
+    for name, one in found.items():
+        if one.layout is not None and id(one.layout.places) not in known:
+            _require_members(name, one.layout, members)
+            known[id(one.layout.places)] = one.layout.places
+    return found
+
+
+def _require_members(name: str, layout: Layout, members: IntArray) -> None:
+    """Raise where a rank that does not take part has a box: nobody could send it, or receive it."""
+    if np.isin(layout.ranks, members).all():
+        return
+    holders = layout.ranks[layout.boxes.filled]
+    outside = holders[~np.isin(holders, members)]
+    if len(outside):
+        raise StateMismatchError(
+            f"'{name}' has boxes on rank {outside[0]}, which does not take part: give a process group of all ranks "
+            "that have a part of either side"
+        )
+
+
+def given_again(state: State, ranks: Ranks) -> dict[str, Given]:
+    """The same of a state whose layouts are known to fit."""
     if state is None:
         return {}
     if isinstance(state, nn.Module):
@@ -66,6 +92,8 @@ def given(state: State, ranks: Ranks) -> dict[str, Given]:
     found: dict[str, Given] = {}
     first: dict[object, str] = {}  # by the memory
     for name, value in state.items():
+        if not isinstance(name, str):
+            raise StateMismatchError(f"the names of a state are strings; found {name!r:.80}")
         if isinstance(value, Layout):
             found[name] = Given(value.size, None, value)
         elif isinstance(value, Given):
@@ -73,7 +101,9 @@ def given(state: State, ranks: Ranks) -> dict[str, Given]:
         elif isinstance(value, torch.Tensor):
             found[name] = _of_tensor(name, value, ranks, first)
         else:
-            raise StateMismatchError(f"'{name}' is a {type(value).__name__}, neither a tensor nor a Layout")
+            raise StateMismatchError(
+                f"'{name}' is a {type(value).__name__}, neither a tensor nor a Layout: give a mapping without it"
+            )
     return found
 
 
@@ -141,6 +171,9 @@ def joined(which: str, told: Sequence[Told], ranks: int, problems: list[str]) ->
         ties = {words["tied"] for _, words in said} - {None}
         other = found.get(ties.pop()) if len(ties) == 1 else None
         alike = other is not None and other.layout == layouts[0]
+        if alike:  # but whoever gives no memory is handed what arrives under each of its names
+            having = [rank for number, words in said if words["dtype"] is not None for rank in told[number][0]]
+            alike = bool(np.isin(layouts[0].ranks, having).all())
         found[name] = Tensor(size, dtype, layouts[0], other.tied if other is not None and alike else name)
         if found[name].dtype is None and which == "source":
             problems.append(f"'{name}' of the source is nowhere: every rank gives only its layout")
