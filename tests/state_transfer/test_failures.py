@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -102,6 +103,32 @@ def test_states_that_do_not_fit_are_one_error() -> None:
             ("recipe",),
         ),
         (lambda: StateTransfer({"a": a}, {"a": b}, max_bytes=0), ValueError, ("max_bytes",)),
+        (lambda: StateTransfer({0 if odd else "a": a}, {"a": b}), StateMismatchError, ("names", "strings; found 0")),
+        (
+            lambda: StateTransfer({"a": a}, {"a": chunks(0, 0, 7).layout(PLAIN.shape)}, on_arrival=print),
+            StateMismatchError,
+            ("'a' has boxes on rank 7, which does not take part",),
+        ),
+        (
+            lambda: StateTransfer({"a": a}, {"a": b}, recipe=["a"] if odd else None),
+            RecipeError,
+            ("a recipe is a mapping from names of the target, not ['a']",),
+        ),
+        (
+            lambda: StateTransfer({"a": a}, {"a": b}, rename={"a": 5} if odd else None),
+            RecipeError,
+            ("rename is a function, or a mapping from names to names, not {'a': 5}",),
+        ),
+        (
+            lambda: StateTransfer({"a": a}, {"a": b}, rename=lambda name: None),  # type: ignore[return-value] # wrong
+            RecipeError,
+            ("rename makes None of 'a', and not a name",),
+        ),
+        (
+            lambda: StateTransfer({"a": a}, {"a": b}, on_arrival=5 if odd else None),
+            ValueError,
+            ("on_arrival should be a function of a name and boxes, not 5",),
+        ),
         (
             lambda: StateTransfer({"a": a, "b": other}, {"a": other, "b": a}),
             StateMismatchError,
@@ -152,6 +179,57 @@ def test_a_rank_that_fails_in_the_middle() -> None:
         assert "full_tensor" in said
         transfer.run()
         assert torch.equal(everywhere, PLAIN)
+
+
+class Interrupted(BaseException):
+    """What is no `Exception`, as KeyboardInterrupt and SystemExit are not."""
+
+
+@ranks(4)
+def test_a_rank_that_is_interrupted() -> None:
+    """It raises what it was interrupted by, also from the background; the others an error, and all can go on."""
+    a, layout = sharded(), chunks(1, 0, 1, 2, 3).layout(PLAIN.shape)
+    odd = dist.get_rank() == ODD
+
+    def interrupt(name: str, boxes: list[torch.Tensor]) -> None:
+        if odd and interrupting:
+            raise Interrupted
+
+    with impatient():
+        for staged in (False, True):
+            transfer = StateTransfer({"a": a}, {"a": layout}, on_arrival=interrupt, staged=staged)
+            for wait in (True, False):
+                interrupting = True
+                with pytest.raises(Interrupted if odd else TransferError) as caught:
+                    run(transfer, wait)
+                assert odd or "rank 1 was interrupted in the middle of a transfer, by Interrupted" in str(caught.value)
+                interrupting = False
+                shardwise.check()
+                transfer.run()
+
+
+@ranks(2)
+def test_runs_in_several_threads_take_turns() -> None:
+    """They share buffers; and a run that is called by a run, which it would wait for, is an error."""
+    source, target = sharded(chunks(0, 0, 1)), sharded(chunks(1, 0, 1))
+    transfer = StateTransfer({"a": source}, {"a": target}, max_bytes=1)
+    with ThreadPoolExecutor(3) as threads:
+        target.zero_()
+        for each in [threads.submit(transfer.run) for _ in range(6)]:
+            each.result()
+    assert transfer.version == 6
+    assert holds(target, PLAIN)
+    handle = transfer.run(wait=False)
+    with ThreadPoolExecutor(2) as threads:
+        for each in [threads.submit(handle.wait) for _ in range(2)]:
+            each.result()
+    with pytest.raises(ValueError, match=r"a version should be an int, not 1\.5"):
+        transfer.run(version=1.5)  # type: ignore[call-overload] # wrong
+    layout = chunks(1, 0, 1).layout(PLAIN.shape)
+    nested = StateTransfer({"a": source}, {"a": layout}, on_arrival=lambda *_: nested.run())
+    for wait in (True, False):
+        with pytest.raises(TransferError, match=r"run\(\) was called by on_arrival"):
+            run(nested, wait)
 
 
 def run(transfer: StateTransfer, wait: bool) -> None:

@@ -45,8 +45,9 @@ def resolve(
     With ``strict``, every target is made of something, and every source is used. Without it, targets that nothing
     makes are left out, and sources may be left over. Pure: no communication.
     """
+    _require_form(recipe, rename)
     work = _Resolution(sources, targets)
-    work.take_entries(recipe or {})
+    work.take_entries({} if recipe is None else recipe)
     work.take_same_names(rename)
     work.require_sizes()
     if strict:
@@ -54,6 +55,18 @@ def resolve(
     if problems := work.problems():
         raise recipe_error(problems)
     return {name: work.made[name] for name in targets if name in work.made}
+
+
+def _require_form(recipe: object, rename: object) -> None:
+    """Raise unless these are what they should be, whatever is in them."""
+    if recipe is not None and not _is_by_name(recipe):
+        raise wrong(f"a recipe is a mapping from names of the target, not {recipe!r:.80}")
+    if rename is not None and not callable(rename) and not _is_by_name(rename, str):
+        raise wrong(f"rename is a function, or a mapping from names to names, not {rename!r:.80}")
+
+
+def _is_by_name(given: object, kind: type = object) -> bool:
+    return isinstance(given, Mapping) and all(isinstance(k, str) and isinstance(v, kind) for k, v in given.items())
 
 
 class _Resolution:
@@ -102,8 +115,12 @@ class _Resolution:
         """For targets without an entry, the sources of their names."""
         renamed, first = renamer(rename), dict[str, str]()
         for source in self.sources:
-            new = renamed(source)
-            if new in first:
+            found: object = renamed(source)  # by a function, which may give anything
+            new = found if isinstance(found, str) else None
+            if new is None:
+                self._say("new names that are none", f"rename makes {found!r:.80} of '{source}', and not a name")
+                self._tried.add(source)
+            elif new in first:
                 both = f"'{first[new]}' and '{source}' are both renamed to '{new}'"
                 self._say("sources of one name", both)
                 self._tried.add(source)

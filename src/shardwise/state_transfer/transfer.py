@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Literal, overload
 
@@ -12,9 +12,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.errors import TransferError
+from shardwise.errors import PropertyError, TransferError
+from shardwise.meeting import leave_word
 from shardwise.named_patterns import Rename
-from shardwise.process_group import Fields
+from shardwise.process_group import Fields, talks
 from shardwise.state_transfer.carrying import Carrying
 from shardwise.state_transfer.explaining import RATE, explained, pictured
 from shardwise.state_transfer.jobs import OtherJob
@@ -30,12 +31,20 @@ from shardwise.viz.picture import WIDTH
 MAX_BYTES = 256 * 2**20  # fewer rounds: each waits for all ranks that it sends to
 
 
+def _in_order(recipe: Recipe | None) -> Recipe:
+    """The same recipe on ranks that write it in another order; what is none is told later, on all ranks."""
+    if isinstance(recipe, Mapping) and all(isinstance(name, str) for name in recipe):
+        return dict(sorted(recipe.items()))
+    return {} if recipe is None else recipe
+
+
 class TransferHandle:
     """A transfer under way, as ``run(wait=False)`` gives it."""
 
     def __init__(self, work: Callable[[], None], finish: Callable[[], None], *, threaded: bool) -> None:
         """Whoever waits finishes the work."""
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
         self._stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
         self._finish: Callable[[], None] | None = finish
         self._thread: threading.Thread | None = None
@@ -49,7 +58,7 @@ class TransferHandle:
         try:
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
                 work()
-        except Exception as error:  # whoever waits raises it
+        except BaseException as error:  # whoever waits raises it, also what would end a thread without a word
             self._error = error
 
     def done(self) -> bool:
@@ -65,15 +74,16 @@ class TransferHandle:
         """Return when everything is in its place here; raise what went wrong. Every rank calls it."""
         if self._thread is not None:
             self._thread.join()
-        finish, self._finish = self._finish, None
-        if self._error is not None:
-            raise self._error
-        if finish is not None:
-            try:
-                finish()
-            except Exception as error:
-                self._error = error
-                raise
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if self._error is not None:
+                raise self._error
+            if finish is not None:
+                try:
+                    finish()
+                except BaseException as error:
+                    self._error = error
+                    raise
 
 
 class StateTransfer:
@@ -122,11 +132,7 @@ class StateTransfer:
         strict: bool = True,
         process_group: ProcessGroup | None = None,
     ) -> None:
-        self._options = Options(rename, recipe or {}, max_bytes, strict, staged, on_arrival)
-        self._states = source, target
-        self._other: OtherJob | None = None
-        self._under_way: TransferHandle | None = None
-        self.version = 0
+        self._take(source, target, Options(rename, _in_order(recipe), max_bytes, strict, staged, on_arrival))
         self._begin(GroupMeeting(Ranks.of(process_group, "StateTransfer")))
 
     @classmethod
@@ -168,9 +174,7 @@ class StateTransfer:
         if (source is None) == (target is None):
             raise ValueError("between jobs one gives a source and the other a target: give one of them, and not both")
         transfer = cls.__new__(cls)
-        transfer._options = Options(rename, recipe or {}, max_bytes, strict, staged, on_arrival)
-        transfer._states = source, target
-        transfer._under_way, transfer.version = None, 0
+        transfer._take(source, target, Options(rename, _in_order(recipe), max_bytes, strict, staged, on_arrival))
         transfer._other = OtherJob(
             Ranks.of(process_group, "StateTransfer.between"),
             int(source is None),
@@ -181,6 +185,14 @@ class StateTransfer:
             host=host,
         )
         return transfer
+
+    def _take(self, source: State, target: State, options: Options) -> None:
+        self._options, self._states = options, (source, target)
+        self._other: OtherJob | None = None
+        self._under_way: TransferHandle | None = None
+        self._lock = threading.Lock()
+        self._mover: int | None = None  # the thread that moves it now
+        self.version = 0
 
     def _begin(self, meeting: Meeting) -> None:
         """Plan the transfer with the ranks of a meeting."""
@@ -225,37 +237,69 @@ class StateTransfer:
         each run raises at once. In the target ``wait=False`` receives while the old values are in use: when the handle
         is ``done()`` all has arrived, and its ``wait()`` puts it in place.
         """
-        earlier, self._under_way = self._under_way, None
-        if earlier is not None and not earlier.is_waited_for:
-            earlier.wait()
+        if self._mover == threading.get_ident():
+            raise TransferError("run() was called by on_arrival, in the middle of a run of the same transfer")
+        with self._lock:  # the buffers are those of one run; threads take turns
+            earlier, self._under_way = self._under_way, None
+            if earlier is not None and not earlier.is_waited_for:
+                earlier.wait()
+            handle = self._started(version, threaded=not wait)
+            if not wait:
+                self._under_way = handle
+                return handle
+            handle.wait()
+            return None
+
+    def _started(self, version: int | None, *, threaded: bool) -> TransferHandle:
+        with self._wire.failing() if self._other is None else nullcontext():
+            if version is not None and type(version) is not int:
+                raise PropertyError(f"a version should be an int, not {version!r:.80}")
         given = self.version + 1 if version is None else version
         if self._other is None:
             self._wire.begin({"verb": "StateTransfer.run", "transfer": self._planned.digest, "version": given})
         background = self._other is not None or self._wire.device.type == "cpu"
-        handle = TransferHandle(
-            lambda: self._carry(given), lambda: self._finish(given), threaded=not wait and background
+        return TransferHandle(lambda: self._carry(given), lambda: self._finish(given), threaded=threaded and background)
+
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """A part of a run, in the thread that does it. The other ranks get to know also if it is interrupted."""
+        self._mover = threading.get_ident()
+        try:
+            yield
+        except BaseException as error:
+            group = None if self._other is not None else self._meeting.ranks.group
+            if not isinstance(error, Exception) and group is not None and talks(group):
+                leave_word(group, self._interrupted(error))
+            raise
+        finally:
+            self._mover = None
+
+    def _interrupted(self, error: BaseException) -> TransferError:
+        return TransferError(
+            f"rank {self._meeting.ranks.here} was interrupted in the middle of a transfer, by {type(error).__name__}"
         )
-        if not wait:
-            self._under_way = handle
-            return handle
-        handle.wait()
-        return None
 
     def _carry(self, version: int) -> None:
-        if self._other is None:
-            self._move()
-            return
-        meeting, is_new = self._other.meet(version)
+        with self._moving():
+            if self._other is None:
+                self._move()
+            else:
+                self._carry_between(self._other, version)
+
+    def _carry_between(self, other: OtherJob, version: int) -> None:
+        meeting, is_new = other.meet(version)
         try:
             if is_new:
                 self._begin(meeting)
             self._move()
             meeting.agree()
-        except Exception as error:
-            told = meeting.failed(error)
-            self._other.part()
+        except BaseException as error:
+            told = meeting.failed(error if isinstance(error, Exception) else self._interrupted(error))
+            other.part()
+            if not isinstance(error, Exception):
+                raise
             raise told from error
-        self._other.went_well()
+        other.went_well()
 
     def _move(self) -> None:
         with self._landings.mode(), self._wire.failing():
@@ -265,12 +309,13 @@ class StateTransfer:
 
     def _finish(self, version: int) -> None:
         """In the thread that waits: ranks meet in the order in which they wait."""
-        if self._other is None and self._options.staged:
-            self._meeting.agree()
-        if self._other is None and self._planned.passes:
-            self._meeting.in_step(self._hand_over)  # what is done with it may fail
-        else:
-            self._landings.finish()
+        with self._moving():
+            if self._other is None and self._options.staged:
+                self._meeting.agree()
+            if self._planned.passes and (self._other is None or self._states[1] is not None):
+                GroupMeeting(self._meeting.ranks).in_step(self._hand_over)  # what is done with it may fail
+            else:
+                self._landings.finish()
         meeting = None if self._other is None else self._other.meeting
         self.version = version if meeting is None else meeting.terms.version
 
