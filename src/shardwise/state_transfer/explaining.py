@@ -55,24 +55,30 @@ class Account:
         return sum(route.plan.moved * route.itemsize for route in self.planned.routes)
 
 
-def pictured(planned: Planned, ranks: Sequence[int], here: int, width: int) -> Picture:
+def pictured(planned: Planned, ranks: Sequence[int], here: int, width: int, who: str = "") -> Picture:
     """Who sends to whom."""
     alike = Counter((route.plan, route.itemsize) for route in planned.routes)
     plans = [(plan, itemsize * count) for (plan, itemsize), count in alike.items()]
     title = f"Transfer of {numbered(len(planned.made_of), 'tensor')} between {numbered(len(ranks), 'rank')}"
-    return traffic_picture(title, explained(planned, ranks, here, RATE).splitlines()[:2], plans, width=width)
+    lines = explained(planned, ranks, here, RATE, who).splitlines()[: 3 if who else 2]
+    return traffic_picture(title, lines, plans, width=width)
 
 
-def explained(planned: Planned, ranks: Sequence[int], here: int, rate: float) -> str:
-    """In plain words. Of a large world, what all ranks move in all, and what this one does."""
+def explained(planned: Planned, ranks: Sequence[int], here: int, rate: float, who: str = "") -> str:
+    """In plain words. Of a large world, what all ranks move in all, and what this one does.
+
+    Where ranks have other numbers here than elsewhere, it is said who they are.
+    """
     account = Account(planned, ranks)
     moved = account.bound
     lines = [
-        f"{len(planned.made_of)} tensors by {len(planned.routes)} routes: {bytes_text(moved)} move between "
-        f"{len(ranks):,} ranks, which is the least that must; {bytes_text(account.stays)} stay where they are."
+        f"{numbered(len(planned.made_of), 'tensor')} by {numbered(len(planned.routes), 'route')}: {bytes_text(moved)} "
+        f"move between {numbered(len(ranks), 'rank')}, which is the least that must; {bytes_text(account.stays)} stay "
+        "where they are."
     ]
+    lines += [who] if who else []
     if not moved:
-        return lines[0]
+        return "\n".join(lines)
     lines.append(
         f"they go in bundles of {bytes_text(planned.most)} at most, in {numbered(planned.load.rounds, 'round')} here."
     )

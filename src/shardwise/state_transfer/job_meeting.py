@@ -19,6 +19,7 @@ from shardwise.errors import RankMismatchError, TransferError, same_kind
 from shardwise.state_transfer.job_store import SLACK, StoreClient
 from shardwise.state_transfer.job_wire import TAG, JobWire, gloo_over, hang_up, nccl_over
 from shardwise.state_transfer.meetings import Work
+from shardwise.viz.words import ranks_text
 
 T = TypeVar("T")
 SIDES = ("source", "target")
@@ -49,6 +50,17 @@ def failure(error: Exception, who: str) -> bytes:
     return json.dumps({"kind": type(error).__name__, "message": f"{error}\n(found on {who})"}).encode()
 
 
+def read(words: bytes) -> dict[str, Any]:
+    """What was written into the store; TransferError where somebody else has written there."""
+    try:
+        found = json.loads(words)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise TransferError("what is in the store was not written by a job of shardwise: give an address of its own")
+    return found
+
+
 def require_fine(verdict: Mapping[str, Any]) -> None:
     """Raise a verdict that says so."""
     if "kind" in verdict:
@@ -73,6 +85,11 @@ class JobMeeting:
             for rank in some
         }
         self.everyone: Sequence[int] = list(self._names)
+        numbers, verb = (
+            ranks_text(shifts[1] + rank for rank in terms.ranks[1]),
+            "are" if len(terms.ranks[1]) > 1 else "is",
+        )
+        self.who = f"the source's ranks come first: {numbers} {verb} {ranks_text(terms.ranks[1])} of the target."
         self.size = max(self.everyone) + 1
         self.step = 0
         self._said: list[list[str]] = []  # keys of this rank, of the last steps
@@ -86,7 +103,7 @@ class JobMeeting:
         except Exception as error:  # told to every rank, then raised on every rank
             self._raise(error)
         self._say(fields, told)
-        require_fine(json.loads(self._verdict()))
+        require_fine(read(self._verdict()))
         everything = self._told()
         self.step += 1
         return value, everything
@@ -100,7 +117,7 @@ class JobMeeting:
         handed = self._side and not self._is_first
         try:
             self._say({}, b"")
-            found = {} if handed else json.loads(self._verdict())
+            found = {} if handed else read(self._verdict())
         except TransferError as error:  # the store is out of reach: what was said may have arrived there all the same
             found = json.loads(failure(error, self._names[self.here]))
         if handed:
@@ -217,7 +234,7 @@ class JobMeeting:
             found = self._client.decide(self._key("verdict"), failure(error, self._names[self.here]), SLACK)
         except TransferError:  # nobody can be told
             return error
-        verdict = json.loads(found)
+        verdict = read(found)
         return same_kind(verdict["kind"], verdict["message"]) if "kind" in verdict else error
 
     # Bytes -----------------------------------------------------------------------------------------------------------

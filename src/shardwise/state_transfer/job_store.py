@@ -19,6 +19,7 @@ from shardwise.errors import TransferError
 T = TypeVar("T")
 SHORTEST, LONGEST = 0.0005, 0.05  # seconds between two questions for a value that is waited for
 LOOKS = 1.0  # seconds between two looks around meanwhile
+LOOPBACK = "127.0.0.1"
 SLACK = 1.0  # seconds that an answer may take on top of what the store was asked to wait
 
 
@@ -32,9 +33,9 @@ class Address:
     @staticmethod
     def parse(text: str) -> Address:
         """Of "host:port"."""
-        host, _, port = text.rpartition(":")
-        if not host or not port.isdigit():
-            raise ValueError(f'the address of a store is "host:port"; found {text!r}')
+        host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+        if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+            raise ValueError(f'the address of a store is "host:port"; found {text!r:.80}')
         return Address(host.strip("[]"), int(port))
 
     def __str__(self) -> str:
@@ -47,17 +48,32 @@ class Address:
             probe.connect(place)  # of a datagram socket: nothing is sent
             return str(probe.getsockname()[0])
 
-    def connect(self, limit: float) -> TCPStore:
-        """A client of the store there."""
+    def connect(self, limit: float, closed: threading.Event) -> TCPStore:
+        """A client of the store there, as soon as somebody listens, unless it is not wanted any more.
+
+        Torch's own attempts cannot be ended, and log a stack each: a process that ends meanwhile would abort.
+        """
+        begun = time.monotonic()
+        while True:
+            left = limit - (time.monotonic() - begun)
+            try:
+                socket.create_connection((self.host, self.port), timeout=max(min(left, LOOKS), SHORTEST)).close()
+                break
+            except OSError:
+                if left <= 0 or closed.wait(LONGEST):
+                    raise
+        limit = max(limit - (time.monotonic() - begun), SLACK)
         return TCPStore(self.host, self.port, timeout=timedelta(seconds=limit), wait_for_workers=False)
 
     def serve(self, limit: float) -> TCPStore:
-        """A store that listens there, until it is dropped; one for all who ask for it in this process."""
-        time_limit = timedelta(seconds=limit)
+        """A store that listens at this port, until it is dropped; one for all who ask for it in this process.
+
+        It listens on all addresses of this host, and is asked here by a way that needs no network: whether others can
+        reach it, and this process by the address that was given, they find out when they call.
+        """
+        limits: dict[str, Any] = {"timeout": timedelta(seconds=limit), "wait_for_workers": False}
         try:
-            return TCPStore(
-                self.host, self.port, is_master=True, timeout=time_limit, wait_for_workers=False, multi_tenant=True
-            )
+            return TCPStore(LOOPBACK, self.port, is_master=True, multi_tenant=True, **limits)
         except RuntimeError as error:
             raise TransferError(
                 f"this process is to host the store at {self} and cannot ({_line(error)}): give an address of this "
@@ -75,8 +91,9 @@ class StoreClient:
         self.sound = True
         self._hello, self._limit = _Call(lambda store: store.check(["any"])), limit
         self._asked.put(self._hello)
+        self._closed = threading.Event()
         threading.Thread(
-            target=_answer, args=(self._asked, address, limit), name="shardwise store", daemon=True
+            target=_answer, args=(self._asked, address, limit, self._closed), name="shardwise store", daemon=True
         ).start()
 
     @property
@@ -92,6 +109,7 @@ class StoreClient:
     def close(self) -> None:
         """Hang up."""
         self.sound = False
+        self._closed.set()
         self._asked.put(None)
 
     def set(self, key: str, value: bytes, limit: float) -> None:
@@ -194,13 +212,13 @@ class _Call:
         self.error: Exception | None = None
 
 
-def _answer(asked: queue.SimpleQueue[_Call | None], address: Address, limit: float) -> None:
+def _answer(asked: queue.SimpleQueue[_Call | None], address: Address, limit: float, closed: threading.Event) -> None:
     """The thread of a client: it alone holds the connection, and is left to it where no answer comes."""
     store, begun = None, time.monotonic()
     while (call := asked.get()) is not None:
         try:
             if store is None:
-                store = address.connect(max(limit - (time.monotonic() - begun), SLACK))
+                store = address.connect(max(limit - (time.monotonic() - begun), SLACK), closed)
             call.value = call.what(store)
         except Exception as error:  # whoever asks raises it
             call.error = error

@@ -17,27 +17,34 @@ from torch._C._distributed_c10d import TCPStore
 
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import TransferError
-from shardwise.state_transfer.job_meeting import SIDES, JobMeeting, Terms, failure, require_fine
+from shardwise.state_transfer.job_meeting import SIDES, JobMeeting, Terms, failure, read, require_fine
 from shardwise.state_transfer.job_store import SLACK, Address, StoreClient
 
 AFTER = 0.2  # of the timeout, that other ranks wait longer than the one that speaks for them
 AT_MOST = 1.0  # the same in seconds
 SOON = 1.0  # seconds that a look may take
+LONGEST_LIMIT = 366 * 24 * 3600.0  # seconds: torch's stores count milliseconds
+PROTOCOL = 1  # of what jobs say to each other here and in their meetings: it changes with that
 
 
 class OtherJob:
     """The other job, as one rank of this one sees it."""
 
     def __init__(
-        self, ranks: Ranks, side: int, *, address: str, name: str, timeout: float, backend: str, host: bool | None
+        self,
+        ranks: Ranks,
+        gives: tuple[bool, bool],
+        *,
+        address: str,
+        name: str,
+        timeout: float,
+        backend: str,
+        host: bool | None,
     ) -> None:
-        """Every rank of this job calls it. The first one hosts the store where it is said, else the source's does."""
-        if backend not in ("gloo", "nccl"):
-            raise ValueError(f"the backend between jobs is 'gloo' or 'nccl'; found {backend!r}")
-        if timeout <= 0:
-            raise ValueError(f"the timeout is a number of seconds above 0; found {timeout}")
-        self._address, self._prefix = Address.parse(address), f"shardwise/{name}/"
-        self._ranks, self._side, self._timeout, self._backend, self._name = ranks, side, timeout, backend, name
+        """Every rank of this job calls it, and says whether it gives a source, or a target. The first one hosts the
+        store where it is said, else the source's does."""
+        side = int(not gives[0])
+        self._ranks, self._side, self._timeout, self.backend, self._name = ranks, side, timeout, backend, name
         self._server: TCPStore | None = None
         self._calls = 0
         self._patient = True  # until the other job was missed: then it is looked for, and not waited for
@@ -45,13 +52,26 @@ class OtherJob:
         self.meeting: JobMeeting | None = None
         hosts = side == 0 if host is None else host
 
-        def begin() -> tuple[None, dict[str, object], Any]:
+        def begin() -> tuple[Address, dict[str, object], Any]:
+            if gives[0] == gives[1]:
+                raise ValueError(
+                    "between jobs one gives a source and the other a target: give one of them, and not both"
+                )
+            if backend not in ("gloo", "nccl"):
+                raise ValueError(f"the backend between jobs is 'gloo' or 'nccl'; found {backend!r:.80}")
+            if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= LONGEST_LIMIT:
+                raise ValueError(f"the timeout is a number of seconds above 0, at most a year; found {timeout!r:.80}")
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"the name of a pair of jobs is a string; found {name!r:.80}")
+            where = Address.parse(address)
             if hosts and ranks.first:
-                self._server = self._address.serve(timeout)
+                self._server = where.serve(timeout)
             said = {"address": address, "name": name, "timeout": timeout, "backend": backend, "host": host}
-            return None, said, uuid.uuid4().hex[:12] if ranks.first else None
+            return where, {"side": SIDES[side], **said}, uuid.uuid4().hex[:12] if ranks.first else None
 
-        self._incarnation: str = ranks.in_step(begin)[1][0]
+        self._address, told = ranks.in_step(begin)
+        self._incarnation: str = told[0]
+        self._prefix = f"shardwise/{name}/"
         self._client: StoreClient | None = None
 
     def __str__(self) -> str:
@@ -72,7 +92,7 @@ class OtherJob:
         if old is not None:
             old.close()
         assert self._client is not None
-        self.meeting = JobMeeting(self._client, self._ranks, self._side, terms, self._timeout, self._backend)
+        self.meeting = JobMeeting(self._client, self._ranks, self._side, terms, self._timeout, self.backend)
         return self.meeting, True
 
     def part(self) -> None:
@@ -114,8 +134,8 @@ class OtherJob:
         last = client.add("target/calls", 0, limit)
         if last == client.add("target/read", 0, limit) or not client.has(f"target/call/{last}", limit):
             return False
-        words = json.loads(client.get([f"target/call/{last}"], limit)[0])
-        return not client.has(words["answer"], limit)
+        words = _call(client.get([f"target/call/{last}"], limit)[0])
+        return words is not None and not client.has(words["answer"], limit)
 
     def close(self) -> None:
         """Hang up. Who hosts the store takes it along."""
@@ -157,7 +177,7 @@ class OtherJob:
             if self._side:
                 client.add("target/seen", 1, self._timeout)
                 number = client.add("target/calls", 1, self._timeout)
-                words = {"answer": answer, "epoch": same, "ranks": self._ranks.all}
+                words = {"answer": answer, "epoch": same, "ranks": self._ranks.all, "protocol": PROTOCOL}
                 client.set(f"target/call/{number}", json.dumps(words).encode(), self._timeout)
                 found = client.wait(answer, end - time.monotonic()) or self._given_up(client, answer, str(self))
             else:
@@ -166,7 +186,7 @@ class OtherJob:
         else:
             limit = self._timeout + min(AFTER * self._timeout, AT_MOST)
             found = client.wait(answer, limit) or self._given_up(client, answer, "the other ranks of this job")
-        words = json.loads(found)
+        words = read(found)
         require_fine(words)
         return Terms.read(words)
 
@@ -187,6 +207,12 @@ class OtherJob:
                 words = self._next_call(client, left)
                 if words is None:
                     break
+                if not words:  # of whoever writes here something else
+                    continue
+                if words["protocol"] != PROTOCOL:
+                    other = TransferError("the two jobs have versions of shardwise that do not talk to each other")
+                    client.decide(words["answer"], failure(other, self._who), self._timeout)
+                    return client.decide(answer, failure(other, self._who), self._timeout)
                 terms = self._terms(words, epoch, version)
                 if client.decide(words["answer"], terms.words(), self._timeout) != terms.words():
                     continue  # it has given up
@@ -201,7 +227,10 @@ class OtherJob:
                 client.delete("source/waiting", SLACK)
 
     def _next_call(self, client: StoreClient, limit: float) -> dict[str, Any] | None:
-        """The target's last call, once there is one that was not read yet; only the source's speaker reads them."""
+        """The target's last call, once there is one that was not read yet; only the source's speaker reads them.
+
+        None where none comes in time; without words where it is not one.
+        """
         read, last = client.add("target/read", 0, self._timeout), client.add("target/calls", 0, self._timeout)
         number = max(last, read + 1)
         words = client.wait(f"target/call/{number}", limit)
@@ -210,8 +239,7 @@ class OtherJob:
         client.add("target/read", number - read, self._timeout)
         for old in range(read + 1, number + 1):
             client.delete(f"target/call/{old}", self._timeout)
-        found: dict[str, Any] = json.loads(words)
-        return found
+        return _call(words) or {}
 
     def _terms(self, words: dict[str, Any], epoch: str | None, version: int) -> Terms:
         if epoch is None or epoch != words["epoch"]:
@@ -219,9 +247,8 @@ class OtherJob:
         return Terms(epoch, (list(self._ranks.all), words["ranks"]), version)
 
     def _given_up(self, client: StoreClient, answer: str, whom: str) -> bytes:
-        late = TransferError(
-            f"waited {self._timeout:g} s for {whom}, which has not come: it has died, or not called run()"
-        )
+        why = "it has died, or not called run()" + (", or has met another target of this name" if self._side else "")
+        late = TransferError(f"waited {self._timeout:g} s for {whom}, which has not come: {why}")
         return client.decide(answer, failure(late, self._who), SLACK)
 
     @property
@@ -234,3 +261,13 @@ class OtherJob:
         if old > 0:
             for what in ("count", "answer", *self._ranks.all):
                 client.delete(f"{SIDES[self._side]}/{self._incarnation}/{old}/{what}", self._timeout)
+
+
+def _call(words: bytes) -> dict[str, Any] | None:
+    """What the target says when it calls; None where these are not its words."""
+    try:
+        found = json.loads(words)
+    except ValueError:
+        return None
+    known = isinstance(found, dict) and {"answer", "epoch", "ranks", "protocol"} <= found.keys()
+    return found if known else None

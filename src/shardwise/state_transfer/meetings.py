@@ -20,6 +20,7 @@ class Meeting(Protocol):
     shift: int  # what is added to a rank of this job's layouts to be one of the meeting
     here: int  # this rank
     size: int  # how many numbers there are
+    who: str  # which ranks these numbers are, if that is not plain
 
     def in_step(self, work: Work[T]) -> tuple[T, Sequence[bytes]]:
         """Do this rank's part; return only if it went well on all, with what each told, in order of `everyone`."""
@@ -38,7 +39,7 @@ class Meeting(Protocol):
 class GroupMeeting:
     """The ranks of a process group, or a process alone."""
 
-    shift = 0
+    shift, who = 0, ""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks, self.here = ranks, ranks.here

@@ -200,7 +200,7 @@ class _Resolution:
         near: list[str] = []
         if name is not None and self._hints < MOST_HINTS:
             self._hints += 1
-            names = list(self.targets if among is None else among)
+            names = [other for other in (self.targets if among is None else among) if other != name]
             last = name.rsplit(".", 1)[-1]
             likely = [other for other in names if other.endswith(last)] if len(names) > MOST_COMPARED else names
             near = difflib.get_close_matches(name, (likely or names)[:MOST_COMPARED], n=2)

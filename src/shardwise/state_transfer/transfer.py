@@ -169,15 +169,13 @@ class StateTransfer:
         No wait for a rank of either job takes longer than ``timeout`` seconds. What arrives is kept in copies, which
         become the target when all ranks have all of it (``staged=False`` does without the copies: a transfer that
         breaks off then leaves part of the new values in the target). ``rename``, ``recipe``, ``max_bytes``,
-        ``staged`` and ``strict`` are the same in both jobs.
+        ``staged``, ``strict`` and ``backend`` are the same in both jobs.
         """
-        if (source is None) == (target is None):
-            raise ValueError("between jobs one gives a source and the other a target: give one of them, and not both")
         transfer = cls.__new__(cls)
         transfer._take(source, target, Options(rename, _in_order(recipe), max_bytes, strict, staged, on_arrival))
         transfer._other = OtherJob(
             Ranks.of(process_group, "StateTransfer.between"),
-            int(source is None),
+            (source is not None, target is not None),
             address=address,
             name=name,
             timeout=timeout,
@@ -200,7 +198,8 @@ class StateTransfer:
         require = partial(require_memory, here=meeting.here, options=self._options)
         planning = planned(meeting, source, target, self._options, require)
         if self._other is not None:
-            meeting.in_step(lambda: (None, {"plan (of rename and recipe)": planning.digest}, b""))
+            said = {"plan (of rename and recipe)": planning.digest, "backend": self._other.backend}
+            meeting.in_step(lambda: (None, said, b""))
         wire = meeting.wire(planning.kinds)
         landings = Landings(planning, meeting.here, self._options)
         self._carrying = Carrying(
@@ -342,13 +341,17 @@ class StateTransfer:
     def explain(self, *, rate: float = RATE) -> str:
         """In plain words: how much moves against the least that must, the busiest link, and how long that takes if a
         link carries so many bytes a second. Between jobs, it is known when they have met."""
-        if not hasattr(self, "_planned"):
-            raise TransferError("the two jobs have not met yet: what will move is known after the first run()")
-        return explained(self._planned, self._meeting.everyone, self._meeting.here, rate)
+        self._require_met()
+        return explained(self._planned, self._meeting.everyone, self._meeting.here, rate, self._meeting.who)
 
     def _picture_(self, *, dtype: object = None, width: int = WIDTH) -> Picture:
         """Of any dtype, in bytes."""
-        return pictured(self._planned, self._meeting.everyone, self._meeting.here, width)
+        self._require_met()
+        return pictured(self._planned, self._meeting.everyone, self._meeting.here, width, self._meeting.who)
+
+    def _require_met(self) -> None:
+        if not hasattr(self, "_planned"):
+            raise TransferError("the two jobs have not met yet: what will move is known after the first run()")
 
     def _repr_html_(self) -> str:
         return self._picture_().html()
