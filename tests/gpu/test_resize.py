@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.state_transfer.trainings import train, training, twin_losses
+from tests.state_transfer.short_training import train, training, twin_losses
 
 import shardwise
 from shardwise import ChunkShardingSpec, GridShardingSpec

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from tests.state_transfer.trainings import train, training
+from tests.state_transfer.short_training import train, training
 
 import shardwise
 from shardwise import ChunkShardingSpec

@@ -89,7 +89,7 @@ def _of_sharded(name: str, tensor: ShardedTensorBase, ranks: Ranks) -> Local:
     ):
         raise CheckpointError(
             f"'{name}' is {summary(tensor)}, of which {len(rows)} shards are in this process, which is not what its "
-            "layout says: save and load it on the ranks that hold it"
+            "layout says: give it on the ranks that hold it"
         )
     found = dict(zip(rows, (_plain(name, local) for local in tensor._local_tensors()), strict=True))
     if any(local.dtype != dtype for local in found.values()):
@@ -100,7 +100,7 @@ def _of_sharded(name: str, tensor: ShardedTensorBase, ranks: Ranks) -> Local:
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its graph, if it has bytes."""
     if isinstance(tensor, FakeTensor):
-        raise CheckpointError(f"'{name}' is a FakeTensor, which has no values: save and load outside of FakeTensorMode")
+        raise CheckpointError(f"'{name}' is a FakeTensor, which has no values: give one made outside of FakeTensorMode")
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}, {tensor.dtype}"
         raise CheckpointError(f"'{name}' is a tensor {what}, which has no plain memory to be written or read")

@@ -34,7 +34,7 @@ class Ranks:
             return Ranks(None, 0, (0,), verb)
         group = or_default(process_group)
         if not is_member(group):
-            raise ProcessGroupError(f"rank {dist.get_rank()} is not in the given group: only its ranks save and load")
+            raise ProcessGroupError(f"rank {dist.get_rank()} is not in the given group: only its ranks call {verb}")
         return Ranks(group, dist.get_rank(), tuple(group_ranks(group)), verb)
 
     @property

@@ -74,7 +74,7 @@ def _require_alike(planned: Planned, one: _Span, other: _Span, itself: set[tuple
     if (source.name, target.name) not in itself:
         raise StateMismatchError(
             f"'{source.name}' of the source and '{target.name}' of the target are in the same memory on rank {here}: "
-            "the one would be written over before it is sent; give a copy of it, or staged=True"
+            "the one would be written over before it is sent; give a copy of it, or to StateTransfer staged=True"
         )
 
 

@@ -75,7 +75,7 @@ def resize(
         >>> torch.equal(fewer.weight.full_tensor(), model.weight.full_tensor())
         True
     """
-    return _Resize(old_state, new_state, Ranks.of(process_group, "resize"), sorted(set(lost))).run(max_bytes)
+    return _Resize(old_state, new_state, Ranks.of(process_group, "resize"), lost).run(max_bytes)
 
 
 class _Old(NamedTuple):
@@ -89,8 +89,8 @@ class _Old(NamedTuple):
 class _Resize:
     """The steps, each of which all ranks take; one without the old or the new state has no part in some, and waits."""
 
-    def __init__(self, old_state: Any, new_state: Any, ranks: Ranks, lost: Sequence[int]) -> None:
-        self._old_state, self._new_state, self._ranks, self._lost = old_state, new_state, ranks, lost
+    def __init__(self, old_state: Any, new_state: Any, ranks: Ranks, lost: Iterable[int]) -> None:
+        self._old_state, self._new_state, self._ranks, self._gone = old_state, new_state, ranks, lost
 
     def run(self, max_bytes: int) -> Any:
         """All of it."""
@@ -123,6 +123,7 @@ class _Resize:
         """Find out which ranks have the old state, and which are to have the new one."""
 
         def attend() -> tuple[None, Fields, list[bool]]:
+            self._lost = _ranks_of(self._gone)
             fields = {"verb": "resize", "lost": self._lost, "max_bytes": max_bytes}
             return None, fields, [self._old_state is not None, self._new_state is not None]
 
@@ -332,6 +333,14 @@ class _Resize:
             return None, {}, None
 
         self._ranks.in_step(done)
+
+
+def _ranks_of(lost: object) -> list[int]:
+    """Ranks as they are given, each once."""
+    found: list[Any] = list(lost) if isinstance(lost, Iterable) else [None]
+    if isinstance(lost, str) or not all(type(rank) is int and rank >= 0 for rank in found):
+        raise ProcessGroupError(f"lost should be the numbers of ranks, not {lost!r:.80}")
+    return sorted(set(found))
 
 
 def _nothing() -> None:
