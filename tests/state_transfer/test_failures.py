@@ -232,6 +232,21 @@ def test_runs_in_several_threads_take_turns() -> None:
             run(nested, wait)
 
 
+@ranks(2)
+def test_transfers_that_are_alike_are_told_apart() -> None:
+    """Two of the same names and layouts, of which one rank runs, or waits for, the other one first."""
+    for staged in (False, True):
+        targets = [shardwise.zeros(chunks(1, 0, 1), 8, 6) for _ in range(2)]
+        both = [StateTransfer({"a": sharded(chunks(0, 0, 1))}, {"a": each}, staged=staged) for each in targets]
+        begun = [partial(run, transfer, True) for transfer in both]
+        if staged:
+            begun = [transfer.run(wait=False).wait for transfer in both]
+        with impatient(), pytest.raises(RankMismatchError, match="identity"):
+            begun[dist.get_rank()]()
+        changed = [bool(target.full_tensor().any()) for target in targets]
+        assert not staged or not any(changed)  # without it, what a rank has itself is in its place
+
+
 def run(transfer: StateTransfer, wait: bool) -> None:
     """In either way."""
     if wait:

@@ -25,9 +25,6 @@ class Meeting(Protocol):
     def in_step(self, work: Work[T]) -> tuple[T, Sequence[bytes]]:
         """Do this rank's part; return only if it went well on all, with what each told, in order of `everyone`."""
 
-    def agree(self) -> None:
-        """Return only if all ranks have come here: what was sent has arrived."""
-
     @property
     def everyone(self) -> Sequence[int]:
         """The ranks that take part."""
@@ -56,10 +53,6 @@ class GroupMeeting:
             value, _, told = work()
             return value, [told]
         return in_step_telling(self.ranks.group, work, subject="the transfer's")
-
-    def agree(self) -> None:
-        """By another one."""
-        self.in_step(lambda: (None, {"verb": "StateTransfer, all arrived"}, b""))
 
     def wire(self, kinds: frozenset[str]) -> Wire:
         """The group's own backend."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -211,12 +212,13 @@ class StateTransfer:
             lasts=landings.lasts,
         )
         self._meeting, self._planned, self._wire, self._landings = meeting, planning, wire, landings
-        meeting.in_step(self._prepare)
+        self._known_as = meeting.in_step(self._prepare)[1][0].hex()
 
     def _prepare(self) -> tuple[None, Fields, bytes]:
-        """What may fail on one rank alone, before anything is sent."""
+        """What may fail on one rank alone, before anything is sent; and what tells transfers apart that are alike."""
         self._carrying.prepare()
-        return None, {"verb": "StateTransfer, buffers"}, b""
+        is_first = self._meeting.here == self._meeting.everyone[0]
+        return None, {"verb": "StateTransfer, buffers"}, uuid.uuid4().bytes if is_first else b""
 
     @overload
     def run(self, *, wait: Literal[False], version: int | None = None) -> TransferHandle: ...
@@ -255,7 +257,7 @@ class StateTransfer:
                 raise PropertyError(f"a version should be an int, not {version!r:.80}")
         given = self.version + 1 if version is None else version
         if self._other is None:
-            self._wire.begin({"verb": "StateTransfer.run", "transfer": self._planned.digest, "version": given})
+            self._wire.begin({"verb": "StateTransfer.run", "identity": self._known_as, "version": given})
         background = self._other is not None or self._wire.device.type == "cpu"
         return TransferHandle(lambda: self._carry(given), lambda: self._finish(given), threaded=threaded and background)
 
@@ -309,18 +311,20 @@ class StateTransfer:
     def _finish(self, version: int) -> None:
         """In the thread that waits: ranks meet in the order in which they wait."""
         with self._moving():
+            said = {"identity": self._known_as, "version": version}
             if self._other is None and self._options.staged:
-                self._meeting.agree()
+                self._meeting.in_step(lambda: (None, {"verb": "StateTransfer, all arrived", **said}, b""))
             if self._planned.passes and (self._other is None or self._states[1] is not None):
-                GroupMeeting(self._meeting.ranks).in_step(self._hand_over)  # what is done with it may fail
+                GroupMeeting(self._meeting.ranks).in_step(lambda: self._hand_over(said))
             else:
                 self._landings.finish()
         meeting = None if self._other is None else self._other.meeting
         self.version = version if meeting is None else meeting.terms.version
 
-    def _hand_over(self) -> tuple[None, Fields, bytes]:
+    def _hand_over(self, said: Fields) -> tuple[None, Fields, bytes]:
+        """What is done with it may fail."""
         self._landings.finish()
-        return None, {"verb": "StateTransfer, all handed over"}, b""
+        return None, {"verb": "StateTransfer, all handed over", **said}, b""
 
     def poll(self) -> bool:
         """Whether the other job waits in `run` for this one, so that a run would begin at once. Between jobs only.
