@@ -6,6 +6,7 @@ import queue
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ T = TypeVar("T")
 SHORTEST, LONGEST = 0.0005, 0.05  # seconds between two questions for a value that is waited for
 LOOKS = 1.0  # seconds between two looks around meanwhile
 LOOPBACK = "127.0.0.1"
+FIRST_ATTEMPT = 1.0  # seconds
 SLACK = 1.0  # seconds that an answer may take on top of what the store was asked to wait
 
 
@@ -62,8 +64,7 @@ class Address:
             except OSError:
                 if left <= 0 or closed.wait(LONGEST):
                     raise
-        limit = max(limit - (time.monotonic() - begun), SLACK)
-        return TCPStore(self.host, self.port, timeout=timedelta(seconds=limit), wait_for_workers=False)
+        return _store(self.host, self.port, max(limit - (time.monotonic() - begun), SLACK))
 
     def serve(self, limit: float) -> TCPStore:
         """A store that listens at this port, until it is dropped; one for all who ask for it in this process.
@@ -71,14 +72,31 @@ class Address:
         It listens on all addresses of this host, and is asked here by a way that needs no network: whether others can
         reach it, and this process by the address that was given, they find out when they call.
         """
-        limits: dict[str, Any] = {"timeout": timedelta(seconds=limit), "wait_for_workers": False}
         try:
-            return TCPStore(LOOPBACK, self.port, is_master=True, multi_tenant=True, **limits)
+            return _store(LOOPBACK, self.port, limit, is_master=True, multi_tenant=True)
         except RuntimeError as error:
             raise TransferError(
                 f"this process is to host the store at {self} and cannot ({_line(error)}): give an address of this "
                 "host with a free port, or host=False where another process hosts it"
             ) from error
+
+
+def _store(host: str, port: int, limit: float, **options: bool) -> TCPStore:
+    """A store of torch. Its attempts to connect hang now and then, also on one host: so it is tried again, for twice as
+    long each time."""
+    begun, attempt = time.monotonic(), FIRST_ATTEMPT
+    while True:
+        left = max(limit - (time.monotonic() - begun), SLACK)
+        try:
+            seconds = timedelta(seconds=min(left, attempt))
+            store = TCPStore(host, port, timeout=seconds, wait_for_workers=False, **options)
+        except RuntimeError as error:
+            if left <= attempt or "timed out" not in str(error):
+                raise
+            attempt *= 2
+            continue
+        store.set_timeout(timedelta(seconds=limit))
+        return store
 
 
 class StoreClient:
@@ -95,6 +113,7 @@ class StoreClient:
         threading.Thread(
             target=_answer, args=(self._asked, address, limit, self._closed), name="shardwise store", daemon=True
         ).start()
+        self._hang_up = weakref.finalize(self, _hang_up, self._asked, self._closed)  # also if nobody closes it
 
     @property
     def is_connecting(self) -> bool:
@@ -109,8 +128,7 @@ class StoreClient:
     def close(self) -> None:
         """Hang up."""
         self.sound = False
-        self._closed.set()
-        self._asked.put(None)
+        self._hang_up()
 
     def set(self, key: str, value: bytes, limit: float) -> None:
         """Write a value."""
@@ -210,6 +228,11 @@ class _Call:
         self.what, self.done = what, threading.Event()
         self.value: Any = None
         self.error: Exception | None = None
+
+
+def _hang_up(asked: queue.SimpleQueue[_Call | None], closed: threading.Event) -> None:
+    closed.set()
+    asked.put(None)
 
 
 def _answer(asked: queue.SimpleQueue[_Call | None], address: Address, limit: float, closed: threading.Event) -> None:
