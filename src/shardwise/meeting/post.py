@@ -37,6 +37,12 @@ class Post:
     def __init__(self, process_group: ProcessGroup) -> None:
         self._group, self._gloo = process_group, gloo_of(process_group)  # straight, past torch's dispatcher
         self._works: Works = []
+        keeper()  # before the garbage collector needs it
+
+    def __del__(self) -> None:
+        """If nobody has waited: the messages still come and go, or those after them would not either."""
+        if self._works:
+            keeper().take([self], tuple)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
         """Begin to receive from a rank, by its number in the group."""
@@ -86,7 +92,7 @@ class Keeper(threading.Thread):
     def take(self, posts: Sequence[Post], then: Callable[[], Sequence[Post]]) -> None:
         """When these messages have come and gone, the next ones are begun, until there are none or one fails."""
         if posts:
-            self._left.put(_Job(posts[0]._gloo, _all_works(posts), lambda: _all_works(then())))
+            self._left.put(_Job(posts[0]._gloo, _works_of(posts), lambda: _works_of(then())))
 
     def run(self) -> None:
         """One after the other."""
@@ -105,8 +111,12 @@ def keeper() -> Keeper:
     return _keepers[0]
 
 
-def _all_works(posts: Sequence[Post]) -> Works:
-    return [work for post in posts for work in post._works]
+def _works_of(posts: Sequence[Post]) -> Works:
+    """All messages that are under way there, which somebody else waits for from now on."""
+    found = [work for post in posts for work in post._works]
+    for post in posts:
+        post._works = []
+    return found
 
 
 class _Job:
