@@ -21,7 +21,6 @@ from benchmarks.table import Row, show
 from benchmarks.timing import best_together
 from shardwise import ChunkShardingSpec, StateTransfer
 from shardwise.testing import run_on_ranks
-from shardwise.transfer.views import copy_all
 
 WORLD, TENSORS, MIB = 8, 300, 512
 TRAIN, SERVE = range(4), range(4, 8)
@@ -99,22 +98,18 @@ def move(backend: str = "gloo") -> tuple[list[Row], str]:
     )
     said = f"{transfer.explain().splitlines()[0]}\n  buffers: {transfer._carrying.buffered / 2**20:.1f} MiB a rank"
     if device != "cpu":
-        said += f"\n  a round is packed at {packing_rate(transfer):.1%} of the speed of a device copy (budget: 80 %)"
+        said += f"\n  a turn is packed at {packing_rate(transfer):.1%} of the speed of a device copy (budget: 80 %)"
     return [row], said
 
 
 def packing_rate(transfer: StateTransfer) -> float:
-    """How fast the first round is packed, as a part of the speed of a device copy of as many bytes; rank 0 alone."""
+    """How fast the first turn is packed, as a part of the speed of a device copy of as many bytes; rank 0 alone."""
     found = 0.0
     if dist.get_rank() == 0:
-        _, sends = transfer._carrying._packets(0)
-        every = [(place, lying) for packet in sends for place, lying, _ in packet.parts]
-        parts = [(place, lying) for place, lying in every if place is not None and lying is not None]
-        size = sum(place.nbytes for place, _ in parts)
-        one, other = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
-        plain = gigabytes_per_second(lambda: other.copy_(one), size)
-
-        found = gigabytes_per_second(lambda: copy_all(parts), size) / plain
+        copies = next(copies for copies, _ in transfer._carrying._readied(0).sends if copies is not None)
+        one, other = (torch.empty(copies.nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+        plain = gigabytes_per_second(lambda: other.copy_(one), copies.nbytes)
+        found = gigabytes_per_second(copies.make, copies.nbytes) / plain
     dist.barrier()
     return found
 

@@ -11,15 +11,15 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from shardwise.layout import Axis, Cut, Layout, Places
 from shardwise.state_transfer import cat, interleave
-from shardwise.state_transfer.carrying import SLOTS
 from shardwise.state_transfer.explaining import explained
-from shardwise.state_transfer.planning import LEAST, Options, _loaded, _peers, _planned
+from shardwise.state_transfer.planning import Options, _peers, _planned, loaded
 from shardwise.state_transfer.sides import Given, joined, words_of
 
 TRAIN, SERVE, WAYS, LAYERS, WIDTH = 4_096, 1_024, 8, 125, 8_192
@@ -81,22 +81,25 @@ def plan(here: int) -> None:
         joined(which, [(some, 0, words[k]) for some, words in zip(ranks, told, strict=True)], TRAIN + SERVE, problems)
         for k, which in enumerate(("source", "target"))
     ]
-    options = Options(None, RECIPE, 64 * 2**20, strict=True, staged=False, on_arrival=None)
+    options = Options(None, RECIPE, 256 * 2**20, strict=True, staged=False, on_arrival=None)
     draft = _planned((source, target), sides[0], sides[1], options, None, frozenset({"cpu"}))
     digest, peers = draft.digest, _peers(draft.routes, here)
     planned = time.perf_counter()
-    whole = _loaded(draft, max(options.max_bytes // (SLOTS * peers), LEAST), here)
-    loaded = time.perf_counter()
+    known = replace(draft, busiest=TRAIN)
+    whole = loaded(known, here, TRAIN + SERVE, options.max_bytes, torch.device("cpu"))
+    dealt = time.perf_counter()
     explained(whole, range(TRAIN + SERVE), here, 1e10)
     done = time.perf_counter()
     assert not problems
     assert digest
-    bundles = [bundle for side in (whole.load.sends, whole.load.receives) for each in side.values() for bundle in each]
-    parts = sum(len(bundle.alone) + len(bundle.packed) for bundle in bundles)
+    load = whole.load
+    bundles = [bundle for turn in load.turns for _, bundle in (*turn.sends, *turn.receives)]
+    parts, mean = sum(map(len, load.sides)), sum(bundle.nbytes for bundle in bundles) / len(bundles) / 1024
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
         f"  rank {here:>5,}: plan {planned - begin:5.2f} s, {parts:>9,} parts for {peers:>5,} ranks "
-        f"{loaded - planned:6.2f} s, explain {done - loaded:5.2f} s, {memory:6.0f} MiB in all",
+        f"{dealt - planned:6.2f} s, {len(load.turns):>5,} turns of bundles of {mean:5.0f} KiB, "
+        f"explain {done - dealt:5.2f} s, {memory:6.0f} MiB in all",
         flush=True,
     )
 

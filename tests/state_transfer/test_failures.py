@@ -261,7 +261,7 @@ def _no_memory(*_: Any) -> Any:
 
 def dies_on_the_way() -> None:
     """Rank 2 ends when its first bundle has come."""
-    source, target = shardwise.ones(ROWS, 1024, 1024), shardwise.zeros(chunks(1, 3, 2, 1, 0), 1024, 1024)
+    source, target = shardwise.ones(ROWS, 2048, 2048), shardwise.zeros(chunks(1, 3, 2, 1, 0), 2048, 2048)
     transfer = StateTransfer({"a": source}, {"a": target}, max_bytes=2**20)
     if dist.get_rank() == 2:
         carrying.Carrying._finish = lambda self, *args: os._exit(1)
@@ -272,6 +272,33 @@ def dies_on_the_way() -> None:
 def test_a_rank_that_dies_is_an_error_on_the_others() -> None:
     """Without waiting for the time limit."""
     others_go_on(dies_on_the_way, dies=2)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@ranks(4)
+def test_whoever_cannot_take_it_in(staged: bool) -> None:
+    """If one rank fails with what it is handed, staged targets are as they were on all ranks; others have changed, as
+    autograd knows."""
+    source = {"a": shardwise.ones(ROWS, 64, 64), "z": shardwise.ones(ROWS, 4, 4)}
+    weight = torch.zeros(64, 64, requires_grad=True)
+    target = {"a": weight, "z": ROWS.layout((4, 4))}
+
+    def fail(name: str, boxes: list[torch.Tensor]) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("no room")
+
+    transfer = StateTransfer(source, target, on_arrival=fail, staged=staged, max_bytes=2**12)
+    product = (weight * torch.ones(64, 64, requires_grad=True)).sum()
+    with pytest.raises((ValueError, TransferError), match="no room"):
+        transfer.run()
+    if staged:
+        assert not weight.any()
+        product.backward()
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
+    for _ in range(3):  # messages that nobody waited for are not in the way of others
+        shardwise.check()
 
 
 @ranks(2)

@@ -15,7 +15,8 @@ from tests.state_transfer.states import MESHES, WORLD, Pair, expected_boxes, loc
 from torch.distributed import DeviceMesh
 
 from shardwise import StateTransfer
-from shardwise.state_transfer import bundles, planning
+from shardwise.state_transfer import bundles as cut_up
+from shardwise.state_transfer import turns
 from shardwise.state_transfer.carrying import SLOTS
 from shardwise.state_transfer.explaining import Account
 from shardwise.testing import run_on_ranks
@@ -34,8 +35,8 @@ def meshes() -> dict[str, DeviceMesh]:
 def small_bundles(least: int, alone: int) -> Iterator[None]:
     """Limits at which tiny states take many rounds, in messages of both kinds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "LEAST", least)
-        patch.setattr(bundles, "ALONE", alone)
+        patch.setattr(turns, "LEAST", least)
+        patch.setattr(cut_up, "ALONE", alone)
         yield
 
 
@@ -67,12 +68,13 @@ def check_arrived(pair: Pair, run: int, given: Mapping[str, Any], handed: dict[s
 def check_bytes(pair: Pair, transfer: StateTransfer) -> None:
     """Every rank gets what it must and no more; all ranks know that of each other; the buffers are as small as said."""
     planned, here = transfer._planned, dist.get_rank()
-    parts = [part for each in planned.load.receives.values() for bundle in each for part in bundle.parts]
+    bundles = [bundle for turn in planned.load.turns for _, bundle in turn.receives]
+    parts = [part for bundle in bundles for part in planned.load.receives.of(bundle)]
     assert sum(part.nbytes for part in parts) == pair.bound(here, meshes())
     account = Account(planned, range(WORLD))
     assert account.between.sum(0).tolist() == [pair.bound(rank, meshes()) for rank in range(WORLD)]
     assert account.bound == account.between.sum()
-    least = planning.LEAST * SLOTS * 2 * (WORLD - 1)
+    least = turns.LEAST * SLOTS * 2 * (WORLD - 1)
     assert transfer._carrying.buffered <= max(pair.options["max_bytes"], least)
 
 

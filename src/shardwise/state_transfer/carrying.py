@@ -1,55 +1,68 @@
-"""Carrying: bundles packed, sent and unpacked, two at a time with each rank, so that these overlap."""
+"""Carrying: bundles packed, sent and unpacked, two turns at a time, so that these overlap."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from shardwise.state_transfer.bundles import Bundle, Part, aligned
+from shardwise.state_transfer.bundles import NO_PARTS, Part, Parts, aligned
+from shardwise.state_transfer.packing import Packed, Packer
+from shardwise.state_transfer.turns import Turn
 from shardwise.state_transfer.wires import Message, Waiting, Wire
-from shardwise.transfer.views import as_bytes, copy, copy_all, is_as_it_lies
+from shardwise.transfer.copies import Copies, Pair
+from shardwise.transfer.views import as_bytes, copy, is_as_it_lies
 
 View = Callable[[Part], torch.Tensor]  # where a part lies on this rank
-SLOTS = 2  # bundles with each rank that are under way at a time
+Arrived = Callable[[Sequence[Part]], object]
+SLOTS = 2  # turns that are under way at a time
+MOST_KEPT = 200_000  # parts whose places are found once; of more, in every run
+_Placed = tuple[Part, torch.Tensor | None, torch.Tensor | None]  # its place in a buffer, if any, and where it lies
 
 
 @dataclass(frozen=True, eq=False)
 class Load:
     """All that one rank sends, receives and keeps."""
 
-    sends: Mapping[int, Sequence[Bundle]]  # by rank
-    receives: Mapping[int, Sequence[Bundle]]
-    kept: Sequence[tuple[Part, Part]]  # what goes from this rank to itself: from where, and where to
+    here: int
+    sends: Parts
+    receives: Parts
+    turns: Sequence[Turn]
     dtypes: Sequence[torch.dtype]  # in which each route travels
 
-    def arriving(self) -> Iterator[Part]:
-        """All parts that this rank gets."""
-        for bundles in self.receives.values():
-            for bundle in bundles:
-                yield from bundle.alone
-                yield from bundle.packed
-        yield from (part for _, part in self.kept)
+    @property
+    def kept(self) -> list[tuple[Part, Part]]:
+        """What goes from this rank to itself: from where, and where to."""
+        both = [[part for bundle in side.bundles.get(self.here, ()) for part in side.of(bundle)] for side in self.sides]
+        return list(zip(*both, strict=True))
 
-    @cached_property
-    def rounds(self) -> int:
-        """In how many rounds all of it goes."""
-        return max(map(len, (*self.sends.values(), *self.receives.values())), default=0)
+    @property
+    def sides(self) -> tuple[Parts, Parts]:
+        """Both."""
+        return self.sends, self.receives
 
-    def bundles(self, side: Mapping[int, Sequence[Bundle]], number: int) -> list[tuple[int, Bundle]]:
-        """Those of one round, with the ranks."""
-        return [(rank, each[number]) for rank, each in side.items() if number < len(each)]
+
+NOTHING = Load(0, NO_PARTS, NO_PARTS, (), ())
 
 
 @dataclass(frozen=True, eq=False)
-class _Packet:
-    """A message with a rank: its bytes, and the parts in it, each with its place there if it is packed."""
+class _Landing:
+    """What is to be done with parts that have come."""
 
-    rank: int
-    buffer: torch.Tensor
-    parts: Sequence[tuple[torch.Tensor | None, torch.Tensor | None, Part]]  # place in the buffer, where it lies
+    parts: Sequence[Part]
+    copies: Copies  # of those whose memory is the same in every run
+    others: Sequence[tuple[Part, torch.Tensor]]  # with where they have come
+
+
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """A turn, with its memory."""
+
+    receives: Sequence[Message]
+    sends: Packed
+    landing: _Landing
 
 
 class Carrying:
@@ -62,10 +75,11 @@ class Carrying:
         once, and if it lies in one run, it is received there, and not through a buffer."""
         self._load, self._wire = load, wire
         self._source, self._target, self._lasts = source, target, lasts
-        self._pinned = pinned
+        self._pinned, self._packer = pinned, Packer()
         self._slots: list[torch.Tensor] = []
-        self._rounds: list[tuple[list[_Packet], list[_Packet]] | None] = [None] * load.rounds
-        self._kept: list[tuple[torch.Tensor, torch.Tensor | None, Part]] | None = None
+        self._known: dict[int, _Ready] = {}
+        self._kept: _Landing | None = None
+        self._keeps = sum(map(len, load.sides)) <= MOST_KEPT
 
     @cached_property
     def buffered(self) -> int:
@@ -74,110 +88,122 @@ class Carrying:
 
     @cached_property
     def _room(self) -> int:
-        load = self._load
-        sides = (load.sends, load.receives)
-        return max(
-            (
-                sum(each.nbytes for side in sides for _, each in load.bundles(side, number))
-                for number in range(load.rounds)
-            ),
-            default=0,
-        )
+        return max((turn.nbytes for turn in self._load.turns), default=0)
 
     def prepare(self) -> None:
-        """Make the buffers."""
-        while len(self._slots) < min(SLOTS, self._load.rounds):
+        """Make the buffers, unless they are there."""
+        while len(self._slots) < min(SLOTS, len(self._load.turns)):
             self._slots.append(
                 torch.empty(self._room, dtype=torch.uint8, device=self._wire.device, pin_memory=self._pinned)
             )
 
-    def run(self, arrived: Callable[[Part], object]) -> None:
-        """Until all is in its place; on an accelerator, until all is in its stream. Each part is told of then."""
-        under_way: list[tuple[Waiting, list[_Packet]]] = []
-        for number in range(self._load.rounds):
+    def run(self, arrived: Arrived) -> None:
+        """Until all is in its place; on an accelerator, until all is in its stream. Parts are told of then."""
+        self.prepare()
+        try:
+            self._run(arrived)
+        except BaseException:
+            self._slots, self._known = [], {}  # messages may come into them yet
+            raise
+
+    def _run(self, arrived: Arrived) -> None:
+        under_way: list[tuple[Waiting, _Landing]] = []
+        for number in range(len(self._load.turns)):
             under_way.append(self._begin(number))
             if not number:
-                self._keep(arrived)
+                self._land(self._staying(), arrived)  # while the first messages travel
             if len(under_way) == SLOTS:
                 self._finish(*under_way.pop(0), arrived)
-        if not self._load.rounds:
-            self._keep(arrived)
+        if not self._load.turns:
+            self._land(self._staying(), arrived)
         for each in under_way:
             self._finish(*each, arrived)
 
-    def _begin(self, number: int) -> tuple[Waiting, list[_Packet]]:
-        receives, sends = self._packets(number)
-        every = (part for packet in sends for part in packet.parts)
-        copy_all([(place, lying) for place, lying, _ in every if place is not None and lying is not None])
-        given = [(packet.rank, packet.buffer) for packet in sends]
-        taken: list[Message] = [(packet.rank, packet.buffer) for packet in receives]
-        return self._wire.exchange(taken, given), receives
+    def _begin(self, number: int) -> tuple[Waiting, _Landing]:
+        turn = self._known.get(number)
+        if turn is None:
+            turn = self._readied(number)
+            if self._keeps:
+                self._known[number] = turn
+        return self._wire.exchange(turn.receives, self._packer.packed(turn.sends)), turn.landing
 
-    def _finish(self, waiting: Waiting, packets: list[_Packet], arrived: Callable[[Part], object]) -> None:
+    def _finish(self, waiting: Waiting, landing: _Landing, arrived: Arrived) -> None:
         waiting.wait()
-        every = [part for packet in packets for part in packet.parts]
-        copy_all([(lying, place) for place, lying, _ in every if place is not None and lying is not None])
-        for place, lying, part in every:
-            if place is not None and lying is None:
-                copy(self._target(part), place)
-            arrived(part)
+        self._land(landing, arrived)
 
-    def _keep(self, arrived: Callable[[Part], object]) -> None:
-        """Copy what stays on this rank, while the first messages travel."""
-        if self._kept is None:
-            self._kept = [(self._source(one), self._found(other), other) for one, other in self._load.kept]
-        for source, target, part in self._kept:
-            copy(self._target(part) if target is None else target, source)
-            arrived(part)
+    def _land(self, landing: _Landing, arrived: Arrived) -> None:
+        landing.copies.make()
+        for part, place in landing.others:
+            copy(self._target(part), place)
+        arrived(landing.parts)
+
+    def _staying(self) -> _Landing:
+        """What stays on this rank."""
+        if self._kept is not None:
+            return self._kept
+        found = _landing([(part, self._source(one), self._found(part)) for one, part in self._load.kept])
+        if self._keeps:
+            self._kept = found
+        return found
+
+    def _readied(self, number: int) -> _Ready:
+        """The messages of a turn, and where all of it lies."""
+        turn, slot = self._load.turns[number], _Slot(self._slots[number % SLOTS])
+        receives: list[Message] = []
+        landing: list[_Placed] = []
+        for rank, bundle in turn.receives:
+            for memory, inside in self._messages(self._load.receives.of(bundle), slot, self._found):
+                receives.append((rank, memory))
+                landing += inside
+        sends: list[tuple[list[Pair], Message]] = []
+        for rank, bundle in turn.sends:
+            for memory, inside in self._messages(self._load.sends.of(bundle), slot, self._source):
+                pairs = [(place, lying) for _, place, lying in inside if place is not None and lying is not None]
+                sends.append((pairs, (rank, memory)))
+        if self._wire.device.type != "cpu" and sends:  # all at once, as few kernels
+            every = [pair for pairs, _ in sends for pair in pairs]
+            sends = [(every if not k else [], message) for k, (_, message) in enumerate(sends)]
+        packed = [(Copies(pairs) if pairs else None, message) for pairs, message in sends]
+        return _Ready(receives, packed, _landing(landing))
 
     def _found(self, part: Part) -> torch.Tensor | None:
         """Where a part of the target lies, if that lasts."""
         return self._target(part) if self._lasts(part) else None
 
-    def _packets(self, number: int) -> tuple[list[_Packet], list[_Packet]]:
-        """The messages of a round; where everything lies is found once."""
-        found = self._rounds[number]
-        if found is None:
-            slot = _Slot(self._slots[number % SLOTS])
-            load = self._load
-            receives = [
-                packet
-                for rank, bundle in load.bundles(load.receives, number)
-                for packet in self._of(rank, bundle, slot, self._found)
-            ]
-            sends = [
-                packet
-                for rank, bundle in load.bundles(load.sends, number)
-                for packet in self._of(rank, bundle, slot, self._source)
-            ]
-            found = self._rounds[number] = receives, sends
-        return found
-
-    def _of(self, rank: int, bundle: Bundle, slot: _Slot, view: Callable[[Part], torch.Tensor | None]) -> list[_Packet]:
-        found = []
-        for part in bundle.alone:
-            lying = view(part)
-            if lying is not None and self._fits(lying, part):
-                found.append(_Packet(rank, as_bytes(lying), [(None, lying, part)]))
-            else:
-                buffer = slot.take(part.nbytes)
-                found.append(_Packet(rank, buffer, [(self._place(buffer, part), lying, part)]))
-        if bundle.packed:
-            buffer, begin, parts = slot.take(bundle.packed_bytes), 0, []
-            for part in bundle.packed:
-                place = self._place(buffer[begin : begin + part.nbytes], part)
-                parts.append((place, view(part), part))
+    def _messages(
+        self, parts: Sequence[Part], slot: _Slot, view: Callable[[Part], torch.Tensor | None]
+    ) -> Iterator[tuple[torch.Tensor, list[_Placed]]]:
+        """The messages of a bundle, each with the parts in it: those that are alone, and one of all others."""
+        for part in parts:
+            if part.alone:
+                lying = view(part)
+                if lying is not None and self._fits(lying, part):
+                    yield as_bytes(lying), [(part, None, lying)]
+                else:
+                    memory = slot.take(part.nbytes)
+                    yield memory, [(part, self._place(memory, part), lying)]
+        packed = [part for part in parts if not part.alone]
+        if packed:
+            memory, begin = slot.take(sum(aligned(part.nbytes) for part in packed)), 0
+            inside: list[_Placed] = []
+            for part in packed:
+                inside.append((part, self._place(memory[begin : begin + part.nbytes], part), view(part)))
                 begin += aligned(part.nbytes)
-            found.append(_Packet(rank, buffer, parts))
-        return found
+            yield memory, inside
 
-    def _place(self, buffer: torch.Tensor, part: Part) -> torch.Tensor:
-        return buffer.view(self._load.dtypes[part.route]).view(part.sizes)
+    def _place(self, memory: torch.Tensor, part: Part) -> torch.Tensor:
+        return memory.view(self._load.dtypes[part.route]).view(part.sizes)
 
     def _fits(self, lying: torch.Tensor, part: Part) -> bool:
         """Whether this memory can be sent, or received into, as it lies."""
         same = lying.dtype == self._load.dtypes[part.route] and lying.device.type == self._wire.device.type
         return same and lying.is_contiguous() and is_as_it_lies(lying)
+
+
+def _landing(placed: Sequence[_Placed]) -> _Landing:
+    pairs = [(lying, place) for _, place, lying in placed if place is not None and lying is not None]
+    others = [(part, place) for part, place, lying in placed if place is not None and lying is None]
+    return _Landing([part for part, _, _ in placed], Copies(pairs), others)
 
 
 class _Slot:

@@ -10,7 +10,6 @@ from functools import cached_property
 import numpy as np
 
 from shardwise.geometry import IntArray
-from shardwise.state_transfer.bundles import Bundle
 from shardwise.state_transfer.planning import Planned
 from shardwise.viz import Picture, traffic_picture
 from shardwise.viz.words import bytes_text, numbered, ranks_text
@@ -80,10 +79,11 @@ def explained(planned: Planned, ranks: Sequence[int], here: int, rate: float, wh
     if not moved:
         return "\n".join(lines)
     lines.append(
-        f"they go in bundles of {bytes_text(planned.most)} at most, in {numbered(planned.load.rounds, 'round')} here."
+        f"they go in bundles of {bytes_text(planned.most)} at most, "
+        f"in {numbered(len(planned.load.turns), 'turn')} here."
     )
     if len(ranks) > MOST_ASKED:
-        sent, got = (_by_rank(side) for side in (planned.load.sends, planned.load.receives))
+        sent, got = ({**side.bytes_by_rank, here: 0} for side in planned.load.sides)
         return "\n".join([*lines, _busy(here, sent, got, rate)])
     between = account.between
     source, target = divmod(int(between.argmax()), len(ranks))
@@ -99,10 +99,6 @@ def explained(planned: Planned, ranks: Sequence[int], here: int, rate: float, wh
     if len(ranks) > MOST_LISTED:
         lines.append(f"and {len(ranks) - MOST_LISTED} more ranks")
     return "\n".join(lines)
-
-
-def _by_rank(side: Mapping[int, Sequence[Bundle]]) -> dict[int, int]:
-    return {rank: sum(part.nbytes for each in bundles for part in each.parts) for rank, bundles in side.items()}
 
 
 def _busy(rank: int, sent: Mapping[int, int], got: Mapping[int, int], rate: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -65,7 +65,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-Numbered = Sequence[tuple[int, str, torch.Tensor]]  # number in the backend, what errors call the rank, memory
+Numbered = Iterator[tuple[int, str, torch.Tensor]]  # number in the backend, what errors call the rank, memory
 
 
 class JobWire:
@@ -83,15 +83,15 @@ class JobWire:
     def begin(self, said: dict[str, object]) -> None:
         """The jobs have agreed on it when they met."""
 
-    def exchange(self, receives: Sequence[Message], sends: Sequence[Message]) -> Waiting:
+    def exchange(self, receives: Sequence[Message], sends: Iterable[Message]) -> Waiting:
         """Begin to receive and to send; what does not end within the timeout is an error."""
         kind = _Sent if self.device.type == "cpu" else _Streamed
         waiting = kind(self._backend, self._numbered(receives), self._numbered(sends), self._timeout)
         self._under_way = [*(each for each in self._under_way if not each.over), waiting]
         return waiting
 
-    def _numbered(self, messages: Sequence[Message]) -> Numbered:
-        return [(self._numbers[rank], self._names[rank], memory) for rank, memory in messages]
+    def _numbered(self, messages: Iterable[Message]) -> Numbered:
+        return ((self._numbers[rank], self._names[rank], memory) for rank, memory in messages)
 
     def failing(self) -> AbstractContextManager[object]:
         """Whoever runs the transfer tells the others."""
@@ -169,12 +169,13 @@ class _Streamed:
 
     def __init__(self, backend: Any, receives: Numbered, sends: Numbered, timeout: float) -> None:
         self._timeout, self.over = timeout, False
-        self._what = "exchange with " + ", ".join(dict.fromkeys(name for _, name, _ in (*receives, *sends)))
+        taken, given = [*receives], [*sends]
+        self._what = "exchange with " + ", ".join(dict.fromkeys(name for _, name, _ in (*taken, *given)))
         self._work: Any = None
-        if receives or sends:
+        if taken or given:
             with _losing(self._what):
                 backend._start_coalescing()
-                for _, post in _each(backend, receives, sends):
+                for _, post in _each(backend, iter(taken), iter(given)):
                     post()
                 self._work = backend._end_coalescing()
 

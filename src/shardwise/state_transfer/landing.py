@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
@@ -25,7 +26,11 @@ class Landings:
         self._own = {name: planned.local_targets(name, here) for name in planned.made_of}
         self._copies: dict[str, Boxes] = {}  # of a staged transfer
         self._passing: dict[str, Boxes] = {}  # what is here only until somebody has taken it
-        self._expected = Counter(planned.routes[part.route].target for part in planned.load.arriving())
+        self._hands_over = None in self._own.values() and not options.staged
+        counts = np.bincount(planned.load.receives.routes, minlength=len(planned.routes)).tolist()
+        self._expected: Counter[str] = Counter()  # parts
+        for route, count in zip(planned.routes, counts, strict=True):
+            self._expected[route.target] += count
         self._missing: Counter[str] = Counter()
         self._begins: dict[tuple[str, int], list[int]] = {}  # where boxes of targets begin
 
@@ -39,8 +44,16 @@ class Landings:
         targets = [local for own in self._own.values() if own is not None for local in own.values()]
         return torch.inference_mode if any(local.is_inference() for local in targets) else torch.no_grad
 
+    def prepare(self) -> None:
+        """Make the copies of a staged transfer."""
+        for name, own in self._own.items():
+            if own is not None and self._options.staged:
+                self._boxes(name)
+
     def begin(self) -> None:
         """Before a run."""
+        if not self._options.staged:
+            increment_version(self._changed)  # also if it fails in the middle
         self._missing = Counter(self._expected)
         self._passing.clear()  # of a run that failed
         for name, boxes in self._planned.gaps.items():
@@ -94,12 +107,13 @@ class Landings:
                 if all(length > 0 for length in extent):
                     view_of(local, [at - first for at, first in zip(low, begin, strict=True)], extent).zero_()
 
-    def arrived(self, part: Part) -> None:
-        """A part is in its place; of a target that is only passing, the last one hands it over."""
-        name = self._planned.routes[part.route].target
-        self._missing[name] -= 1
-        if not self._missing[name] and self._own[name] is None and not self._options.staged:
-            self._hand_over(name)
+    def arrived(self, parts: Sequence[Part]) -> None:
+        """Parts are in their place; of a target that is only passing, the last one hands it over."""
+        for part in parts if self._hands_over else ():
+            name = self._planned.routes[part.route].target
+            self._missing[name] -= 1
+            if not self._missing[name] and self._own[name] is None:
+                self._hand_over(name)
 
     def _hand_over(self, name: str) -> None:
         passing = self._boxes(name)
@@ -108,16 +122,24 @@ class Landings:
         with torch.inference_mode(mode=False), torch.no_grad():
             self._options.on_arrival(name, list(passing.values()))
 
-    def finish(self) -> None:
-        """All has arrived, of a staged transfer everywhere: the copies become the target."""
+    def hand_over(self) -> None:
+        """All has arrived: whoever asks for what is only passing has not got all of it yet."""
         for name, own in self._own.items():
             if own is None and (self._options.staged or not self._expected[name]):
                 self._hand_over(name)
+
+    def finish(self) -> None:
+        """All has arrived, of a staged transfer everywhere: the copies become the target."""
         with self.mode():
             for name, copies in self._copies.items():
                 for row, local in (self._own[name] or {}).items():
                     local.copy_(copies[row])
+        increment_version(self._changed)
+
+    @cached_property
+    def _changed(self) -> list[torch.Tensor]:
+        """All tensors of the target that have a version, also those of which this rank has nothing."""
         changed = [local for own in self._own.values() if own is not None for local in own.values()]
         given = [self._planned.given[1][name].whole for name in self._own if name in self._planned.given[1]]
-        changed += [whole for whole in given if whole is not None]  # also where this rank has none of it
-        increment_version([tensor for tensor in changed if not tensor.is_inference()])
+        changed += [whole for whole in given if whole is not None]
+        return [tensor for tensor in changed if not tensor.is_inference()]

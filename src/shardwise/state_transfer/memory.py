@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
-from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import PropertyError, StateMismatchError
 from shardwise.state_transfer.planning import Options, Planned
 from shardwise.state_transfer.routes import Route
-from shardwise.state_transfer.sides import Given, State, given_again
+from shardwise.state_transfer.sides import State, places_of
 
 MOST_WORK = 10_000  # steps to find out whether two tensors share memory: a few, but for strides that nobody has
 
@@ -156,17 +156,13 @@ class _Memory:
         }
 
 
-def require_unmoved(planned: Planned, source: State, target: State, ranks: Ranks) -> None:
+def require_unmoved(planned: Planned, source: State, target: State) -> None:
     """Raise where a tensor is not in the memory that it was in when the transfer was planned, which would be moved."""
     for then, state, which in zip(planned.given, (source, target), ("source", "target"), strict=True):
-        now = given_again(state, ranks)
+        now = state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state or {}
         for name, one in then.items():
-            if name not in now or _places(now[name]) != _places(one):
+            if one.whole is not None and (name not in now or places_of(now[name]) != one.places):
                 raise StateMismatchError(
                     f"'{name}' of the {which} is not where it was when the transfer was made, as after .to() or "
                     "load_state_dict(assign=True): make the StateTransfer anew"
                 )
-
-
-def _places(one: Given) -> list[tuple[object, ...]]:
-    return [(t.data_ptr(), t.dtype, t.device, t.shape, t.stride()) for t in one.tensors.values()]

@@ -16,17 +16,15 @@ from shardwise.errors import PropertyError, StateMismatchError
 from shardwise.geometry import Boxes, IntArray
 from shardwise.named_patterns import Rename
 from shardwise.process_group import Fields
-from shardwise.state_transfer.bundles import Bundle, Part, bundles_of
-from shardwise.state_transfer.carrying import SLOTS, Load
+from shardwise.state_transfer.bundles import Limits, Part, parts_of
+from shardwise.state_transfer.carrying import NOTHING, SLOTS, Load
 from shardwise.state_transfer.expression import Expression, Take
 from shardwise.state_transfer.meetings import Meeting
 from shardwise.state_transfer.recipe import Recipe, resolve
 from shardwise.state_transfer.routes import Plans, Route, routes_of
 from shardwise.state_transfer.sides import Given, State, Tensor, digest_of, given, joined, words_of
-from shardwise.transfer.pieces import Pieces
+from shardwise.state_transfer.turns import Pace, turns_of
 
-ENDLESS = 2**62
-LEAST = 1024  # bytes of a bundle, however little memory there is
 OnArrival = Callable[[str, list[torch.Tensor]], object]  # the name of a target, and its local boxes
 
 
@@ -65,8 +63,9 @@ class Planned:
     made_of: Mapping[str, frozenset[str]]  # the sources of each target that is filled, but for second names
     gaps: Mapping[str, Boxes]  # of targets that have more than their sources: what is filled with zeros
     kinds: frozenset[str]  # of devices
-    most: int  # bytes of a bundle
-    load: Load
+    busiest: int = 0  # the most others that a rank sends to and receives from
+    most: int = 0  # bytes of a bundle
+    load: Load = NOTHING
     passes: bool = False  # whether any rank hands over what arrives
 
     def local_sources(self, name: str, here: int) -> dict[int, torch.Tensor]:
@@ -162,12 +161,11 @@ def planned(
         passes = any(found.local_targets(name, meeting.here) is None for name in found.made_of)
         rename = "a function" if callable(options.rename) else options.rename
         fields: Fields = {"recipe": dict(options.recipe), "rename": rename, "transfer": found.digest}
-        return found, fields, _told([_peers(found.routes, meeting.here), passes])
+        return found, {"verb": "StateTransfer", **fields}, _told([_peers(found.routes, meeting.here), passes])
 
     draft, answers = meeting.in_step(plan)
     counts, passing = zip(*map(json.loads, answers), strict=True)
-    most = max(options.max_bytes // (SLOTS * max(1, *counts)), LEAST)
-    return replace(_loaded(draft, most, meeting.here), passes=any(passing))
+    return replace(draft, busiest=max(counts), passes=any(passing))
 
 
 def _told(words: object) -> bytes:
@@ -211,8 +209,7 @@ def _planned(
         gap = expression.gaps(sizes)
         if gap:
             gaps[name] = Boxes.parse([box[0] for box in gap], [box[1] for box in gap], len(into.size))
-    nothing = Load({}, {}, [], [])
-    return Planned(given_here, sources, targets, routes, made_of, gaps, kinds, 0, nothing)
+    return Planned(given_here, sources, targets, routes, made_of, gaps, kinds)
 
 
 def _untied(sources: Mapping[str, Tensor], expression: Expression) -> Expression:
@@ -245,31 +242,11 @@ def _peers(routes: Sequence[Route], here: int) -> int:
     return len(out) + len(into)
 
 
-def _loaded(draft: Planned, most: int, here: int) -> Planned:
-    routes = draft.routes
-    sends = [route.plan.sends(here) for route in routes]
-    receives = [route.plan.receives(here) for route in routes]
-    kept = list(
-        zip(
-            _whole_parts(routes, [pieces.of(here) for pieces in sends], sent=True),
-            _whole_parts(routes, [pieces.of(here) for pieces in receives], sent=False),
-            strict=True,
-        )
-    )
-    load = Load(
-        _of_others(bundles_of(routes, sends, sent=True, most=most), here),
-        _of_others(bundles_of(routes, receives, sent=False, most=most), here),
-        kept,
-        [route.dtype for route in routes],
-    )
-    return replace(draft, most=most, load=load)
-
-
-def _of_others(bundles: dict[int, list[Bundle]], here: int) -> dict[int, list[Bundle]]:
-    """Those of the other ranks, the next one first, so that not all send to the same one."""
-    return {rank: bundles[rank] for rank in sorted(bundles, key=lambda rank: (rank <= here, rank)) if rank != here}
-
-
-def _whole_parts(routes: Sequence[Route], pieces: Sequence[Pieces], *, sent: bool) -> list[Part]:
-    bundles = bundles_of(routes, pieces, sent=sent, most=ENDLESS).values()
-    return [part for each in bundles for bundle in each for part in (*bundle.alone, *bundle.packed)]
+def loaded(draft: Planned, here: int, world: int, max_bytes: int, device: torch.device) -> Planned:
+    """What one rank of so many sends and receives, through buffers on a device that take so much memory at most."""
+    routes, pace = draft.routes, Pace.of(max_bytes // SLOTS, draft.busiest, world)
+    limits = Limits.on(device, pace.most)
+    sends = parts_of(routes, [route.plan.sends(here) for route in routes], limits, sent=True)
+    receives = parts_of(routes, [route.plan.receives(here) for route in routes], limits, sent=False)
+    turns = turns_of(sends, receives, here, world, pace.width)
+    return replace(draft, most=pace.most, load=Load(here, sends, receives, turns, [route.dtype for route in routes]))

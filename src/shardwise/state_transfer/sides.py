@@ -33,6 +33,7 @@ class Given:
     tensors: Mapping[int, torch.Tensor] = field(default_factory=dict)
     tied: str | None = None  # the first name of the side for the same memory
     whole: torch.Tensor | None = None  # as it was given
+    places: object = None  # where its memory was then
 
     def words(self, places: PlacesWriter) -> dict[str, Any]:
         """What others are told."""
@@ -56,7 +57,7 @@ class Tensor:
 
 def given(state: State, ranks: Ranks) -> dict[str, Given]:
     """What a rank gives of a side, or the error that names what cannot be moved between these ranks."""
-    found = given_again(state, ranks)
+    found = _given(state, ranks)
     members = np.array(ranks.all, dtype=np.int64)
     known: dict[int, Places] = {}  # whose ranks all take part: most tensors lie on the same ones
     for name, one in found.items():
@@ -79,7 +80,7 @@ def _require_members(name: str, layout: Layout, members: IntArray) -> None:
         )
 
 
-def given_again(state: State, ranks: Ranks) -> dict[str, Given]:
+def _given(state: State, ranks: Ranks) -> dict[str, Given]:
     """The same of a state whose layouts are known to fit."""
     if state is None:
         return {}
@@ -115,7 +116,19 @@ def _of_tensor(name: str, tensor: torch.Tensor, ranks: Ranks, first: dict[object
     sharded = isinstance(tensor, ShardedTensorBase) or is_dtensor(tensor)
     memory = local.memory()
     tied = None if memory is None else first.setdefault(memory, name)  # whoever has none of it cannot tell
-    return Given(local.layout.size, local.dtype, local.layout if sharded else None, local.tensors, tied, tensor)
+    layout = local.layout if sharded else None
+    return Given(local.layout.size, local.dtype, layout, local.tensors, tied, tensor, places_of(tensor))
+
+
+def places_of(tensor: object) -> list[tuple[object, ...]]:
+    """Where the memory of a tensor is on this rank, by which is known if that changes."""
+    if isinstance(tensor, ShardedTensorBase):
+        local: Sequence[torch.Tensor] = tensor._local_tensors()
+    elif isinstance(tensor, torch.Tensor):
+        local = [getattr(tensor, "_local_tensor", tensor)]  # of a DTensor
+    else:
+        local = ()
+    return [(each.data_ptr(), each.dtype, each.device, each.shape, each.stride()) for each in local]
 
 
 def words_of(one: Mapping[str, Given], other: Mapping[str, Given]) -> bytes:

@@ -23,7 +23,7 @@ from shardwise.state_transfer.jobs import OtherJob
 from shardwise.state_transfer.landing import Landings
 from shardwise.state_transfer.meetings import GroupMeeting, Meeting
 from shardwise.state_transfer.memory import require_memory, require_unmoved
-from shardwise.state_transfer.planning import OnArrival, Options, planned
+from shardwise.state_transfer.planning import OnArrival, Options, loaded, planned
 from shardwise.state_transfer.recipe import Recipe
 from shardwise.state_transfer.sides import State
 from shardwise.viz import Picture
@@ -197,11 +197,12 @@ class StateTransfer:
         """Plan the transfer with the ranks of a meeting."""
         source, target = self._states
         require = partial(require_memory, here=meeting.here, options=self._options)
-        planning = planned(meeting, source, target, self._options, require)
+        draft = planned(meeting, source, target, self._options, require)
         if self._other is not None:
-            said = {"plan (of rename and recipe)": planning.digest, "backend": self._other.backend}
+            said = {"plan (of rename and recipe)": draft.digest, "backend": self._other.backend}
             meeting.in_step(lambda: (None, said, b""))
-        wire = meeting.wire(planning.kinds)
+        wire = meeting.wire(draft.kinds)
+        planning = loaded(draft, meeting.here, meeting.size, self._options.max_bytes, wire.device)
         landings = Landings(planning, meeting.here, self._options)
         self._carrying = Carrying(
             planning.load,
@@ -217,6 +218,7 @@ class StateTransfer:
     def _prepare(self) -> tuple[None, Fields, bytes]:
         """What may fail on one rank alone, before anything is sent; and what tells transfers apart that are alike."""
         self._carrying.prepare()
+        self._landings.prepare()
         is_first = self._meeting.here == self._meeting.everyone[0]
         return None, {"verb": "StateTransfer, buffers"}, uuid.uuid4().bytes if is_first else b""
 
@@ -304,7 +306,7 @@ class StateTransfer:
 
     def _move(self) -> None:
         with self._landings.mode(), self._wire.failing():
-            require_unmoved(self._planned, *self._states, self._meeting.ranks)
+            require_unmoved(self._planned, *self._states)
             self._landings.begin()
             self._carrying.run(self._landings.arrived)
 
@@ -316,14 +318,13 @@ class StateTransfer:
                 self._meeting.in_step(lambda: (None, {"verb": "StateTransfer, all arrived", **said}, b""))
             if self._planned.passes and (self._other is None or self._states[1] is not None):
                 GroupMeeting(self._meeting.ranks).in_step(lambda: self._hand_over(said))
-            else:
-                self._landings.finish()
+            self._landings.finish()
         meeting = None if self._other is None else self._other.meeting
         self.version = version if meeting is None else meeting.terms.version
 
     def _hand_over(self, said: Fields) -> tuple[None, Fields, bytes]:
         """What is done with it may fail."""
-        self._landings.finish()
+        self._landings.hand_over()
         return None, {"verb": "StateTransfer, all handed over", **said}, b""
 
     def poll(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
 
@@ -33,8 +33,9 @@ class Wire(Protocol):
     def begin(self, said: dict[str, object]) -> None:
         """All ranks are about to send what all say alike."""
 
-    def exchange(self, receives: Sequence[Message], sends: Sequence[Message]) -> Waiting:
-        """Begin to receive and to send; between two ranks, in order."""
+    def exchange(self, receives: Sequence[Message], sends: Iterable[Message]) -> Waiting:
+        """Begin to receive and to send; between two ranks, in order. Where it can, it sends each message as soon as it
+        is given."""
 
     def failing(self) -> AbstractContextManager[object]:
         """A context of what may fail on this rank alone: the others get to know."""
@@ -52,16 +53,13 @@ class GroupWire:
         """Add it to the chain of what the ranks have done, by which they find out if they differ."""
         self._tag = begin_sending(self._group, Said(said))
 
-    def exchange(self, receives: Sequence[Message], sends: Sequence[Message]) -> Waiting:
+    def exchange(self, receives: Sequence[Message], sends: Iterable[Message]) -> Waiting:
         """By tag where gloo sends; in one batch on an accelerator."""
         if self.device.type != "cpu":
             return _Batch(self._group, receives, sends)
         if is_tagged(self._group):
-            return _Posted(self._group, self._tag, self._numbered(receives), self._numbered(sends))
+            return _Posted(self._group, self._tag, self._numbers, receives, sends)
         return _Each(self._group, receives, sends)
-
-    def _numbered(self, messages: Sequence[Message]) -> list[Message]:
-        return [(self._numbers[rank], memory) for rank, memory in messages]
 
     def failing(self) -> AbstractContextManager[object]:
         """The others are left word."""
@@ -71,16 +69,23 @@ class GroupWire:
 class _Posted:
     """By tag."""
 
-    def __init__(self, group: ProcessGroup, tag: int, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        tag: int,
+        numbers: Mapping[int, int],
+        receives: Iterable[Message],
+        sends: Iterable[Message],
+    ) -> None:
         self._group, self._post, self._epoch = group, Post(group), ledger_of(group).epoch
-        self._size = sum(memory.numel() for _, memory in sends)
-        try:
-            for peer, memory in receives:
-                self._post.receive(memory, peer, tag)
-            for peer, memory in sends:
-                self._post.send(memory, peer, tag)
-        except RuntimeError as error:
-            self._raise_lost(error)
+        self._size = 0
+        for post, messages in ((self._post.receive, receives), (self._post.send, sends)):
+            for rank, memory in messages:
+                try:
+                    post(memory, numbers[rank], tag)
+                except RuntimeError as error:
+                    self._raise_lost(error)
+                self._size += memory.numel()
 
     def wait(self) -> None:
         """Until all has come and gone."""
@@ -96,7 +101,7 @@ class _Posted:
 class _Each:
     """One by one, on groups without tags."""
 
-    def __init__(self, group: ProcessGroup, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+    def __init__(self, group: ProcessGroup, receives: Iterable[Message], sends: Iterable[Message]) -> None:
         self._works: list[Any] = [dist.irecv(memory, peer, group=group) for peer, memory in receives]
         self._works += [dist.isend(memory, peer, group=group) for peer, memory in sends]
 
@@ -109,7 +114,7 @@ class _Each:
 class _Batch:
     """In one batch, as NCCL wants sends and receives that wait for each other."""
 
-    def __init__(self, group: ProcessGroup, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+    def __init__(self, group: ProcessGroup, receives: Iterable[Message], sends: Iterable[Message]) -> None:
         operations = [P2POp(dist.irecv, memory, peer, group) for peer, memory in receives]
         operations += [P2POp(dist.isend, memory, peer, group) for peer, memory in sends]
         self._works = dist.batch_isend_irecv(operations) if operations else []
@@ -130,7 +135,7 @@ class LocalWire:
     def begin(self, said: dict[str, object]) -> None:
         """There is nobody to tell."""
 
-    def exchange(self, receives: Sequence[Message], sends: Sequence[Message]) -> Waiting:
+    def exchange(self, receives: Sequence[Message], sends: Iterable[Message]) -> Waiting:
         """There is nobody to send to."""
         raise TransferError("a process that is alone has nobody to exchange messages with")
 

@@ -75,19 +75,6 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
-def copy_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy views into others, pairs of a target and a source; on a GPU all that are small by one call."""
-    small: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for target, source in pairs:
-        if target.is_cuda and source.is_cuda and target.nbytes < WORTH_A_CALL:
-            small.append((target, source))
-        else:
-            copy(target, source)
-    if small:
-        torch._foreach_copy_([target for target, _ in small], [source for _, source in small])
-
-
-WORTH_A_CALL = 2**20  # bytes
 WIDE = (torch.complex128, torch.float64)  # 16 and 8 bytes
 
 
