@@ -16,7 +16,7 @@ from torch.distributed import DeviceMesh
 
 from shardwise import StateTransfer
 from shardwise.state_transfer import bundles as cut_up
-from shardwise.state_transfer import turns
+from shardwise.state_transfer import packing, turns
 from shardwise.state_transfer.carrying import SLOTS
 from shardwise.state_transfer.explaining import Account
 from shardwise.testing import run_on_ranks
@@ -33,10 +33,11 @@ def meshes() -> dict[str, DeviceMesh]:
 
 @contextmanager
 def small_bundles(least: int, alone: int) -> Iterator[None]:
-    """Limits at which tiny states take many rounds, in messages of both kinds."""
+    """Limits at which tiny states take many rounds, in messages of both kinds, which a thread packs ahead."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(turns, "LEAST", least)
         patch.setattr(cut_up, "ALONE", alone)
+        patch.setattr(packing, "WORTH_A_THREAD", 0)
         yield
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -37,12 +36,6 @@ class Landings:
     def lasts(self, part: Part) -> bool:
         """Whether a part is put into the same memory in every run."""
         return self._own[self._planned.routes[part.route].target] is not None
-
-    @cached_property
-    def mode(self) -> Callable[[], AbstractContextManager[object]]:
-        """In which targets are written to: torch wants that of inference where one was made in it."""
-        targets = [local for own in self._own.values() if own is not None for local in own.values()]
-        return torch.inference_mode if any(local.is_inference() for local in targets) else torch.no_grad
 
     def prepare(self) -> None:
         """Make the copies of a staged transfer."""
@@ -130,7 +123,7 @@ class Landings:
 
     def finish(self) -> None:
         """All has arrived, of a staged transfer everywhere: the copies become the target."""
-        with self.mode():
+        with torch.inference_mode():  # in which inference tensors can be written into, too
             for name, copies in self._copies.items():
                 for row, local in (self._own[name] or {}).items():
                     local.copy_(copies[row])

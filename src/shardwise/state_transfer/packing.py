@@ -6,12 +6,14 @@ the wire waiting.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 
 import torch
 
+from shardwise.state_transfer.threads import as_here
 from shardwise.state_transfer.wires import Message
 from shardwise.transfer.copies import Copies
 
@@ -36,7 +38,11 @@ class Packer:
     def _ahead(self, copies: Sequence[Copies], messages: Packed) -> Iterator[Message]:
         done: SimpleQueue[BaseException | None] = SimpleQueue()
         left = list(reversed(copies))
-        work = self._threads.submit(_make_all, left, done)
+        try:
+            work = self._threads.submit(_make_all, left, done, as_here())
+        except RuntimeError:  # there are too many threads, or the process is about to end
+            yield from _here(messages)
+            return
         try:
             for each, message in messages:
                 error = done.get() if each is not None else None
@@ -48,8 +54,10 @@ class Packer:
             work.result()
 
 
-def _make_all(left: list[Copies], done: SimpleQueue[BaseException | None]) -> None:
-    with torch.no_grad():
+def _make_all(
+    left: list[Copies], done: SimpleQueue[BaseException | None], context: Callable[[], AbstractContextManager[object]]
+) -> None:
+    with torch.inference_mode(), context():  # as whoever sends
         while left:
             try:
                 left.pop().make()

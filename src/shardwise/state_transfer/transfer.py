@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Literal, overload
 
@@ -26,6 +26,7 @@ from shardwise.state_transfer.memory import require_memory, require_unmoved
 from shardwise.state_transfer.planning import OnArrival, Options, loaded, planned
 from shardwise.state_transfer.recipe import Recipe
 from shardwise.state_transfer.sides import State
+from shardwise.state_transfer.threads import as_here
 from shardwise.viz import Picture
 from shardwise.viz.picture import WIDTH
 
@@ -46,18 +47,17 @@ class TransferHandle:
         """Whoever waits finishes the work."""
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
         self._finish: Callable[[], None] | None = finish
         self._thread: threading.Thread | None = None
         if threaded:
-            self._thread = threading.Thread(target=self._run, args=(work,), name="shardwise transfer")
+            self._thread = threading.Thread(target=self._run, args=(work, as_here()), name="shardwise transfer")
             self._thread.start()
         else:
             work()
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self, work: Callable[[], None], context: Callable[[], AbstractContextManager[object]]) -> None:
         try:
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            with context():
                 work()
         except BaseException as error:  # whoever waits raises it, also what would end a thread without a word
             self._error = error
@@ -305,7 +305,8 @@ class StateTransfer:
         other.went_well()
 
     def _move(self) -> None:
-        with self._landings.mode(), self._wire.failing():
+        # In this mode inference tensors can be written into, too, be they targets or buffers that were made in it.
+        with torch.inference_mode(), self._wire.failing():
             require_unmoved(self._planned, *self._states)
             self._landings.begin()
             self._carrying.run(self._landings.arrived)
