@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwise
 from shardwise import ChunkShardingSpec, GridShardingSpec
-from shardwise.errors import ProcessGroupError, StateMismatchError, TransferError
+from shardwise.errors import ProcessGroupError, RankMismatchError, StateMismatchError, TransferError
 from shardwise.state_transfer import StateTransfer, wires
 from shardwise.testing import ranks
 
@@ -135,6 +135,10 @@ def on_four_ranks(rank: int, port: int) -> None:
     new["step"] = moved["step"]
     assert (new["step"], new["scheduler"].last_epoch) == (3, 3)
     assert train(new, 3) == pytest.approx(expected[3:], rel=1e-12)
+    weight, again = new["model"][0].weight.detach(), training({"0.weight": spec(0, 2, 1)})["model"]
+    transfer = StateTransfer({"0.weight": weight}, again, strict=False)
+    with pytest.raises(RankMismatchError, match=r"out of step.*StateTransfer\.run"):  # and not after the time limit
+        weight.full_tensor() if rank == 4 else transfer.run()
     with pytest.raises(StateMismatchError, match=r"'halves' is .*, which is not what its layout says"):
         StateTransfer(None if halves is None else {"halves": halves}, {"halves": moved["halves"]})
 

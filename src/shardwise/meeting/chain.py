@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -131,17 +132,26 @@ def _caller() -> tuple[CodeType | None, int]:
 
 
 _ledgers: WeakKeyDictionary[ProcessGroup, Ledger] = WeakKeyDictionary()
-_lives: Counter[str] = Counter()
 
 
 def ledger_of(process_group: ProcessGroup) -> Ledger:
     """This rank's ledger of a group."""
     ledger = _ledgers.get(process_group)
     if ledger is None:
-        name = process_group.group_name
-        _lives[name] += 1  # a group that is made again, by the same name, has another life
-        ledger = _ledgers[process_group] = Ledger(f"{name}, {_lives[name]}")
+        ledger = _ledgers[process_group] = Ledger(f"{process_group.group_name}, {_life(process_group)}")
     return ledger
+
+
+def _life(process_group: ProcessGroup) -> int:
+    """A group that is made again in a store, by the same name, has another life there.
+
+    The store counts them, for each rank: a process that joins later has not had those that others had elsewhere.
+    """
+    store = store_of(process_group)
+    with suppress(RuntimeError):  # a store that is gone: no word is left in it
+        if store is not None:
+            return int(store.add(f"shardwise/{process_group.group_name}: lives of {process_group.rank()}", 1))
+    return 0
 
 
 # Groups that outlive what is done in them: those of a pool of ranks, which does one task after another --------------
