@@ -8,6 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import boxes, chunks, holds, places
@@ -16,7 +17,7 @@ from torch import nn
 import shardwise
 from shardwise import ReplicatedShardingSpec, StateTransfer
 from shardwise.sharded_tensor import shard_tensor
-from shardwise.state_transfer import cat, stack, take
+from shardwise.state_transfer import cat, planning, stack, take
 from shardwise.testing import ranks
 
 PLAIN = torch.arange(48.0).reshape(8, 6)
@@ -201,6 +202,20 @@ def test_it_is_told_and_drawn_before_it_runs() -> None:
     table = [line.split() for line in lines[-4:]]
     assert table[3] == ["from", "3", "36", "B", "[36", "B]"]
     assert "Transfer of 2 tensors" in transfer._repr_html_()
+
+
+@ranks(2)
+def test_ranks_without_a_gpu_among_such_that_have_one() -> None:
+    """Only those with one have pinned memory to give. Here one rank says that it has: its tensors are on the CPU."""
+    trained, served = shard_tensor(PLAIN, chunks(0, 0, 1)), shardwise.zeros(chunks(1, 0, 1), 8, 6)
+    with pytest.MonkeyPatch.context() as patch:
+        found, said = planning._kinds, [{"cuda"}]
+        if dist.get_rank() == 0:
+            patch.setattr(planning, "_kinds", lambda sides: said.pop() if said else found(sides))
+        transfer = StateTransfer({"a": trained}, {"a": served})
+        assert "cuda" in transfer._planned.kinds
+        transfer.run()
+    assert holds(served, PLAIN)
 
 
 def test_one_process_alone() -> None:

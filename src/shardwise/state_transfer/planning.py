@@ -62,7 +62,7 @@ class Planned:
     routes: Sequence[Route]
     made_of: Mapping[str, frozenset[str]]  # the sources of each target that is filled, but for second names
     gaps: Mapping[str, Boxes]  # of targets that have more than their sources: what is filled with zeros
-    kinds: frozenset[str]  # of devices
+    kinds: frozenset[str]  # of devices, on all ranks
     busiest: int = 0  # the most others that a rank sends to and receives from
     most: int = 0  # bytes of a bundle
     load: Load = NOTHING
@@ -111,6 +111,11 @@ class Planned:
 
         return view
 
+    @property
+    def kinds_here(self) -> set[str]:
+        """Of devices, on this rank."""
+        return _kinds(self.given)
+
     @cached_property
     def digest(self) -> str:
         """By which ranks tell that they are about to do the same transfer."""
@@ -130,10 +135,7 @@ def planned(
     def give() -> tuple[tuple[dict[str, Given], dict[str, Given], bytes], Fields, bytes]:
         mine = given(source, meeting.ranks), given(target, meeting.ranks)
         words = words_of(*mine)
-        kinds = sorted(
-            {tensor.device.type for side in mine for one in side.values() for tensor in one.tensors.values()}
-        )
-        brought = [digest_of(words), socket.gethostname(), kinds, meeting.shift]
+        brought = [digest_of(words), socket.gethostname(), sorted(_kinds(mine)), meeting.shift]
         return (*mine, words), options.fields, _told(brought)
 
     (ours, theirs, words), told = meeting.in_step(give)
@@ -166,6 +168,11 @@ def planned(
     draft, answers = meeting.in_step(plan)
     counts, passing = zip(*map(json.loads, answers), strict=True)
     return replace(draft, busiest=max(counts), passes=any(passing))
+
+
+def _kinds(sides: Sequence[Mapping[str, Given]]) -> set[str]:
+    """The types of devices on which this rank has what it gives."""
+    return {tensor.device.type for side in sides for one in side.values() for tensor in one.tensors.values()}
 
 
 def _told(words: object) -> bytes:

@@ -209,7 +209,7 @@ class StateTransfer:
             wire,
             planning.source_view(meeting.here),
             landings.view,
-            pinned=wire.device.type == "cpu" and "cuda" in planning.kinds,
+            pinned=wire.device.type == "cpu" and "cuda" in planning.kinds_here,
             lasts=landings.lasts,
         )
         self._meeting, self._planned, self._wire, self._landings = meeting, planning, wire, landings
