@@ -50,3 +50,13 @@ def test_a_state_moves_over_nccl(max_bytes: int) -> None:
                 tensor.mul_(2)
                 source[name].mul_(2)
     assert f"rank {dist.get_rank()} sends" in transfer.explain()
+
+
+@ranks(4, timeout=120, fresh=True, backend="cpu:gloo,cuda:nccl")
+def test_ranks_that_have_no_part_in_it() -> None:
+    """NCCL connects all ranks of a group in the first batch, which here is one of two of them; all else is by gloo."""
+    plain = torch.arange(48.0, device="cuda").reshape(8, 6)
+    source = {"a": plain} if dist.get_rank() == 0 else None
+    target = {"a": torch.zeros(8, 6, device="cuda")} if dist.get_rank() == 1 else None
+    StateTransfer(source, target).run()
+    assert target is None or torch.equal(target["a"], plain)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import P2POp, ProcessGroup
 
 from shardwise.errors import TransferError
-from shardwise.meeting import Post, Said, is_tagged, ledger_of, look, raise_lost, watch
+from shardwise.meeting import BEGINNING, Post, Said, is_tagged, ledger_of, look, raise_lost, watch
 from shardwise.process_group import begin_sending, group_ranks
-from shardwise.transfer.exchange import failing_together, wire_device
+from shardwise.transfer.exchange import UnderWay, failing_together, wire_device
+from shardwise.transfer.wire import Collective
 
 Message = tuple[int, torch.Tensor]  # the other rank, and the bytes
 
@@ -48,6 +49,10 @@ class GroupWire:
         self._group, self.device = group, wire_device(kinds, group)
         self._numbers = {rank: number for number, rank in enumerate(group_ranks(group))}
         self._tag = 0
+        if self.device.type != "cpu" and is_tagged(group):  # nothing before this needs more than gloo
+            # NCCL connects all ranks in their first batch, to which some have nothing to add.
+            one = torch.zeros(1, device=self.device)
+            UnderWay(group, one.nbytes, lambda: Collective(group, self.device, dist.all_reduce, one)).wait()
 
     def begin(self, said: dict[str, object]) -> None:
         """Add it to the chain of what the ranks have done, by which they find out if they differ."""
@@ -66,7 +71,22 @@ class GroupWire:
         return failing_together(self._group)
 
 
-class _Posted:
+class _InGroup:
+    """Messages in a group; where a rank is gone, it is told what was lost."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group, self._size = group, 0
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Around what talks to others, and not around what packs for them."""
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            raise_lost(f"exchange {self._size:,} bytes of a state on its way to other ranks", error, self._group)
+
+
+class _Posted(_InGroup):
     """By tag."""
 
     def __init__(
@@ -77,54 +97,60 @@ class _Posted:
         receives: Iterable[Message],
         sends: Iterable[Message],
     ) -> None:
-        self._group, self._post, self._epoch = group, Post(group), ledger_of(group).epoch
-        self._size = 0
+        super().__init__(group)
+        self._post, self._epoch = Post(group), ledger_of(group).epoch
         for post, messages in ((self._post.receive, receives), (self._post.send, sends)):
             for rank, memory in messages:
-                try:
+                with self._losing():
                     post(memory, numbers[rank], tag)
-                except RuntimeError as error:
-                    self._raise_lost(error)
                 self._size += memory.numel()
 
     def wait(self) -> None:
         """Until all has come and gone."""
-        try:
+        with self._losing():
             self._post.wait(lambda peers: look(self._group, peers, self._epoch))
-        except (RuntimeError, TimeoutError) as error:
-            self._raise_lost(error)
-
-    def _raise_lost(self, error: Exception) -> NoReturn:
-        raise_lost(f"exchange {self._size:,} bytes of a state on its way to other ranks", error, self._group)
 
 
-class _Each:
+class _Each(_InGroup):
     """One by one, on groups without tags."""
 
     def __init__(self, group: ProcessGroup, receives: Iterable[Message], sends: Iterable[Message]) -> None:
-        self._works: list[Any] = [dist.irecv(memory, peer, group=group) for peer, memory in receives]
-        self._works += [dist.isend(memory, peer, group=group) for peer, memory in sends]
+        super().__init__(group)
+        self._works: list[Any] = []
+        for begin, messages in ((dist.irecv, receives), (dist.isend, sends)):
+            for rank, memory in messages:
+                with self._losing():
+                    self._works.append(begin(memory, rank, group=group))
+                self._size += memory.numel()
 
     def wait(self) -> None:
         """Until all has come and gone."""
-        for work in self._works:
-            work.wait()
+        with self._losing():
+            for work in self._works:
+                work.wait()
 
 
-class _Batch:
+class _Batch(_InGroup):
     """In one batch, as NCCL wants sends and receives that wait for each other."""
 
     def __init__(self, group: ProcessGroup, receives: Iterable[Message], sends: Iterable[Message]) -> None:
+        super().__init__(group)
         operations = [P2POp(dist.irecv, memory, peer, group) for peer, memory in receives]
         operations += [P2POp(dist.isend, memory, peer, group) for peer, memory in sends]
-        self._works = dist.batch_isend_irecv(operations) if operations else []
+        self._size = sum(operation.tensor.numel() for operation in operations)
+        self._works: list[Any] = []
+        if operations:
+            watch(BEGINNING, group)  # which may block
+            with self._losing():
+                self._works = dist.batch_isend_irecv(operations)
         for work in self._works:
             watch(work, group)
 
     def wait(self) -> None:
         """The stream waits, the host does not."""
-        for work in self._works:
-            work.wait()
+        with self._losing():
+            for work in self._works:
+                work.wait()
 
 
 class LocalWire:
