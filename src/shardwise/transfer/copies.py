@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -45,5 +46,17 @@ class Copies:
 
 @cache
 def has_kernels() -> bool:
-    """Whether there is Triton, which comes with torch where there is CUDA."""
-    return find_spec("triton") is not None
+    """Whether there is Triton, which comes with torch where there is CUDA, and works: it wants a C compiler, a folder
+    to write to, and a GPU that is not too old. Asked once, by a copy; without it, views are copied one by one."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        from shardwise.transfer.copy_kernel import launches
+
+        target, source = torch.zeros(1, device="cuda"), torch.ones(1, device="cuda")
+        for launch in launches(target.device, [(target, source)])[0]:
+            launch()
+        return bool(target.item())
+    except Exception as error:  # of whatever kind: Triton's own, of the compiler, of the files
+        logging.getLogger("shardwise").warning("views are copied one by one, for Triton fails: %s", error)
+        return False
