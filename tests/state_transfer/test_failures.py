@@ -313,3 +313,27 @@ def test_memory_that_has_moved_is_not_sent() -> None:
         transfer.run()
     StateTransfer({"a": source}, {"a": target}).run()
     assert torch.equal(target.full_tensor(), torch.cat([torch.ones(4, 8), torch.full((4, 8), 5.0)]))
+
+
+@ranks(2)
+def test_a_run_that_fails_on_one_rank_alone() -> None:
+    """When the other has all that it wants: it hears of it in its next call, and both can run it again."""
+    source, target = sharded(chunks(0, 0, 1)), shardwise.zeros(chunks(1, 0, 1), 8, 6)
+    transfer = StateTransfer({"a": source}, {"a": target})
+
+    def fail(self: object, waiting: Any, *_: object) -> None:
+        waiting.wait()
+        raise ValueError("no room")
+
+    with impatient(), pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == ODD:
+            patch.setattr(carrying.Carrying, "_finish", fail)
+        if dist.get_rank() != ODD:
+            transfer.run()
+        with pytest.raises(ValueError, match="no room"):
+            transfer.run() if dist.get_rank() == ODD else shardwise.check()
+    transfer.run()
+    assert holds(target, PLAIN)
+    assert transfer.version == (1 if dist.get_rank() == ODD else 2)
+    with impatient(), pytest.raises(RankMismatchError, match="version=5 on rank 0, version=6 on rank 1"):
+        transfer.run(version=5 + dist.get_rank())

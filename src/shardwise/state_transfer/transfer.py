@@ -40,6 +40,12 @@ def _in_order(recipe: Recipe | None) -> Recipe:
     return {} if recipe is None else recipe
 
 
+def _told(version: int | None) -> Fields:
+    """What ranks compare of it: what they are given. A run that fails on some may have gone well on others, where it
+    counts."""
+    return {} if version is None else {"version": version}
+
+
 class TransferHandle:
     """A transfer under way, as ``run(wait=False)`` gives it."""
 
@@ -232,7 +238,9 @@ class StateTransfer:
         With ``wait=False`` it goes on in the background: neither side may be changed, nor the target be used, before
         ``wait()`` of the handle has returned. With NCCL it is in the current stream when it returns, in either case.
 
-        `version` counts the runs; a source may give each a number of its own, which the target gets to know.
+        `version` counts the runs that went well here; a source may give each a number of its own, which the target gets
+        to know. A rank that has sent and got all its own returns also if another rank fails, and hears of that in its
+        next call; with ``staged`` and between jobs, a run goes well on all ranks that get something, or on none.
 
         Between jobs it waits for the other one to run, too. A `TransferError` says that it did not come in time, died
         or cannot be reached: then the target is as it was, on all of its ranks, and the next run meets anew whoever is
@@ -259,9 +267,11 @@ class StateTransfer:
                 raise PropertyError(f"a version should be an int, not {version!r:.80}")
         given = self.version + 1 if version is None else version
         if self._other is None:
-            self._wire.begin({"verb": "StateTransfer.run", "identity": self._known_as, "version": given})
+            self._wire.begin({"verb": "StateTransfer.run", "identity": self._known_as, **_told(version)})
         background = self._other is not None or self._wire.device.type == "cpu"
-        return TransferHandle(lambda: self._carry(given), lambda: self._finish(given), threaded=threaded and background)
+        return TransferHandle(
+            lambda: self._carry(given), lambda: self._finish(given, _told(version)), threaded=threaded and background
+        )
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
@@ -311,10 +321,10 @@ class StateTransfer:
             self._landings.begin()
             self._carrying.run(self._landings.arrived)
 
-    def _finish(self, version: int) -> None:
+    def _finish(self, version: int, told: Fields) -> None:
         """In the thread that waits: ranks meet in the order in which they wait."""
         with self._moving():
-            said = {"identity": self._known_as, "version": version}
+            said = {"identity": self._known_as, **told}
             if self._other is None and self._options.staged:
                 self._meeting.in_step(lambda: (None, {"verb": "StateTransfer, all arrived", **said}, b""))
             if self._planned.passes and (self._other is None or self._states[1] is not None):
