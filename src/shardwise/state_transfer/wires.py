@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,10 @@ class _InGroup:
         try:
             yield
         except (RuntimeError, TimeoutError) as error:
-            raise_lost(f"exchange {self._size:,} bytes of a state on its way to other ranks", error, self._group)
+            self._raise_lost(error)
+
+    def _raise_lost(self, error: RuntimeError | TimeoutError) -> NoReturn:
+        raise_lost(f"exchange {self._size:,} bytes of a state on its way to other ranks", error, self._group)
 
 
 class _Posted(_InGroup):
@@ -101,8 +104,10 @@ class _Posted(_InGroup):
         self._post, self._epoch = Post(group), ledger_of(group).epoch
         for post, messages in ((self._post.receive, receives), (self._post.send, sends)):
             for rank, memory in messages:
-                with self._losing():
+                try:  # of many messages; a context for each would take as long again
                     post(memory, numbers[rank], tag)
+                except RuntimeError as error:
+                    self._raise_lost(error)
                 self._size += memory.numel()
 
     def wait(self) -> None:
