@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp_library
 from tests.cases import PLAIN
 
 from shardwise.archive.stored import Index, Spot, StoredTensor
@@ -85,6 +84,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def make_dcp(path: Path) -> None:
     """A checkpoint of torch.distributed.checkpoint with tensors and values."""
+    import torch.distributed.checkpoint as dcp_library  # it imports the old system, which tests replace
+
     state = {"model": of_all_kinds(), "values": [1, {"a": "b"}, None], "set": {1, 2}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns when there is no process group
