@@ -24,7 +24,7 @@ from shardwise.testing import run_on_ranks
 
 WORLD, TENSORS, MIB = 8, 300, 512
 TRAIN, SERVE = range(4), range(4, 8)
-REPEATS = 3
+REPEATS = 7
 
 
 def sizes() -> list[tuple[int, int]]:
