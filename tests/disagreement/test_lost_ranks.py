@@ -18,6 +18,7 @@ import shardwise
 from shardwise import StateTransfer
 from shardwise.errors import TransferError
 from shardwise.meeting import aside, group
+from shardwise.process_group import in_step
 from shardwise.sharded_tensor import shard_tensor
 
 PLAIN = torch.arange(48.0).reshape(8, 6)
@@ -83,3 +84,29 @@ def test_whoever_waits_for_a_rank_that_has_lost_another_is_told(tmp_path: Path) 
     """Each rank waits for the next, and the last one is gone: all that are left say so, soon, in whatever they are; and
     they can go on in a group without it."""
     others_go_on(a_rank_is_gone, str(tmp_path), dies=DIES)
+
+
+def raises_and_ends() -> None:
+    """Ranks 3 and 2 raise an error of their own, and rank 3 ends; the others come to that call when it has."""
+    store, here = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    shardwise.check()
+    if here < 2:
+        store.wait(["over"])
+        with pytest.raises(RuntimeError):  # as soon as the connection is closed; nobody sends this
+            dist.recv(torch.zeros(1), DIES, tag=77)
+
+    def refuse() -> Any:
+        if here > 1:
+            raise ValueError("no such thing")
+        return None, {"verb": "do it"}
+
+    with impatient(), pytest.raises(ValueError, match="no such thing"):
+        in_step(dist.group.WORLD, refuse)
+    if here == DIES:
+        store.set("over", "")
+        os._exit(1)
+
+
+def test_a_rank_that_has_raised_an_error_and_ended_has_said_which() -> None:
+    """Whoever comes later raises that, and not that it is gone."""
+    others_go_on(raises_and_ends, dies=DIES)

@@ -97,6 +97,7 @@ def raise_lost(what: str, error: Exception, process_group: ProcessGroup) -> NoRe
     if isinstance(error, TransferError) or hasattr(error, "told_to"):
         raise error
     require_sound(process_group)  # a watchdog may have ended what was under way, and knows why
+    look(process_group, range(process_group.size()))  # a rank that has raised an error and ended may have said which
     found, is_gone = loss(what, error, process_group)
     if is_gone:
         _leave_word_for_good(process_group, found)
