@@ -19,7 +19,7 @@ import shardwise
 from shardwise import StateTransfer
 from shardwise.errors import RankMismatchError, RecipeError, StateMismatchError, TransferError
 from shardwise.sharded_tensor import shard_tensor
-from shardwise.state_transfer import carrying, cat
+from shardwise.state_transfer import carrying, cat, planning
 from shardwise.testing import ranks
 
 PLAIN = torch.arange(48.0).reshape(8, 6)
@@ -163,11 +163,12 @@ def test_a_rank_that_fails_in_the_middle() -> None:
                 assert message_everywhere(partial(run, transfer, wait), ValueError) == "no room for a"
                 refusing = False
                 transfer.run()
-        with pytest.MonkeyPatch.context() as patch:
-            if dist.get_rank() == ODD:
-                patch.setattr(carrying.Carrying, "prepare", _no_memory)
-            said = message_everywhere(lambda: StateTransfer({"a": a}, {"a": b}), RuntimeError)
-            assert said.endswith("no memory")
+        for where, name in ((carrying.Carrying, "prepare"), (planning, "parts_of")):
+            with pytest.MonkeyPatch.context() as patch:
+                if dist.get_rank() == ODD:
+                    patch.setattr(where, name, _no_memory)
+                said = message_everywhere(lambda: StateTransfer({"a": a}, {"a": b}), RuntimeError)
+                assert said.endswith("no memory")
         transfer = StateTransfer({"a": a}, {"a": b})
         b.zero_()
         transfer.run()
@@ -255,7 +256,7 @@ def run(transfer: StateTransfer, wait: bool) -> None:
         transfer.run(wait=False).wait()
 
 
-def _no_memory(*_: Any) -> Any:
+def _no_memory(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("no memory")
 
 

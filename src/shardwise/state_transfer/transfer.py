@@ -23,7 +23,7 @@ from shardwise.state_transfer.jobs import OtherJob
 from shardwise.state_transfer.landing import Landings
 from shardwise.state_transfer.meetings import GroupMeeting, Meeting
 from shardwise.state_transfer.memory import require_memory, require_unmoved
-from shardwise.state_transfer.planning import OnArrival, Options, loaded, planned
+from shardwise.state_transfer.planning import OnArrival, Options, Planned, loaded, planned
 from shardwise.state_transfer.recipe import Recipe
 from shardwise.state_transfer.sides import State
 from shardwise.state_transfer.threads import as_here
@@ -207,25 +207,25 @@ class StateTransfer:
         if self._other is not None:
             said = {"plan (of rename and recipe)": draft.digest, "backend": self._other.backend}
             meeting.in_step(lambda: (None, said, b""))
-        wire = meeting.wire(draft.kinds)
-        planning = loaded(draft, meeting.here, meeting.size, self._options.max_bytes, wire.device)
-        landings = Landings(planning, meeting.here, self._options)
-        self._carrying = Carrying(
-            planning.load,
-            wire,
-            planning.source_view(meeting.here),
-            landings.view,
-            pinned=wire.device.type == "cpu" and "cuda" in planning.kinds_here,
-            lasts=landings.lasts,
-        )
-        self._meeting, self._planned, self._wire, self._landings = meeting, planning, wire, landings
-        self._known_as = meeting.in_step(self._prepare)[1][0].hex()
+        self._meeting, self._wire = meeting, meeting.wire(draft.kinds)
+        self._known_as = meeting.in_step(lambda: self._prepare(draft))[1][0].hex()
 
-    def _prepare(self) -> tuple[None, Fields, bytes]:
+    def _prepare(self, draft: Planned) -> tuple[None, Fields, bytes]:
         """What may fail on one rank alone, before anything is sent; and what tells transfers apart that are alike."""
+        meeting, wire = self._meeting, self._wire
+        self._planned = loaded(draft, meeting.here, meeting.size, self._options.max_bytes, wire.device)
+        self._landings = Landings(self._planned, meeting.here, self._options)
+        self._carrying = Carrying(
+            self._planned.load,
+            wire,
+            self._planned.source_view(meeting.here),
+            self._landings.view,
+            pinned=wire.device.type == "cpu" and "cuda" in draft.kinds_here,
+            lasts=self._landings.lasts,
+        )
         self._carrying.prepare()
         self._landings.prepare()
-        is_first = self._meeting.here == self._meeting.everyone[0]
+        is_first = meeting.here == meeting.everyone[0]
         return None, {"verb": "StateTransfer, buffers"}, uuid.uuid4().bytes if is_first else b""
 
     @overload
