@@ -62,7 +62,8 @@ class Pulse:
             return []
         now = time.monotonic()
         for rank in ranks:
-            signs = self._store.add(self._sign(rank), 0)
+            sign = self._sign(rank)
+            signs = self._store.add(sign, 0) if self._store.check([sign]) else 0  # asking would make it
             if self._seen.get(rank, (-1, now))[0] != signs:
                 self._seen[rank] = signs, now
         silent = [rank for rank in ranks if now - self._seen[rank][1] >= MISSED * self.every]

@@ -82,7 +82,7 @@ class OtherJob:
         self._calls += 1
         try:
             terms = self._answered(self._reached(), version)
-        except Exception:
+        except BaseException:  # an interruption, too
             self.part()
             raise
         old = self.meeting
