@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import shardwise
 from shardwise.archive.formats import dcp
 from shardwise.archive.formats.dcp_writing import TensorLeaf, write_dcp
-from shardwise.archive.memory import view_of
 from shardwise.errors import CheckpointError
 from shardwise.storage.local import LocalStorage
 from shardwise.testing import ranks
+from shardwise.transfer.views import view_of
 
 
 def leaf(tensor: torch.Tensor) -> TensorLeaf:

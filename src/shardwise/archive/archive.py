@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from shardwise.archive.index_file import key_of
-from shardwise.archive.memory import view_of
 from shardwise.archive.reading import Located, read_slabs
 from shardwise.archive.slabs import Slab, slabs_of
 from shardwise.archive.stored import Index, Spot, StoredTensor
@@ -17,6 +16,7 @@ from shardwise.archive.tensor_file import Entry, Header, read_own_header
 from shardwise.errors import DamageError
 from shardwise.geometry import Boxes, describe
 from shardwise.storage import OpenFile, Storage
+from shardwise.transfer.views import view_of
 
 MOST_OPEN = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 256)  # files; no limit is -1
 

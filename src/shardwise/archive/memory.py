@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
-from shardwise.transfer.views import as_bytes, cut, is_as_it_lies, resolved
+from shardwise.transfer.views import as_bytes, cut, is_as_it_lies, resolved, view_of
 
 STAGED = 16 * 2**20  # bytes that are copied at a time where memory cannot be written or read as it lies
 
@@ -19,14 +19,6 @@ def buffer_of(tensor: torch.Tensor) -> memoryview:
 def lies_plain(tensor: torch.Tensor) -> bool:
     """Whether the memory of a tensor is, as it lies, the bytes of its values in order."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and is_as_it_lies(tensor)
-
-
-def view_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """A box of a tensor, as a view."""
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, offset, size)
-    return tensor
 
 
 def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:

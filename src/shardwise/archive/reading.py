@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 
 from shardwise.archive.blocks import Blocks, checksum, checksum_of
-from shardwise.archive.memory import STAGED, buffer_of, view_of
+from shardwise.archive.memory import STAGED, buffer_of
 from shardwise.archive.slabs import Reads, Run, Slab, direct_runs, strides_of
 from shardwise.archive.stored import Spot
 from shardwise.errors import DamageError
 from shardwise.geometry import describe
 from shardwise.storage import OpenFile
-from shardwise.transfer.views import cut
+from shardwise.transfer.views import cut, view_of
 
 MOST_BUFFERS = 1024  # in one read
 

@@ -15,7 +15,6 @@ import torch
 
 from shardwise.archive.blocks import checksum
 from shardwise.archive.index_file import FileWords, file_name, key_of
-from shardwise.archive.memory import view_of
 from shardwise.archive.stored import StoredTensor, in_one
 from shardwise.archive.tensor_file import ID, Entry, header_of, table_of, with_sums
 from shardwise.checkpoint.local import Local
@@ -23,6 +22,7 @@ from shardwise.checkpoint.sharing_out import Part, Sharing, Source
 from shardwise.checkpoint.streams import Stretch
 from shardwise.geometry import Boxes, IntArray
 from shardwise.layout import Grid, Layout, Places
+from shardwise.transfer.views import view_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,6 @@ import torch
 
 from shardwise.archive import Archive, StoredTensor
 from shardwise.archive.blocks import Blocks
-from shardwise.archive.memory import view_of
 from shardwise.archive.slabs import Reads, slabs_of
 from shardwise.checkpoint.local import Local
 from shardwise.checkpoint.ranks import Ranks
@@ -24,6 +23,7 @@ from shardwise.layout import Layout, Places
 from shardwise.process_group import Fields, is_fake
 from shardwise.storage import LocalStorage, Storage
 from shardwise.transfer import make_plan, move
+from shardwise.transfer.views import view_of
 
 WORTH = 4 * 2**20  # bytes of a tensor: messages for smaller ones take longer than reading them again
 PART = 8 * 2**20  # bytes that a rank reads of a stored box at a time

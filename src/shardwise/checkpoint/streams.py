@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from shardwise.archive.blocks import BLOCK, Blocks
-from shardwise.archive.memory import STAGED, buffer_of, lies_plain, view_of
+from shardwise.archive.memory import STAGED, buffer_of, lies_plain
 from shardwise.errors import CheckpointError
-from shardwise.transfer.views import as_bytes, resolved
+from shardwise.transfer.views import as_bytes, resolved, view_of
 
 SMALL = BLOCK // 16  # bytes of a block that is written together with others
 CHUNK = 16 * 2**20  # bytes of the copies that are made and written at a time

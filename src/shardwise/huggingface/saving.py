@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from shardwise.archive.memory import bytes_of, view_of
+from shardwise.archive.memory import bytes_of
 from shardwise.archive.nest import Kind
 from shardwise.checkpoint.local import Local
 from shardwise.checkpoint.ranks import Ranks
@@ -22,6 +22,7 @@ from shardwise.huggingface.folder import Folder
 from shardwise.huggingface.names import as_stored
 from shardwise.process_group import Fields
 from shardwise.transfer import make_plan, move
+from shardwise.transfer.views import view_of
 
 Parts = dict[str, list[tuple[int, Iterable[memoryview]]]]  # by file: bytes that are written from this one on
 

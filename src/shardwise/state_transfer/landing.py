@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from shardwise.archive.memory import view_of
 from shardwise.state_transfer.bundles import Part
 from shardwise.state_transfer.planning import Options, Planned
+from shardwise.transfer.views import view_of
 
 Boxes = dict[int, torch.Tensor]  # local tensors by the row of the layout
 

@@ -11,7 +11,6 @@ from functools import cached_property, partial, reduce
 import numpy as np
 import torch
 
-from shardwise.archive.memory import view_of
 from shardwise.errors import PropertyError, StateMismatchError
 from shardwise.geometry import Boxes, IntArray
 from shardwise.named_patterns import Rename
@@ -24,6 +23,7 @@ from shardwise.state_transfer.recipe import Recipe, resolve
 from shardwise.state_transfer.routes import Plans, Route, routes_of
 from shardwise.state_transfer.sides import Given, State, Tensor, digest_of, given, joined, words_of
 from shardwise.state_transfer.turns import Pace, turns_of
+from shardwise.transfer.views import view_of
 
 OnArrival = Callable[[str, list[torch.Tensor]], object]  # the name of a target, and its local boxes
 

@@ -38,6 +38,14 @@ def _views(spots: Spots, here: tuple[int, ...], tensors: Tensors, most: int | No
     return views
 
 
+def view_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """A box of a tensor, as a view."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
 def cut(box: tuple[list[int], list[int]], most: int) -> Iterator[tuple[list[int], list[int]]]:
     """A box in pieces of at most so many elements, cut along its first dims so that each is as whole as can be."""
     offsets, sizes = box
