@@ -1,13 +1,18 @@
-"""A state in CUDA memory that goes from one job to another over NCCL, on one GPU: an engine dies, another one comes."""
+"""A state in CUDA memory that goes from one job to another over NCCL, on one GPU: either job dies in the middle, or
+stands still, and the next version arrives."""
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.state_transfer.apart import Job
-from tests.state_transfer.test_jobs import SMALL, free_address, raised
+from tests.state_transfer.test_jobs import SMALL, TIMEOUT, failures, free_address, raised
 
 from shardwise.testing.worker import APART
 
@@ -16,13 +21,46 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+PARTING = 10.0  # seconds that NCCL may take to end what it does, on top of the timeout
 
-def start(folder: Path, side: str, address: str) -> Job:
-    """A job of one process, which NCCL takes for a host of its own."""
-    job = Job(folder, 1, environment={**APART, "NCCL_HOSTID": side})
-    job.call("hold", None, "cuda:0")
-    job.call("between", side, address=address, backend="nccl", timeout=20.0, max_bytes=SMALL)
-    return job
+
+class Pair:
+    """A trainer and an engine, of processes that NCCL takes for hosts of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._address = folder, free_address()
+        self._jobs: list[Job] = []
+
+    def start(self, side: str, ranks: int = 1, dim: int | None = None) -> Job:
+        """A job of one side, whose state is cut along a dim, or whole on its first rank."""
+        job = Job(self._folder, ranks, environment={**APART, "NCCL_HOSTID": f"{side}-{{rank}}"})
+        self._jobs.append(job)
+        job.call("hold", dim, "cuda:0")
+        if ranks > 1 and dim is None:
+            job.call("only_on", 0)
+        job.call("between", side, address=self._address, backend="nccl", timeout=TIMEOUT, max_bytes=SMALL)
+        return job
+
+    def begin(self, trainer: Job, engine: Job, version: int, stalls: Job, exchange: int) -> None:
+        """Begin to move a version, until one of them has stalled before the exchange of that number."""
+        stalls.begin("stall", exchange).told()
+        trainer.call("fill", version)
+        engine.begin("run")
+        trainer.begin("run", version)
+        assert set(stalls.told()) == {"stalled"}
+
+    def close(self) -> None:
+        """End all processes."""
+        for job in self._jobs:
+            job.kill()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    """Of no jobs yet."""
+    found = Pair(tmp_path)
+    yield found
+    found.close()
 
 
 def move(trainer: Job, engine: Job, version: int) -> None:
@@ -31,19 +69,77 @@ def move(trainer: Job, engine: Job, version: int) -> None:
     engine.begin("run")
     while not all(trainer.call("poll")):
         pass
-    assert trainer.call("run", version)[0][0] == version
-    assert raised(engine.told()[0])[0] == version
-    assert engine.call("holds") == [version]
+    assert {each[0] for each in trainer.call("run", version)} == {version}
+    assert {raised(each)[0] for each in engine.told()} == {version}
+    assert set(engine.call("holds")) == {version}
+
+
+def lost(answers: list[Any]) -> str:
+    """What all ranks have raised, in time."""
+    (said,) = failures(answers, within=TIMEOUT + PARTING)
+    return said
 
 
 @pytest.mark.timeout(300)
-def test_versions_arrive_over_nccl(tmp_path: Path) -> None:
+def test_versions_arrive_over_nccl(pair: Pair) -> None:
     """In a program that was started apart."""
-    address = free_address()
-    jobs = [start(tmp_path, "source", address), start(tmp_path, "target", address)]
-    try:
-        move(*jobs, 1)
-        move(*jobs, 2)
-    finally:
-        for job in jobs:
-            job.kill()
+    jobs = pair.start("source"), pair.start("target")
+    move(*jobs, 1)
+    move(*jobs, 2)
+
+
+@pytest.mark.timeout(300)
+def test_ranks_that_have_nothing_to_send_over_nccl(pair: Pair) -> None:
+    """NCCL connects all ranks, though the trainer's second one has nothing."""
+    jobs = pair.start("source", 2), pair.start("target", 2, 0)
+    move(*jobs, 1)
+    move(*jobs, 2)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("exchange", [1, 2, 4])
+def test_an_engine_that_dies_over_nccl(pair: Pair, exchange: int) -> None:
+    """Before or between the messages of its first transfer, and of a later one: the trainer raises in time, and the
+    next engine gets the next version."""
+    trainer = pair.start("source")
+    for version in (1, 3):
+        engine = pair.start("target")
+        if version == 3:
+            move(trainer, engine, 2)
+        pair.begin(trainer, engine, version, engine, exchange)
+        engine.kill()
+        assert "rank 0 of the target" in lost(trainer.told())
+    engine = pair.start("target")
+    move(trainer, engine, 4)
+    move(trainer, engine, 5)
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_that_stands_still_over_nccl(pair: Pair) -> None:
+    """As behind a link that is cut, of which nobody is told: both raise when their time is over, the engine has the old
+    version, and gets the next one."""
+    trainer, engine = pair.start("source"), pair.start("target")
+    for version, exchange in ((1, 1), (4, 2)):
+        pair.begin(trainer, engine, version, engine, exchange)
+        os.kill(engine.processes[0].pid, signal.SIGSTOP)
+        assert "rank 0 of the target" in lost(trainer.told())
+        os.kill(engine.processes[0].pid, signal.SIGCONT)
+        engine.connections[0].send("go on")
+        lost(engine.told())
+        assert engine.call("holds") == [version - 1]
+        move(trainer, engine, version + 1)
+        move(trainer, engine, version + 2)
+
+
+@pytest.mark.timeout(300)
+def test_a_trainer_that_dies_over_nccl(pair: Pair) -> None:
+    """The engine has the old version, whole, and gets the next one from the next trainer."""
+    trainer, engine = pair.start("source"), pair.start("target")
+    move(trainer, engine, 1)
+    pair.begin(trainer, engine, 2, trainer, 2)
+    trainer.kill()
+    lost(engine.told())
+    assert engine.call("holds") == [1]
+    trainer = pair.start("source")
+    move(trainer, engine, 3)
+    move(trainer, engine, 4)

@@ -112,14 +112,19 @@ class Rank:
         """Take a tensor out of the state."""
         del self.state[name]
 
+    def only_on(self, rank: int) -> None:
+        """Have nothing, unless this is that rank."""
+        if dist.get_rank() != rank:
+            self.state.clear()
+
     def between(self, side: str, **options: Any) -> None:
         """Make the transfer."""
         self.transfer = StateTransfer.between(**{side: self.state}, **options)
 
     def fill(self, version: int) -> None:
         """Have the state be that of a version."""
-        for name, tensor in values(version).items():
-            mine = self.state[name]
+        for name, mine in self.state.items():
+            tensor = values(version)[name]
             mine.copy_(tensor if mine.__class__ is torch.Tensor else shardwise.shard(tensor, mine.sharding_spec()))
 
     def run(self, version: int | None = None) -> tuple[int, float]:
@@ -149,7 +154,7 @@ class Rank:
 
     def holds(self) -> int | None:
         """Of which version the state is, to the bit; None where it is of none, or of several."""
-        mine = {n: t.cpu() if t.__class__ is torch.Tensor else t.full_tensor() for n, t in self.state.items()}
+        mine = {n: (t if t.__class__ is torch.Tensor else t.full_tensor()).cpu() for n, t in self.state.items()}
         first = mine["embed"].flatten()[0].item()
         version = round(first / 1_000_003.0)
         same = values(version) if version else {name: torch.zeros(SIZES[name], dtype=torch.float64) for name in NAMES}
@@ -233,7 +238,7 @@ def _serve(
     environment: dict[str, str],
 ) -> None:
     """The life of a process: it does what it is told to."""
-    os.environ.update(environment)
+    os.environ.update({name: value.format(rank=rank) for name, value in environment.items()})
     torch.set_num_threads(1)
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # a store asks for names of addresses, which may have none
     if namespace is not None:

@@ -15,16 +15,19 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
 from shardwise.errors import TransferError
+from shardwise.state_transfer.threads import within
 from shardwise.state_transfer.wires import Message, Waiting
 
 TAG = 0  # of all messages: between two ranks they come in order
 PROBE, NOBODYS = 1, 2  # of messages that nobody sends
 LOOKS = 0.0005  # seconds between two looks whether NCCL is through
+PARTING = 5.0  # seconds that NCCL may take to end what it does
 # A rank that is gone must not end this process, as NCCL's watchdog by default does: the wire itself looks for it.
 UNWATCHED = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # that it sleeps after an error, while whoever drops it waits for it
 }
 
 
@@ -42,12 +45,17 @@ def gloo_over(store: Store, number: int, size: int, timeout: float, host: str) -
 
 
 def nccl_over(store: Store, number: int, size: int, timeout: float, host: str) -> Any:
-    """The same of NCCL, for the current CUDA device. NCCL finds the way to the host by itself."""
+    """The same of NCCL, for the current CUDA device. NCCL finds the way to the host by itself.
+
+    It connects all ranks now: later it would in the first batch, to which some have nothing to add.
+    """
     nccl: Any = c10d.ProcessGroupNCCL
     options = nccl.Options()
     options._timeout = timedelta(seconds=10 * timeout + 600)  # never: the wire has its own limit
     with _environment(UNWATCHED):
-        return nccl(store, number, size, options)
+        backend = nccl(store, number, size, options)
+    backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+    return backend
 
 
 @contextmanager
@@ -85,13 +93,26 @@ class JobWire:
 
     def exchange(self, receives: Sequence[Message], sends: Iterable[Message]) -> Waiting:
         """Begin to receive and to send; what does not end within the timeout is an error."""
-        kind = _Sent if self.device.type == "cpu" else _Streamed
-        waiting = kind(self._backend, self._numbered(receives), self._numbered(sends), self._timeout)
+        taken, given = self._numbered(receives), self._numbered(sends)
+        waiting: _Sent | _Streamed
+        if self.device.type == "cpu":
+            waiting = _Sent(self._backend, taken, given, self._timeout)
+        else:
+            waiting = _Streamed(self._backend, taken, given, self._timeout, self._begun)
         self._under_way = [*(each for each in self._under_way if not each.over), waiting]
         return waiting
 
     def _numbered(self, messages: Iterable[Message]) -> Numbered:
         return ((self._numbers[rank], self._names[rank], memory) for rank, memory in messages)
+
+    def _begun(self, begin: Callable[[], None]) -> None:
+        """Begin, within the timeout. NCCL must not be ended by one thread while another one connects ranks: where that
+        takes too long, all is left to it, to be ended by it."""
+        try:
+            within(self._timeout, begin, late=partial(_end, self._backend, self._under_way))
+        except TimeoutError:
+            self._backend, self._under_way = None, []
+            raise
 
     def failing(self) -> AbstractContextManager[object]:
         """Whoever runs the transfer tells the others."""
@@ -112,16 +133,18 @@ class JobWire:
     def close(self) -> None:
         """Break all connections, which others that wait for this rank notice at once."""
         backend, self._backend = self._backend, None
-        if backend is not None:
-            if self.device.type == "cpu":
-                hang_up(backend)
-            else:
-                backend.abort()
-        del backend
-        for each in self._under_way:
-            each.forget()  # messages hold the connections, too, and tracebacks hold messages
-        self._under_way.clear()
+        under_way, self._under_way = self._under_way, []
         self._probes.clear()
+        if backend is not None and self.device.type == "cpu":
+            hang_up(backend)
+        elif backend is not None:
+            try:
+                within(PARTING, partial(_end, backend, under_way), late=lambda: None)
+            except TimeoutError:
+                return  # the thread keeps what NCCL may use yet
+        del backend
+        for each in under_way:
+            each.forget()  # messages hold the connections, too, and tracebacks hold messages
 
 
 def hang_up(gloo: Any) -> None:
@@ -164,20 +187,41 @@ class _Sent:
         self._works.clear()
 
 
-class _Streamed:
-    """Messages of NCCL, in one batch. The host waits for them: a stream would wait for a dead rank for ever."""
+def _end(nccl: Any, held: Sequence[_Sent | _Streamed]) -> None:
+    """End what NCCL does on the device with what is held until then."""
+    with suppress(RuntimeError):
+        nccl.abort()
+        torch.cuda.synchronize()
+    del held
 
-    def __init__(self, backend: Any, receives: Numbered, sends: Numbered, timeout: float) -> None:
-        self._timeout, self.over = timeout, False
-        taken, given = [*receives], [*sends]
-        self._what = "exchange with " + ", ".join(dict.fromkeys(name for _, name, _ in (*taken, *given)))
+
+class _Streamed:
+    """Messages of NCCL, in one batch. The host waits for them: a stream would wait for a dead rank for ever.
+
+    Also to begin may take for ever: NCCL connects two ranks when they first send to each other.
+    """
+
+    def __init__(
+        self,
+        backend: Any,
+        receives: Numbered,
+        sends: Numbered,
+        timeout: float,
+        begun: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._backend, self._timeout, self.over = backend, timeout, False
+        self._messages = [*receives], [*sends]  # whose memory NCCL uses until they are over
+        self._what = "exchange with " + ", ".join(dict.fromkeys(name for side in self._messages for _, name, _ in side))
         self._work: Any = None
-        if taken or given:
+        if any(self._messages):
             with _losing(self._what):
-                backend._start_coalescing()
-                for _, post in _each(backend, iter(taken), iter(given)):
-                    post()
-                self._work = backend._end_coalescing()
+                begun(self._begin)
+
+    def _begin(self) -> None:
+        self._backend._start_coalescing()
+        for _, post in _each(self._backend, *map(iter, self._messages)):
+            post()
+        self._work = self._backend._end_coalescing()
 
     def wait(self) -> None:
         """Until all has come and gone."""
@@ -190,10 +234,12 @@ class _Streamed:
                     time.sleep(LOOKS)
                 self._work.wait()
         self.over = True
+        self.forget()
 
     def forget(self) -> None:
         """Have no part in the connections any more."""
-        self._work = None
+        self._backend = self._work = None
+        self._messages = [], []
 
 
 @contextmanager
