@@ -49,3 +49,46 @@ def test_ranks_in_different_collectives_end_them_together() -> None:
         with pytest.raises(TransferError, match="cannot be used any more"):
             require_sound(group)
         assert together.wait(30)
+
+
+class Failed:
+    """Stands for a collective that is over, for a rank is gone."""
+
+    def is_completed(self) -> bool:
+        """So NCCL says."""
+        return True
+
+    def wait(self) -> None:
+        """Tells why."""
+        raise RuntimeError("remote process exited")
+
+
+@ranks(2)
+def test_a_collective_that_has_failed_is_ended_on_all_ranks() -> None:
+    """On the one that finds out, and on the one whose kernel waits for it."""
+    group = dist.new_group([0, 1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(post, "PATIENCE", 0.05)
+        follow(group, Said({"verb": "something"}))
+        watch(Endless() if dist.get_rank() else Failed(), group)
+        with pytest.raises(TransferError, match=r"rank 0 could not .*torch says: remote process exited"):
+            wait_for_a_verdict(group)
+        with pytest.raises(TransferError, match="cannot be used any more"):
+            require_sound(group)
+
+
+@ranks(2)
+def test_groups_that_are_destroyed_do_not_end_the_watchdog() -> None:
+    """It looks after the others."""
+    gone, group = dist.new_group([0, 1]), dist.new_group([0, 1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(post, "PATIENCE", 0.05)
+        follow(gone, Said({"verb": "something"}))
+        follow(group, Said({"verb": "something"}))
+        dist.destroy_process_group(gone)
+        watch(Failed(), gone)
+        while gone in watchdog._watched:
+            time.sleep(post.PATIENCE)
+        watch(Failed(), group)
+        with pytest.raises(TransferError, match="remote process exited"):
+            wait_for_a_verdict(group)

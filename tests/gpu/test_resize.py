@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.deaths import others_go_on
 from tests.state_transfer.short_training import train, training, twin_losses
 
 import shardwise
 from shardwise import ChunkShardingSpec, GridShardingSpec
+from shardwise.errors import TransferError
+from shardwise.state_transfer import wires
 from shardwise.testing import ranks
 
 pytestmark = [
@@ -80,3 +84,28 @@ def test_a_lost_rank_of_a_gpu_whose_boxes_others_have() -> None:
     shardwise.resize(old, new, lost=[2], process_group=survivors)
     if new is not None:
         assert train(new, 2) == pytest.approx(expected[2:], rel=CLOSE)
+
+
+def die(*_: object) -> None:
+    """Without a word."""
+    os._exit(1)
+
+
+def in_the_middle() -> None:
+    """The rows of a training become columns; rank 3 dies when it is to send."""
+    old = training({"0.weight": chunks(0, 0, 1, 2, 3)}, device=DEVICE)
+    train(old, 2)
+    before = [local.clone() for local in old["model"][0].weight._local_tensors()]
+    new = training({"0.weight": chunks(1, 3, 2, 1, 0)}, seed=1, device=DEVICE)
+    if dist.get_rank() == 3:
+        wires.GroupWire.exchange = die
+    with pytest.raises(TransferError, match="the old one is as it was"):
+        shardwise.resize(old, new)
+    assert all(map(torch.equal, before, old["model"][0].weight._local_tensors()))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_a_rank_of_a_gpu_that_dies_in_the_middle(backend: str) -> None:
+    """The others raise, and their old state is as it was."""
+    others_go_on(in_the_middle, dies=3, backend=backend)

@@ -8,13 +8,13 @@ from shardwise.meeting.aside import (
     given_up,
     leave_word,
     look,
-    raise_lost,
     require_sound,
     told_to,
 )
 from shardwise.meeting.chain import DIGEST, Entry, Fields, Ledger, Said, begin_anew, ledger_of, put_away, traffic
 from shardwise.meeting.exchange import HEADER, Gathering, Reduction, wait_for_data
 from shardwise.meeting.group import collective_device, is_large, is_tagged, listed, ranks_gone, ranks_of, who_is_gone
+from shardwise.meeting.lost import raise_lost
 from shardwise.meeting.post import Look, Post, keeper
 from shardwise.meeting.watchdog import BEGINNING, end, watch
 

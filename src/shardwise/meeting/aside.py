@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -88,22 +88,18 @@ def leave_word(process_group: ProcessGroup, error: Exception) -> None:
     told_to(error, ranks_of(process_group))  # once, through however many calls it leaves
 
 
-def raise_lost(what: str, error: Exception, process_group: ProcessGroup) -> NoReturn:
-    """Raise that this rank could not do this with the others, and who is gone; or the error itself, if it tells why.
+def told_of_loss(what: str, error: Exception, process_group: ProcessGroup) -> TransferError:
+    """The error of a rank that could not do this with the others, and who is gone.
 
-    The others are left word, for they may wait for this rank and not for the one that is gone. Who is gone does not
-    come back, so that this word holds in all epochs: whoever waits in the group from now on raises it.
+    They are left word, for they may wait for this rank and not for the one that is gone. Who is gone does not come
+    back, so that this word holds in all epochs: whoever waits in the group from now on raises it.
     """
-    if isinstance(error, TransferError) or hasattr(error, "told_to"):
-        raise error
-    require_sound(process_group)  # a watchdog may have ended what was under way, and knows why
-    look(process_group, range(process_group.size()))  # a rank that has raised an error and ended may have said which
     found, is_gone = loss(what, error, process_group)
     if is_gone:
         _leave_word_for_good(process_group, found)
     else:
         leave_word(process_group, found)
-    raise found from error
+    return found
 
 
 def _leave_word_for_good(process_group: ProcessGroup, error: Exception) -> None:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.meeting import post
-from shardwise.meeting.aside import raise_lost
 from shardwise.meeting.chain import traffic
 from shardwise.meeting.group import collective_device, is_large, is_tagged, listed, ranks_of
+from shardwise.meeting.lost import raise_lost
 from shardwise.meeting.post import Look, Post
 from shardwise.meeting.watchdog import outlast
 from shardwise.tracing import record

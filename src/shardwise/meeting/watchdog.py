@@ -1,7 +1,11 @@
 """A thread that looks after what accelerators are sending, for the host does not wait for it.
 
 The last collective of each group is kept. If it takes long, the thread looks aside as a rank does that waits. On a
-verdict it ends the group's communicator, so that a host that is blocked comes back, and the next call raises.
+verdict it ends the group's communicator, so that a host that is blocked comes back, and the next call raises. So it
+does if the collective has failed, as it has where a rank is gone: its kernel would wait for that rank for ever.
+
+The thread must not wait for the device itself. CUDA is locked while another thread waits for it, as when it loads a
+kernel; and to drop a collective is to ask CUDA to drop its events. So whoever begins the next ones drops it.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,11 +22,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from shardwise.meeting import post
-from shardwise.meeting.aside import break_off, find_verdict, given_up, require_sound, wait_to_end
+from shardwise.meeting.aside import break_off, find_verdict, given_up, require_sound, told_of_loss, wait_to_end
 from shardwise.meeting.chain import ledger_of
 
 LONG = 5.0  # seconds after which a collective that was begun before an error of all ranks will not end
 PAUSE = 0.1  # seconds between two glances at collectives that are under way
+KEPT = 10.0  # seconds that the thread does not drop what it has looked at
 SOON = 0.002  # within which most of them end
 TOGETHER = 2.5  # seconds that a rank waits for the others before it ends a communicator: within it they look twice
 
@@ -47,6 +53,7 @@ class _Watched(NamedTuple):
 
 
 _watched: WeakKeyDictionary[ProcessGroup, _Watched] = WeakKeyDictionary()
+_seen: deque[_Watched] = deque()  # what the thread has looked at; it is not the one to drop it
 _changed = threading.Event()
 _ending = threading.Lock()
 _thread: threading.Thread | None = None
@@ -56,6 +63,8 @@ def watch(work: Any, process_group: ProcessGroup) -> None:
     """Look after a collective that was begun in the last call of this group's chain, until it has ended."""
     global _thread
     now = time.monotonic()
+    while _seen and now - _seen[0].begun > KEPT:
+        _seen.popleft()
     _watched[process_group] = _Watched(work, now, now, ledger_of(process_group).epoch)
     if not _changed.is_set():
         _changed.set()
@@ -93,6 +102,7 @@ def _forget() -> None:
     global _thread, _ending
     _thread, _ending = None, threading.Lock()
     _watched.clear()
+    _seen.clear()
     _changed.clear()
 
 
@@ -109,14 +119,23 @@ def _run() -> None:
                 group = reference()
                 watched = None if group is None else _watched.get(group)
                 if group is not None and watched is not None:
-                    _glance(group, watched)
+                    if all(each.work is not watched.work for each in _seen):
+                        _seen.append(watched)
+                    try:
+                        _glance(group, watched)
+                    except (LookupError, ValueError):  # the group was destroyed meanwhile
+                        _watched.pop(group, None)
                 del group
 
 
 def _glance(group: ProcessGroup, watched: _Watched) -> None:
     now = time.monotonic()
     if _is_over(watched.work):
-        if _watched.get(group) is watched:
+        failed = _failure(watched.work)
+        if failed is not None:
+            what = "send or receive what was on its way to other ranks"
+            end(group, find_verdict(group, range(group.size())) or told_of_loss(what, failed, group))
+        elif _watched.get(group) is watched:
             _watched.pop(group, None)
     elif now - watched.begun >= post.PATIENCE and now - watched.looked >= post.PATIENCE:
         error = find_verdict(group, range(group.size()))
@@ -128,11 +147,28 @@ def _glance(group: ProcessGroup, watched: _Watched) -> None:
             _watched[group] = watched._replace(looked=now)
 
 
+def _failure(work: Any) -> RuntimeError | None:
+    """Why a collective that is over has failed, if it has."""
+    try:
+        work.wait()  # which blocks a stream that nothing is in
+    except RuntimeError as error:
+        return error
+    return None
+
+
 def _is_over(work: Any) -> bool:
     try:
         return bool(work.is_completed())
     except RuntimeError:  # it has failed, as the host will find
         return True
+
+
+def end_what_waits(process_group: ProcessGroup, error: Exception) -> None:
+    """Before this error is raised, end what an accelerator is sending in this group, if it is not over and well."""
+    watched = _watched.get(process_group)
+    if watched is not None and not (_is_over(watched.work) and _failure(watched.work) is None):
+        end(process_group, error)
+        ledger_of(process_group).verdict = None
 
 
 def end(process_group: ProcessGroup, error: Exception) -> None:

@@ -107,6 +107,10 @@ class Carrying:
             raise
 
     def _run(self, arrived: Arrived) -> None:
+        if self._wire.device.type != "cpu" and self._keeps:
+            self._staying()  # to find places waits for the device: so before it has messages
+            for number in range(len(self._load.turns)):
+                self._turn(number)
         under_way: list[tuple[Waiting, _Landing]] = []
         for number in range(len(self._load.turns)):
             under_way.append(self._begin(number))
@@ -120,12 +124,16 @@ class Carrying:
             self._finish(*each, arrived)
 
     def _begin(self, number: int) -> tuple[Waiting, _Landing]:
+        turn = self._turn(number)
+        return self._wire.exchange(turn.receives, self._packer.packed(turn.sends)), turn.landing
+
+    def _turn(self, number: int) -> _Ready:
         turn = self._known.get(number)
         if turn is None:
             turn = self._readied(number)
             if self._keeps:
                 self._known[number] = turn
-        return self._wire.exchange(turn.receives, self._packer.packed(turn.sends)), turn.landing
+        return turn
 
     def _finish(self, waiting: Waiting, landing: _Landing, arrived: Arrived) -> None:
         waiting.wait()

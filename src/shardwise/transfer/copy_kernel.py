@@ -80,9 +80,9 @@ def launches(device: torch.device, pairs: Sequence[Pair]) -> tuple[list[Callable
 def _launch(device: torch.device, kind: _Kind, views: Sequence[_View], held: object) -> Callable[[], object]:
     tiles = _tiles(views, kind)
     places = torch.tensor([view.fields for view in views], dtype=torch.int64).to(device)
-    table, count = torch.from_numpy(tiles).to(device), len(tiles)
+    table = torch.from_numpy(tiles).to(device)
 
-    def launch(held: object = held) -> None:
+    def launch(count: int = len(tiles), held: object = held) -> None:
         with torch.cuda.device(device):
             _copy_tiles[(count,)](
                 places,
@@ -98,6 +98,7 @@ def _launch(device: torch.device, kind: _Kind, views: Sequence[_View], held: obj
                 num_warps=WARPS_APART if kind.apart else WARPS,
             )
 
+    launch(0)  # it is loaded now: CUDA would wait for all that is under way, be it for a rank that is gone
     return launch
 
 
