@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from shardwise.errors import RankMismatchError, TransferError
-from shardwise.meeting import Said, post, watch, watchdog
+from shardwise.meeting import Said, lost, post, watch, watchdog
 from shardwise.meeting.aside import require_sound
 from shardwise.process_group import follow
 from shardwise.testing import ranks
@@ -54,18 +55,27 @@ def test_ranks_in_different_collectives_end_them_together() -> None:
 class Failed:
     """Stands for a collective that is over, for a rank is gone."""
 
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error or dist.DistBackendError("remote process exited")
+
     def is_completed(self) -> bool:
         """So NCCL says."""
         return True
 
     def wait(self) -> None:
         """Tells why."""
-        raise RuntimeError("remote process exited")
+        raise self._error
+
+
+def forgotten(group: dist.ProcessGroup) -> None:
+    """Wait until nothing of a group is looked after."""
+    while group in watchdog._watched:
+        time.sleep(post.PATIENCE)
 
 
 @ranks(2)
 def test_a_collective_that_has_failed_is_ended_on_all_ranks() -> None:
-    """On the one that finds out, and on the one whose kernel waits for it."""
+    """On the one that finds out, and on the one whose kernel waits for it. What is begun then is not looked after."""
     group = dist.new_group([0, 1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(post, "PATIENCE", 0.05)
@@ -75,6 +85,20 @@ def test_a_collective_that_has_failed_is_ended_on_all_ranks() -> None:
             wait_for_a_verdict(group)
         with pytest.raises(TransferError, match="cannot be used any more"):
             require_sound(group)
+        watch(Failed(), group)
+        forgotten(group)
+
+
+@ranks(2)
+def test_other_errors_of_a_device_are_for_the_host_to_find() -> None:
+    """As those of a user's own kernel."""
+    group = dist.new_group([0, 1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(post, "PATIENCE", 0.05)
+        follow(group, Said({"verb": "something"}))
+        watch(Failed(RuntimeError("device-side assert")), group)
+        forgotten(group)
+        require_sound(group)
 
 
 @ranks(2)
@@ -87,8 +111,66 @@ def test_groups_that_are_destroyed_do_not_end_the_watchdog() -> None:
         follow(group, Said({"verb": "something"}))
         dist.destroy_process_group(gone)
         watch(Failed(), gone)
-        while gone in watchdog._watched:
-            time.sleep(post.PATIENCE)
+        forgotten(gone)
         watch(Failed(), group)
         with pytest.raises(TransferError, match="remote process exited"):
             wait_for_a_verdict(group)
+
+
+@ranks(1)
+def test_a_loss_is_raised_once_and_after_all_is_ended() -> None:
+    """Also if the watchdog and the host find it at the same time."""
+    group, ended = dist.new_group([0]), threading.Event()
+
+    def slowly(*given: Any) -> TransferError:
+        time.sleep(1)
+        return told_of_loss(*given)
+
+    def patiently(*_: object) -> None:
+        time.sleep(2)
+        ended.set()
+
+    told_of_loss = lost.told_of_loss
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lost, "told_of_loss", slowly)
+        patch.setattr(watchdog, "wait_to_end", patiently)
+        follow(group, Said({"verb": "something"}))
+        watch(Failed(), group)
+        with pytest.raises(TransferError, match="could not compare"):
+            lost.raise_lost("compare", RuntimeError("Connection closed by peer"), group)
+        assert ended.is_set()
+        with pytest.raises(TransferError, match="cannot be used any more"):
+            require_sound(group)
+
+
+class Dropped:
+    """Stands for a collective that was well, which says who drops it."""
+
+    def __init__(self, by: list[str], slow: float = 0) -> None:
+        self._by, self._slow = by, slow
+
+    def is_completed(self) -> bool:
+        """It is over."""
+        time.sleep(self._slow)
+        return True
+
+    def wait(self) -> None:
+        """It was well."""
+
+    def __del__(self) -> None:
+        self._by.append(threading.current_thread().name)
+
+
+@ranks(1)
+def test_the_watchdog_does_not_drop_collectives_while_others_are_under_way() -> None:
+    """To drop one may wait for the device, as whoever waits for the next one does."""
+    one, other, by = dist.new_group([0]), dist.new_group([0]), list[str]()
+    watch(Endless(), other)
+    watch(Dropped(by), one)  # over before anything else begins
+    forgotten(one)
+    watch(Dropped(by, slow=1), one)  # replaced while the thread looks at it
+    time.sleep(0.5)
+    watch(Endless(), one)
+    time.sleep(1.5)
+    watch(Endless(), one)
+    assert by == ["MainThread"] * 2

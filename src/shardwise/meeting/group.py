@@ -97,13 +97,18 @@ def listed(ranks: Sequence[int]) -> str:
 
 def loss(what: str, error: Exception, process_group: ProcessGroup) -> tuple[TransferError, bool]:
     """The error of a rank that could not do this with the others of a group; and whether it is known who is gone."""
-    timed_out = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
+    timed_out = is_late(error)
     gone = [] if timed_out else ranks_gone(process_group, ranks_of(process_group))
     why = "a rank has taken longer than the group's timeout" if timed_out else "a rank has died or left"
     why = who_is_gone(gone) if gone else why
     says = str(error).strip().partition("\n")[0]
     text = f"rank {dist.get_rank()} could not {what}: {why}" + (f" (torch says: {says})" if says else "")
     return TransferError(text), bool(gone)
+
+
+def is_late(error: Exception) -> bool:
+    """Whether others have taken too long, which may come yet."""
+    return isinstance(error, TimeoutError) or "timed out" in str(error).lower()
 
 
 def who_is_gone(gone: Sequence[int]) -> str:

@@ -5,7 +5,8 @@ verdict it ends the group's communicator, so that a host that is blocked comes b
 does if the collective has failed, as it has where a rank is gone: its kernel would wait for that rank for ever.
 
 The thread must not wait for the device itself. CUDA is locked while another thread waits for it, as when it loads a
-kernel; and to drop a collective is to ask CUDA to drop its events. So whoever begins the next ones drops it.
+kernel; and to drop a collective is to ask CUDA to drop its events. So the thread drops none while others are under way:
+whoever begins the next one does.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.meeting import post
@@ -27,7 +28,6 @@ from shardwise.meeting.chain import ledger_of
 
 LONG = 5.0  # seconds after which a collective that was begun before an error of all ranks will not end
 PAUSE = 0.1  # seconds between two glances at collectives that are under way
-KEPT = 10.0  # seconds that the thread does not drop what it has looked at
 SOON = 0.002  # within which most of them end
 TOGETHER = 2.5  # seconds that a rank waits for the others before it ends a communicator: within it they look twice
 
@@ -53,7 +53,8 @@ class _Watched(NamedTuple):
 
 
 _watched: WeakKeyDictionary[ProcessGroup, _Watched] = WeakKeyDictionary()
-_seen: deque[_Watched] = deque()  # what the thread has looked at; it is not the one to drop it
+_looking = threading.Lock()  # held while the thread has one of them in its hands
+_dropped: list[_Watched] = []  # which the thread is not to be the last to have
 _changed = threading.Event()
 _ending = threading.Lock()
 _thread: threading.Thread | None = None
@@ -63,9 +64,13 @@ def watch(work: Any, process_group: ProcessGroup) -> None:
     """Look after a collective that was begun in the last call of this group's chain, until it has ended."""
     global _thread
     now = time.monotonic()
-    while _seen and now - _seen[0].begun > KEPT:
-        _seen.popleft()
+    before = _watched.get(process_group)
     _watched[process_group] = _Watched(work, now, now, ledger_of(process_group).epoch)
+    if _looking.acquire(blocking=False):
+        _dropped.clear()
+        _looking.release()
+    elif before is not None:
+        _dropped.append(before)
     if not _changed.is_set():
         _changed.set()
     if _thread is None:
@@ -99,10 +104,10 @@ def _has_ended(process_group: ProcessGroup) -> bool:
 
 
 def _forget() -> None:
-    global _thread, _ending
-    _thread, _ending = None, threading.Lock()
+    global _thread, _ending, _looking
+    _thread, _ending, _looking = None, threading.Lock(), threading.Lock()
     _watched.clear()
-    _seen.clear()
+    _dropped.clear()
     _changed.clear()
 
 
@@ -116,16 +121,25 @@ def _run() -> None:
         while _watched:
             time.sleep(PAUSE)
             for reference in _watched.keyrefs():  # a list, while other threads go on
-                group = reference()
-                watched = None if group is None else _watched.get(group)
-                if group is not None and watched is not None:
-                    if all(each.work is not watched.work for each in _seen):
-                        _seen.append(watched)
-                    try:
-                        _glance(group, watched)
-                    except (LookupError, ValueError):  # the group was destroyed meanwhile
-                        _watched.pop(group, None)
-                del group
+                with _looking:
+                    _look(reference())
+        _dropped.clear()  # nothing is under way
+
+
+def _look(group: ProcessGroup | None) -> None:
+    watched = None if group is None else _watched.get(group)
+    if group is not None and watched is not None:
+        try:
+            _glance(group, watched)
+        except Exception:  # the group was destroyed meanwhile; whatever it is, the thread goes on
+            _drop(group)
+
+
+def _drop(group: ProcessGroup) -> None:
+    """Look after its collective no more."""
+    watched = _watched.pop(group, None)
+    if watched is not None:
+        _dropped.append(watched)
 
 
 def _glance(group: ProcessGroup, watched: _Watched) -> None:
@@ -136,7 +150,7 @@ def _glance(group: ProcessGroup, watched: _Watched) -> None:
             what = "send or receive what was on its way to other ranks"
             end(group, find_verdict(group, range(group.size())) or told_of_loss(what, failed, group))
         elif _watched.get(group) is watched:
-            _watched.pop(group, None)
+            _drop(group)
     elif now - watched.begun >= post.PATIENCE and now - watched.looked >= post.PATIENCE:
         error = find_verdict(group, range(group.size()))
         if error is None and ledger_of(group).epoch != watched.epoch and now - watched.begun >= LONG:
@@ -147,12 +161,14 @@ def _glance(group: ProcessGroup, watched: _Watched) -> None:
             _watched[group] = watched._replace(looked=now)
 
 
-def _failure(work: Any) -> RuntimeError | None:
-    """Why a collective that is over has failed, if it has."""
+def _failure(work: Any) -> Exception | None:
+    """Why a collective that is over has failed, if the backend says so. All else that is wrong the host will find."""
     try:
-        work.wait()  # which blocks a stream that nothing is in
-    except RuntimeError as error:
+        work.wait()  # the stream of this thread has nothing to wait for
+    except dist.DistBackendError as error:
         return error
+    except RuntimeError:
+        pass
     return None
 
 
@@ -164,11 +180,13 @@ def _is_over(work: Any) -> bool:
 
 
 def end_what_waits(process_group: ProcessGroup, error: Exception) -> None:
-    """Before this error is raised, end what an accelerator is sending in this group, if it is not over and well."""
-    watched = _watched.get(process_group)
-    if watched is not None and not (_is_over(watched.work) and _failure(watched.work) is None):
+    """Before this error is raised, for a rank is gone, end what an accelerator is sending in this group, if it is not
+    over and well. If the thread is ending it already, wait for that, and raise it once."""
+    ledger, watched = ledger_of(process_group), _watched.get(process_group)
+    waits = watched is not None and not (_is_over(watched.work) and _failure(watched.work) is None)
+    if waits or ledger.broken:
         end(process_group, error)
-        ledger_of(process_group).verdict = None
+        ledger.verdict = None
 
 
 def end(process_group: ProcessGroup, error: Exception) -> None:
@@ -178,12 +196,12 @@ def end(process_group: ProcessGroup, error: Exception) -> None:
     while, and then end their communicators together.
     """
     ledger = ledger_of(process_group)
-    with _ending:
-        if ledger.broken:
-            return
-        break_off(process_group, error)
-        ledger.verdict = error
-        _watched.pop(process_group, None)  # from here on another thread may go on, and must find the verdict
-    wait_to_end(process_group, TOGETHER)
-    with suppress(RuntimeError, AttributeError):
-        process_group.abort()
+    with _ending:  # so whoever comes second comes back when it is done
+        if not ledger.broken:
+            break_off(process_group, error)
+            ledger.verdict = error
+            _drop(process_group)  # from here on another thread may go on, and must find the verdict
+            wait_to_end(process_group, TOGETHER)
+            with suppress(RuntimeError, AttributeError):
+                process_group.abort()
+        _drop(process_group)

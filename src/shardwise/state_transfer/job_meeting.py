@@ -248,8 +248,8 @@ class JobMeeting:
         def made(store: TCPStore) -> tuple[Any, Any]:
             data, among = (PrefixStore(f"{self._prefix}{self.terms.epoch}/{what}", store) for what in ("data", "among"))
             here, targets = self._address.reached_from(), self.terms.ranks[1]
-            make = nccl_over if accelerated else gloo_over
-            backend = make(data, numbers[self.here], len(numbers), self._timeout, here)
+            place = data, numbers[self.here], len(numbers), self._timeout
+            backend = nccl_over(*place, device) if accelerated else gloo_over(*place, here)
             if not self._side or len(targets) == 1:
                 return backend, None
             return backend, gloo_over(among, targets.index(self.ranks.here), len(targets), self._timeout, here)

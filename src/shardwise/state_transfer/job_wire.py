@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -44,8 +45,8 @@ def gloo_over(store: Store, number: int, size: int, timeout: float, host: str) -
     return gloo(store, number, size, options)
 
 
-def nccl_over(store: Store, number: int, size: int, timeout: float, host: str) -> Any:
-    """The same of NCCL, for the current CUDA device. NCCL finds the way to the host by itself.
+def nccl_over(store: Store, number: int, size: int, timeout: float, device: torch.device) -> Any:
+    """The same of NCCL, for a CUDA device. NCCL finds the way to hosts by itself.
 
     It connects all ranks now: later it would in the first batch, to which some have nothing to add.
     """
@@ -54,23 +55,27 @@ def nccl_over(store: Store, number: int, size: int, timeout: float, host: str) -
     options._timeout = timedelta(seconds=10 * timeout + 600)  # never: the wire has its own limit
     with _environment(UNWATCHED):
         backend = nccl(store, number, size, options)
-    backend.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+    backend.eager_connect_single_device(device)
     return backend
+
+
+_one_at_a_time = threading.Lock()
 
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Have these variables set, for what reads them only when it is made."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    """Have these variables set, for what reads them only when it is made; for one thread at a time."""
+    with _one_at_a_time:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 Numbered = Iterator[tuple[int, str, torch.Tensor]]  # number in the backend, what errors call the rank, memory
@@ -98,20 +103,28 @@ class JobWire:
         if self.device.type == "cpu":
             waiting = _Sent(self._backend, taken, given, self._timeout)
         else:
-            waiting = _Streamed(self._backend, taken, given, self._timeout, self._begun)
+            waiting = _Streamed(self._backend, taken, given, self._timeout, self._limited)
         self._under_way = [*(each for each in self._under_way if not each.over), waiting]
         return waiting
 
     def _numbered(self, messages: Iterable[Message]) -> Numbered:
         return ((self._numbers[rank], self._names[rank], memory) for rank, memory in messages)
 
-    def _begun(self, begin: Callable[[], None]) -> None:
+    def _limited(self, begin: Callable[[], None]) -> None:
         """Begin, within the timeout. NCCL must not be ended by one thread while another one connects ranks: where that
-        takes too long, all is left to it, to be ended by it."""
+        takes too long, or is interrupted, all is left to it, to be ended by it."""
+        done = False
+
+        def work() -> None:
+            nonlocal done
+            begin()
+            done = True
+
         try:
-            within(self._timeout, begin, late=partial(_end, self._backend, self._under_way))
-        except TimeoutError:
-            self._backend, self._under_way = None, []
+            within(self._timeout, work, late=partial(_end, self._backend, self.device, self._under_way))
+        except (TimeoutError, KeyboardInterrupt):
+            if not done:
+                self._backend, self._under_way = None, []
             raise
 
     def failing(self) -> AbstractContextManager[object]:
@@ -139,7 +152,7 @@ class JobWire:
             hang_up(backend)
         elif backend is not None:
             try:
-                within(PARTING, partial(_end, backend, under_way), late=lambda: None)
+                within(PARTING, partial(_end, backend, self.device, under_way), late=lambda: None)
             except TimeoutError:
                 return  # the thread keeps what NCCL may use yet
         del backend
@@ -187,11 +200,12 @@ class _Sent:
         self._works.clear()
 
 
-def _end(nccl: Any, held: Sequence[_Sent | _Streamed]) -> None:
-    """End what NCCL does on the device with what is held until then."""
+def _end(nccl: Any, device: torch.device, held: Sequence[_Sent | _Streamed]) -> None:
+    """End what NCCL does on the device, with memory of messages that whoever calls this holds so long."""
     with suppress(RuntimeError):
         nccl.abort()
-        torch.cuda.synchronize()
+    with suppress(RuntimeError):
+        torch.cuda.synchronize(device)
     del held
 
 
@@ -207,7 +221,7 @@ class _Streamed:
         receives: Numbered,
         sends: Numbered,
         timeout: float,
-        begun: Callable[[Callable[[], None]], None],
+        limited: Callable[[Callable[[], None]], None],
     ) -> None:
         self._backend, self._timeout, self.over = backend, timeout, False
         self._messages = [*receives], [*sends]  # whose memory NCCL uses until they are over
@@ -215,7 +229,7 @@ class _Streamed:
         self._work: Any = None
         if any(self._messages):
             with _losing(self._what):
-                begun(self._begin)
+                limited(self._begin)
 
     def _begin(self) -> None:
         self._backend._start_coalescing()

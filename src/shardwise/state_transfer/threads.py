@@ -38,10 +38,16 @@ def within(limit: float, work: Callable[[], object], late: Callable[[], object])
                 late()
 
     thread = threading.Thread(target=run, name="shardwise, within a limit", daemon=True)
-    thread.start()
-    thread.join(limit)
-    with lock:
-        left = not over
+    try:
+        thread.start()
+    except RuntimeError:  # there are too many threads, or the process is about to end
+        run()
+    else:
+        try:
+            thread.join(limit)
+        finally:  # also if it is interrupted
+            with lock:
+                left = not over
     if left:
         raise TimeoutError(f"timed out after {limit:g} s")
     if failed:
