@@ -171,7 +171,7 @@ def test_a_copy_that_fails(tmp_path: Path) -> None:
             def fail(*_: Any) -> None:
                 raise MemoryError("no room for copies")
 
-            patch.setattr(streams.Copies, "_copy", fail)
+            patch.setattr(streams.HostCopies, "_copy", fail)
             with pytest.raises(MemoryError):
                 shardwise.save(state, path, wait=False)
         else:

@@ -19,7 +19,7 @@ from shardwise.checkpoint.progress import Progress, silent
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.sharing_out import Source
 from shardwise.checkpoint.snapshot import agreed
-from shardwise.checkpoint.streams import Copies, Stretch, lying
+from shardwise.checkpoint.streams import HostCopies, Stretch, lying
 from shardwise.errors import CheckpointError
 from shardwise.process_group import Fields
 from shardwise.storage import Storage, storage_at
@@ -142,7 +142,7 @@ class _Saving:
 
     def in_background(self, max_bytes: int | None) -> SaveHandle:
         """Copy everything, and save the copies."""
-        copies = Copies(max_bytes)
+        copies = HostCopies(max_bytes)
         try:
             self._agree()
             handle = begin_save(
@@ -204,7 +204,7 @@ class _Saving:
         self._storage.write(self._file.name, self._file.buffers(stretches, sums))
         return self._file.words(sums)
 
-    def _write_copies(self, copies: Copies) -> FileWords | None:
+    def _write_copies(self, copies: HostCopies) -> FileWords | None:
         try:
             return self._write(copies.stretches())
         finally:

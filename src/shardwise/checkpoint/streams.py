@@ -88,7 +88,7 @@ class _Pool:
 _pool = _Pool()
 
 
-class Copies:
+class HostCopies:
     """Copies of tensors on their way to a file: one thread makes them, another reads their stretches.
 
     They never take more than ``max_bytes`` (at least two chunks): to make more, one waits until some are written.
