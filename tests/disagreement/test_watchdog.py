@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardwise.errors import RankMismatchError, TransferError
@@ -67,21 +68,43 @@ class Failed:
         raise self._error
 
 
+class Known(Endless):
+    """Stands for a collective whose result is known, and which would wait for its kernel for ever."""
+
+    def __init__(self, result: int) -> None:
+        self._result = result
+
+    def is_completed(self) -> bool:
+        """So NCCL says."""
+        return True
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """As NCCL has it."""
+        found: torch.futures.Future[int] = torch.futures.Future()
+        found.set_result(self._result)
+        return found
+
+
 def forgotten(group: dist.ProcessGroup) -> None:
     """Wait until nothing of a group is looked after."""
     while group in watchdog._watched:
         time.sleep(post.PATIENCE)
 
 
+@pytest.mark.parametrize(
+    ("failed", "says"),
+    [(Failed(), "remote process exited"), (Known(2), "a collective has failed")],
+    ids=["told when it is waited for", "known"],
+)
 @ranks(2)
-def test_a_collective_that_has_failed_is_ended_on_all_ranks() -> None:
+def test_a_collective_that_has_failed_is_ended_on_all_ranks(failed: Any, says: str) -> None:
     """On the one that finds out, and on the one whose kernel waits for it. What is begun then is not looked after."""
     group = dist.new_group([0, 1])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(post, "PATIENCE", 0.05)
         follow(group, Said({"verb": "something"}))
-        watch(Endless() if dist.get_rank() else Failed(), group)
-        with pytest.raises(TransferError, match=r"rank 0 could not .*torch says: remote process exited"):
+        watch(Endless() if dist.get_rank() else failed, group)
+        with pytest.raises(TransferError, match=r"rank 0 could not .*torch says: " + says):
             wait_for_a_verdict(group)
         with pytest.raises(TransferError, match="cannot be used any more"):
             require_sound(group)
@@ -96,9 +119,10 @@ def test_other_errors_of_a_device_are_for_the_host_to_find() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(post, "PATIENCE", 0.05)
         follow(group, Said({"verb": "something"}))
-        watch(Failed(RuntimeError("device-side assert")), group)
-        forgotten(group)
-        require_sound(group)
+        for well in (Failed(RuntimeError("device-side assert")), Known(0)):
+            watch(well, group)
+            forgotten(group)
+            require_sound(group)
 
 
 @ranks(2)

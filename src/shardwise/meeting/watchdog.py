@@ -26,6 +26,7 @@ from shardwise.meeting import post
 from shardwise.meeting.aside import break_off, find_verdict, given_up, require_sound, told_of_loss, wait_to_end
 from shardwise.meeting.chain import ledger_of
 
+SUCCESS = 0  # of torch.distributed.WorkResult
 LONG = 5.0  # seconds after which a collective that was begun before an error of all ranks will not end
 PAUSE = 0.1  # seconds between two glances at collectives that are under way
 SOON = 0.002  # within which most of them end
@@ -162,7 +163,15 @@ def _glance(group: ProcessGroup, watched: _Watched) -> None:
 
 
 def _failure(work: Any) -> Exception | None:
-    """Why a collective that is over has failed, if the backend says so. All else that is wrong the host will find."""
+    """Why a collective that is over has failed, if the backend says so. All else that is wrong the host will find.
+
+    It is not waited for where its result is known: that would ask CUDA.
+    """
+    with suppress(AttributeError, RuntimeError):  # a backend that does not tell
+        result = work.get_future_result()
+        if result.done():
+            failed = result.value() != SUCCESS
+            return dist.DistBackendError("a collective has failed, or timed out") if failed else None
     try:
         work.wait()  # the stream of this thread has nothing to wait for
     except dist.DistBackendError as error:

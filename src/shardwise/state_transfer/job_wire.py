@@ -23,11 +23,12 @@ TAG = 0  # of all messages: between two ranks they come in order
 PROBE, NOBODYS = 1, 2  # of messages that nobody sends
 LOOKS = 0.0005  # seconds between two looks whether NCCL is through
 PARTING = 5.0  # seconds that NCCL may take to end what it does
-# A rank that is gone must not end this process, as NCCL's watchdog by default does: the wire itself looks for it.
+# A rank that is gone must not end this process, as torch's watchdog by default does, for this group or, warned by it,
+# for others of the process: there is none where waiting blocks. The wire looks itself, and waits for what is over only.
 UNWATCHED = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # these if there is a watchdog all the same
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # that it sleeps after an error, while whoever drops it waits for it
 }
 
