@@ -15,7 +15,8 @@ import os
 import threading
 import time
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,7 +45,8 @@ class _Beginning:
 BEGINNING = _Beginning()
 
 
-class _Watched(NamedTuple):
+@dataclass(eq=False, slots=True)
+class _Watched:
     """A collective, when it was begun and looked for last, and in which epoch."""
 
     work: Any
@@ -158,8 +160,7 @@ def _glance(group: ProcessGroup, watched: _Watched) -> None:
             error = given_up()
         if error is not None:
             end(group, error)
-        elif _watched.get(group) is watched:
-            _watched[group] = watched._replace(looked=now)
+        watched.looked = now
 
 
 def _failure(work: Any) -> Exception | None:
