@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,10 @@ class Pair:
         self._folder, self._address = folder, free_address()
         self._jobs: list[Job] = []
 
-    def start(self, side: str, ranks: int = 1, dim: int | None = None) -> Job:
+    def start(self, side: str, ranks: int = 1, dim: int | None = None, world: str = "gloo", **environment: str) -> Job:
         """A job of one side, whose state is cut along a dim, or whole on its first rank."""
-        job = Job(self._folder, ranks, environment={**APART, "NCCL_HOSTID": f"{side}-{{rank}}"})
+        hosts = {**APART, "NCCL_HOSTID": f"{side}-{{rank}}"}
+        job = Job(self._folder, ranks, environment=hosts | environment, backend=world)
         self._jobs.append(job)
         job.call("hold", dim, "cuda:0")
         if ranks > 1 and dim is None:
@@ -143,3 +145,18 @@ def test_a_trainer_that_dies_over_nccl(pair: Pair) -> None:
     trainer = pair.start("source")
     move(trainer, engine, 3)
     move(trainer, engine, 4)
+
+
+@pytest.mark.timeout(300)
+def test_a_trainer_with_an_nccl_world_that_loses_its_engine(pair: Pair) -> None:
+    """Its own world stays in use: torch does not end the processes when the time of its heartbeat has passed."""
+    heartbeat = 5
+    trainer = pair.start("source", 2, 0, "nccl", TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=str(heartbeat))
+    engine = pair.start("target")
+    move(trainer, engine, 1)
+    pair.begin(trainer, engine, 2, engine, 2)
+    engine.kill()
+    assert "rank 0 of the target" in lost(trainer.told())
+    time.sleep(4 * heartbeat)  # torch's monitor looks so often, then waits as long again before it ends a process
+    assert trainer.call("holds") == [2, 2]
+    move(trainer, pair.start("target"), 3)

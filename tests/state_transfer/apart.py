@@ -47,6 +47,7 @@ class Job:
         ranks: int,
         namespace: str | None = None,
         environment: dict[str, str] | None = None,
+        backend: str = "gloo",
     ) -> None:
         context = _context(bare=False)
         store = str(folder / f"world-{time.monotonic_ns()}")
@@ -55,7 +56,7 @@ class Job:
         for rank in range(ranks):
             here, there = context.Pipe()
             process = context.Process(
-                target=_serve, args=(there, rank, ranks, store, namespace, environment or {}), daemon=True
+                target=_serve, args=(there, rank, ranks, store, namespace, environment or {}, backend), daemon=True
             )
             process.start()
             there.close()
@@ -236,6 +237,7 @@ def _serve(
     store: str,
     namespace: str | None,
     environment: dict[str, str],
+    backend: str,
 ) -> None:
     """The life of a process: it does what it is told to."""
     os.environ.update({name: value.format(rank=rank) for name, value in environment.items()})
@@ -245,7 +247,7 @@ def _serve(
         _enter(namespace)
     if ranks > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
         del os.environ["GLOO_SOCKET_IFNAME"]
     here = Rank(connection)
     while True:
