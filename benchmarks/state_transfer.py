@@ -1,6 +1,7 @@
 """A whole model from four ranks that train to four that serve: `python -m benchmarks.state_transfer [--backend nccl]`.
 
-Rows of each parameter, as FSDP cuts them, become columns or rows of tensor parallelism on other ranks.
+Rows of each parameter, as FSDP cuts them, become columns or rows of tensor parallelism on other ranks. The plain
+all-to-all has nothing to pack. shardwise packs while it sends, which takes time of its own where ranks share cores.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ def move(backend: str = "gloo") -> tuple[list[Row], str]:
         f"{TENSORS} tensors, {MIB} MiB, 4 → 4 ranks", seconds, budget, limits=(("plain", 1.3), ("broadcast", 0.2))
     )
     said = f"{transfer.explain().splitlines()[0]}\n  buffers: {transfer._carrying.buffered / 2**20:.1f} MiB a rank"
+    said += f"\n  {WORLD} ranks on {len(os.sched_getaffinity(0))} cores"
     if device != "cpu":
         said += f"\n  a turn is packed at {packing_rate(transfer):.1%} of the speed of a device copy (budget: 80 %)"
     return [row], said

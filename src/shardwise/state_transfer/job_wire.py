@@ -247,7 +247,7 @@ class _Streamed:
                     if time.monotonic() > end:
                         raise TimeoutError("timed out")
                     time.sleep(LOOKS)
-                self._work.wait()
+                within(PARTING, self._work.wait, late=lambda: None)  # it ends NCCL, if something has failed
         self.over = True
         self.forget()
 
