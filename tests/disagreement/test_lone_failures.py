@@ -138,3 +138,16 @@ def test_what_only_one_kind_of_rank_can_find() -> None:
     (x * 2).sum().backward()
     assert "not on this rank" in message_of(lambda: (optimizer.step(), x.sum(0)))
     assert x.full_tensor().shape == (4, 3)
+
+
+@ranks(2)
+def test_a_mistake_of_one_rank_after_an_error_of_all() -> None:
+    """Of which each has left word, as it could not know: the mistake is not taken for it, and all raise it."""
+    x = sharded().detach()
+    bad = shard_tensor(torch.full((4, 3), 99), chunks(0, 0, 1))
+    for odd in (0, 1):
+        message_of(lambda: torch.gather(x, 1, bad))
+        dim = 7 if dist.get_rank() == odd else 0
+        with impatient():
+            assert f"found on rank {odd};" in message_of(lambda dim=dim: shard_tensor(PLAIN, chunks(dim, 0, 1)))
+    assert torch.equal(x.full_tensor(), PLAIN)

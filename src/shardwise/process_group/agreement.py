@@ -52,6 +52,7 @@ def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Sa
     """
     if not settings.current().validate or not talks(process_group):
         return work()[0]
+    settle(process_group)
     value, fields, error = _attempt(process_group, work)
     _meet(process_group, fields, error, b"").end()
     return cast(T, value)
@@ -62,6 +63,8 @@ class Step(Generic[T]):
 
     def __init__(self, process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Said]]) -> None:
         self._asked = settings.current().validate and talks(process_group)
+        if self._asked:
+            settle(process_group)
         value, self._fields, self._error = _attempt(process_group, work)
         self._failed = self._error is not None
         self.value = cast(T, value)
@@ -106,6 +109,7 @@ def in_step_telling(
         value, fields, brought = work()
         return (value, brought), fields
 
+    settle(process_group)
     result, fields, error = _attempt(process_group, attempt)
     brought = b"" if result is None else result[1]
     told = _meet(process_group, fields, error, brought, subject).end()
@@ -207,7 +211,7 @@ def settle(process_group: ProcessGroup, *, tell: bool = True) -> Ledger:
 def _meet(
     process_group: ProcessGroup, fields: Fields | Said, error: Exception | None, brought: bytes, subject: str = SUBJECT
 ) -> _Meeting:
-    """Begin a meeting, after those that this rank owes to the others."""
+    """Begin a meeting, after those that this rank owes to the others for what it has done since it settled."""
     ledger = settle(process_group, tell=error is None)  # else it is told now
     return _Meeting(process_group, ledger, fields, error, brought, subject)
 

@@ -128,6 +128,9 @@ class JobWire:
                 self._backend, self._under_way = None, []
             raise
 
+    def finish(self) -> None:
+        """The jobs agree when all has come, in their store."""
+
     def failing(self) -> AbstractContextManager[object]:
         """Whoever runs the transfer tells the others."""
         return nullcontext()

@@ -239,8 +239,9 @@ class StateTransfer:
         ``wait()`` of the handle has returned. With NCCL it is in the current stream when it returns, in either case.
 
         `version` counts the runs that went well here; a source may give each a number of its own, which the target gets
-        to know. A rank that has sent and got all its own returns also if another rank fails, and hears of that in its
-        next call; with ``staged`` and between jobs, a run goes well on all ranks that get something, or on none.
+        to know. A run goes well on all ranks or raises on all of them, and what it has moved until then stays moved,
+        unless it is ``staged``. On a group of NCCL alone, a rank that has sent and got all its own returns also if
+        another rank fails, and hears of that in its next call.
 
         Between jobs it waits for the other one to run, too. A `TransferError` says that it did not come in time, died
         or cannot be reached: then the target is as it was, on all of its ranks, and the next run meets anew whoever is
@@ -320,6 +321,7 @@ class StateTransfer:
             require_unmoved(self._planned, *self._states)
             self._landings.begin()
             self._carrying.run(self._landings.arrived)
+            self._wire.finish()
 
     def _finish(self, version: int, told: Fields) -> None:
         """In the thread that waits: ranks meet in the order in which they wait."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import P2POp, ProcessGroup
 
 from shardwise.errors import TransferError
-from shardwise.meeting import BEGINNING, Post, Said, is_tagged, ledger_of, look, raise_lost, watch
+from shardwise.meeting import BEGINNING, Gathering, Post, Said, is_tagged, ledger_of, look, raise_lost, watch
 from shardwise.process_group import begin_sending, group_ranks
 from shardwise.transfer.exchange import UnderWay, failing_together, wire_device
 from shardwise.transfer.wire import Collective
@@ -38,6 +38,9 @@ class Wire(Protocol):
         """Begin to receive and to send; between two ranks, in order. Where it can, it sends each message as soon as it
         is given."""
 
+    def finish(self) -> None:
+        """All messages of this rank have come and gone: wait for the other ranks to say so, or raise as they do."""
+
     def failing(self) -> AbstractContextManager[object]:
         """A context of what may fail on this rank alone: the others get to know."""
 
@@ -48,7 +51,7 @@ class GroupWire:
     def __init__(self, group: ProcessGroup, kinds: frozenset[str]) -> None:
         self._group, self.device = group, wire_device(kinds, group)
         self._numbers = {rank: number for number, rank in enumerate(group_ranks(group))}
-        self._tag = 0
+        self._tag = self._epoch = 0
         if self.device.type != "cpu" and is_tagged(group):  # nothing before this needs more than gloo
             # NCCL connects all ranks in their first batch, to which some have nothing to add.
             one = torch.zeros(1, device=self.device)
@@ -56,7 +59,7 @@ class GroupWire:
 
     def begin(self, said: dict[str, object]) -> None:
         """Add it to the chain of what the ranks have done, by which they find out if they differ."""
-        self._tag = begin_sending(self._group, Said(said))
+        self._tag, self._epoch = begin_sending(self._group, Said(said)), ledger_of(self._group).epoch
 
     def exchange(self, receives: Sequence[Message], sends: Iterable[Message]) -> Waiting:
         """By tag where gloo sends; in one batch on an accelerator."""
@@ -65,6 +68,11 @@ class GroupWire:
         if is_tagged(self._group):
             return _Posted(self._group, self._tag, self._numbers, receives, sends)
         return _Each(self._group, receives, sends)
+
+    def finish(self) -> None:
+        """On the host: so not where it would have to wait for a device, as NCCL alone would."""
+        if is_tagged(self._group):
+            Gathering(self._group, b"!", 1, self._tag).wait(lambda peers: look(self._group, peers, self._epoch))
 
     def failing(self) -> AbstractContextManager[object]:
         """The others are left word."""
@@ -169,6 +177,9 @@ class LocalWire:
     def exchange(self, receives: Sequence[Message], sends: Iterable[Message]) -> Waiting:
         """There is nobody to send to."""
         raise TransferError("a process that is alone has nobody to exchange messages with")
+
+    def finish(self) -> None:
+        """There is nobody to wait for."""
 
     def failing(self) -> AbstractContextManager[object]:
         """There is nobody to tell."""
