@@ -93,6 +93,16 @@ def test_states_that_do_not_fit_are_one_error() -> None:
             ("imaginary", "'a' of the target is torch.float32"),
         ),
         (
+            lambda: StateTransfer(
+                {"a": a, "x": sharded(dtype=torch.float8_e4m3fn)},
+                {"b": ROWS.layout((16, 6))},
+                recipe={"b": cat("a", "x")},
+                on_arrival=print,
+            ),
+            StateMismatchError,
+            ("no dtype holds all that makes 'b'", "'x' is torch.float8_e4m3fn"),
+        ),
+        (
             lambda: StateTransfer({"a": a}, {"b": b}, recipe={"b": cat("a", "nothing")}),
             RecipeError,
             ("'b' is made of 'nothing', but no source has such a name",),

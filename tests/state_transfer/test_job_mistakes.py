@@ -154,3 +154,13 @@ def test_a_rank_of_the_engine_that_cannot_use_what_arrives() -> None:
         transfer = StateTransfer.between(source={"w": WEIGHT}, **options)
         transfer.run()
         transfer.run()
+
+
+def test_a_transfer_that_was_closed() -> None:
+    """Says so at once, and does not look for a store that it has taken along."""
+    transfer = StateTransfer.between(source={"w": WEIGHT}, address=f"127.0.0.1:{free_port()}")
+    transfer.close()
+    transfer.close()
+    with pytest.raises(TransferError, match="was closed: make another one"):
+        transfer.run()
+    assert not transfer.poll()

@@ -46,7 +46,7 @@ class OtherJob:
         side = int(not gives[0])
         self._ranks, self._side, self._timeout, self.backend, self._name = ranks, side, timeout, backend, name
         self._server: TCPStore | None = None
-        self._calls = 0
+        self._calls, self._closed = 0, False
         self._patient = True  # until the other job was missed: then it is looked for, and not waited for
         self._looked = self._missed = b""  # calls of the source: the one seen last, and one that led to nothing
         self.meeting: JobMeeting | None = None
@@ -79,6 +79,8 @@ class OtherJob:
 
     def meet(self, version: int) -> tuple[JobMeeting, bool]:
         """Call, and wait for the other job; gives the meeting, and whether it is a new one. Every rank calls it."""
+        if self._closed:
+            raise TransferError("this transfer was closed: make another one")
         self._calls += 1
         try:
             terms = self._answered(self._reached(), version)
@@ -138,7 +140,8 @@ class OtherJob:
         return words is not None and not client.has(words["answer"], limit)
 
     def close(self) -> None:
-        """Hang up. Who hosts the store takes it along."""
+        """Hang up, for good. Who hosts the store takes it along."""
+        self._closed = True
         self.part()
         if self._client is not None:
             self._client.close()

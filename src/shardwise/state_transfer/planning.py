@@ -94,7 +94,7 @@ class Planned:
         """Of a target that nobody has memory for: one that can hold all its sources."""
         known = self.targets[target].dtype
         dtypes = [tensor.dtype for tensor in map(self.sources.__getitem__, self.made_of[target]) if tensor.dtype]
-        return known or reduce(torch.promote_types, dtypes)
+        return known or _common(dtypes)
 
     def source_view(self, here: int) -> Callable[[Part], torch.Tensor]:
         """A function that gives the place of a part of this rank's sources."""
@@ -227,19 +227,31 @@ def _untied(sources: Mapping[str, Tensor], expression: Expression) -> Expression
 def _require_castable(
     expressions: Mapping[str, Expression], sources: Mapping[str, Tensor], targets: Mapping[str, Tensor]
 ) -> None:
-    """Raise where values would lose a part of themselves, rather than digits."""
+    """Raise where values would lose a part of themselves, rather than digits; or there is no dtype for all of them."""
     problems = []
     for name, expression in expressions.items():
         into = targets[name].dtype
-        lost = [source for source in sorted(expression.sources) if _is_complex(sources[source].dtype)]
+        dtypes = {source: dtype for source in sorted(expression.sources) if (dtype := sources[source].dtype)}
+        lost = [source for source, dtype in dtypes.items() if dtype.is_complex]
         if lost and into is not None and not into.is_complex:
-            problems.append(f"'{name}' of the target is {into}, and '{lost[0]}' of the source complex")
+            problems.append(
+                f"'{name}' of the target is {into}, and '{lost[0]}' of the source complex: values would lose their "
+                "imaginary part"
+            )
+        if into is None:
+            try:
+                _common(list(dtypes.values()))
+            except RuntimeError:
+                parts = ", ".join(f"'{source}' is {dtype}" for source, dtype in dtypes.items())
+                problems.append(
+                    f"no dtype holds all that makes '{name}' of the target, for which nobody has one: {parts}"
+                )
     if problems:
-        raise StateMismatchError("values would lose their imaginary part:\n  " + "\n  ".join(problems))
+        raise StateMismatchError("the dtypes of the two sides do not go together:\n  " + "\n  ".join(problems))
 
 
-def _is_complex(dtype: torch.dtype | None) -> bool:
-    return dtype is not None and dtype.is_complex
+def _common(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    return reduce(torch.promote_types, dtypes)
 
 
 def _peers(routes: Sequence[Route], here: int) -> int:

@@ -173,10 +173,10 @@ class StateTransfer:
         ``name`` tells several pairs of jobs in one store apart. Nobody is waited for here: the jobs meet when both
         `run`, exchange their layouts then, and keep to that plan until one of them is started anew.
 
-        No wait for a rank of either job takes longer than ``timeout`` seconds. What arrives is kept in copies, which
-        become the target when all ranks have all of it (``staged=False`` does without the copies: a transfer that
-        breaks off then leaves part of the new values in the target). ``rename``, ``recipe``, ``max_bytes``,
-        ``staged``, ``strict`` and ``backend`` are the same in both jobs.
+        No wait for a rank of either job takes longer than ``timeout`` seconds, give or take one. What arrives is kept
+        in copies, which become the target when all ranks have all of it (``staged=False`` does without the copies: a
+        transfer that breaks off then leaves part of the new values in the target). ``rename``, ``recipe``,
+        ``max_bytes``, ``staged``, ``strict`` and ``backend`` are the same in both jobs.
         """
         transfer = cls.__new__(cls)
         transfer._take(source, target, Options(rename, _in_order(recipe), max_bytes, strict, staged, on_arrival))
@@ -352,13 +352,15 @@ class StateTransfer:
         return self._other.is_waiting()
 
     def close(self) -> None:
-        """Leave the other job, and the store. Between jobs only; a transfer that is not used any more does it, too."""
+        """Leave the other job, and the store, for good. Between jobs only; a transfer that is dropped does it, too."""
         if self._other is not None:
             self._other.close()
 
     def explain(self, *, rate: float = RATE) -> str:
         """In plain words: how much moves against the least that must, the busiest link, and how long that takes if a
         link carries so many bytes a second. Between jobs, it is known when they have met."""
+        if not rate > 0:
+            raise PropertyError(f"a rate is in bytes a second, and more than 0; found {rate!r:.80}")
         self._require_met()
         return explained(self._planned, self._meeting.everyone, self._meeting.here, rate, self._meeting.who)
 
