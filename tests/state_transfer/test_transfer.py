@@ -37,6 +37,7 @@ def small_bundles(least: int, alone: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(turns, "LEAST", least)
         patch.setattr(cut_up, "ALONE", alone)
+        patch.setattr(cut_up, "ALONE_IF_CROWDED", alone)
         patch.setattr(packing, "WORTH_A_THREAD", 0)
         yield
 

@@ -21,8 +21,8 @@ from shardwise.transfer.views import cut
 Small = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 # Bytes of a part that is a message of its own, if it need not be packed at one end at least: where messages cost less
-# than copies, and where they cost more.
-ALONE, ALONE_ON_ACCELERATORS = 64 * 1024, 8 * 2**20
+# than copies, and where they cost more, as their ranks take turns on the cores, or an accelerator has much to begin.
+ALONE, ALONE_IF_CROWDED, ALONE_ON_ACCELERATORS = 64 * 1024, 512 * 1024, 8 * 2**20
 ALIGNED = 16  # bytes at which parts begin in a buffer
 
 
@@ -44,9 +44,11 @@ class Limits(NamedTuple):
     alone: int  # bytes of a part that is a message of its own
 
     @staticmethod
-    def on(device: torch.device, most: int) -> Limits:
-        """Where messages are sent from memory of this device."""
-        return Limits(most, ALONE if device.type == "cpu" else ALONE_ON_ACCELERATORS)
+    def on(device: torch.device, most: int, *, crowded: bool) -> Limits:
+        """Where messages are sent from memory of this device, on hosts that have fewer cores than ranks or not."""
+        if device.type != "cpu":
+            return Limits(most, ALONE_ON_ACCELERATORS)
+        return Limits(most, ALONE_IF_CROWDED if crowded else ALONE)
 
 
 class Bundle(NamedTuple):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
@@ -63,6 +65,7 @@ class Planned:
     made_of: Mapping[str, frozenset[str]]  # the sources of each target that is filled, but for second names
     gaps: Mapping[str, Boxes]  # of targets that have more than their sources: what is filled with zeros
     kinds: frozenset[str]  # of devices, on all ranks
+    crowded: bool = False  # whether a host has fewer cores than ranks
     busiest: int = 0  # the most others that a rank sends to and receives from
     most: int = 0  # bytes of a bundle
     load: Load = NOTHING
@@ -135,19 +138,21 @@ def planned(
     def give() -> tuple[tuple[dict[str, Given], dict[str, Given], bytes], Fields, bytes]:
         mine = given(source, meeting.ranks), given(target, meeting.ranks)
         words = words_of(*mine)
-        brought = [digest_of(words), socket.gethostname(), sorted(_kinds(mine)), meeting.shift]
+        brought = [digest_of(words), socket.gethostname(), sorted(_kinds(mine)), meeting.shift, _cores()]
         return (*mine, words), options.fields, _told(brought)
 
     (ours, theirs, words), told = meeting.in_step(give)
     known = [json.loads(each) for each in told]
     alike: dict[tuple[str, int], list[int]] = {}
-    for rank, (digest, _, _, shift) in zip(meeting.everyone, known, strict=True):
+    for rank, (digest, _, _, shift, _) in zip(meeting.everyone, known, strict=True):
         alike.setdefault((digest, shift), []).append(rank)
     speaks = any(ranks[0] == meeting.here for ranks in alike.values())
     _, spoken = meeting.in_step(lambda: (None, {}, words if speaks else b""))
     said = dict(zip(meeting.everyone, spoken, strict=True))
-    hosts = _hosts(meeting, [host for _, host, _, _ in known])
-    kinds = frozenset(kind for _, _, some, _ in known for kind in some) | {"cpu"}
+    names = [host for _, host, *_ in known]
+    hosts, ranks_on = _hosts(meeting, names), Counter(names)
+    kinds = frozenset(kind for _, _, some, *_ in known for kind in some) | {"cpu"}
+    crowded = any(ranks_on[host] > cores for _, host, _, _, cores in known)
 
     def plan() -> tuple[Planned, Fields, bytes]:
         problems: list[str] = []
@@ -167,7 +172,12 @@ def planned(
 
     draft, answers = meeting.in_step(plan)
     counts, passing = zip(*map(json.loads, answers), strict=True)
-    return replace(draft, busiest=max(counts), passes=any(passing))
+    return replace(draft, busiest=max(counts), passes=any(passing), crowded=crowded)
+
+
+def _cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _kinds(sides: Sequence[Mapping[str, Given]]) -> set[str]:
@@ -264,7 +274,7 @@ def _peers(routes: Sequence[Route], here: int) -> int:
 def loaded(draft: Planned, here: int, world: int, max_bytes: int, device: torch.device) -> Planned:
     """What one rank of so many sends and receives, through buffers on a device that take so much memory at most."""
     routes, pace = draft.routes, Pace.of(max_bytes // SLOTS, draft.busiest, world)
-    limits = Limits.on(device, pace.most)
+    limits = Limits.on(device, pace.most, crowded=draft.crowded)
     sends = parts_of(routes, [route.plan.sends(here) for route in routes], limits, sent=True)
     receives = parts_of(routes, [route.plan.receives(here) for route in routes], limits, sent=False)
     turns = turns_of(sends, receives, here, world, pace.width)
