@@ -21,6 +21,7 @@ from benchmarks.gpu import gigabytes_per_second
 from benchmarks.table import Row, show
 from benchmarks.timing import best_together
 from shardwise import ChunkShardingSpec, StateTransfer
+from shardwise.state_transfer.planning import cores
 from shardwise.testing import run_on_ranks
 
 WORLD, TENSORS, MIB = 8, 300, 512
@@ -98,7 +99,7 @@ def move(backend: str = "gloo") -> tuple[list[Row], str]:
         f"{TENSORS} tensors, {MIB} MiB, 4 → 4 ranks", seconds, budget, limits=(("plain", 1.3), ("broadcast", 0.2))
     )
     said = f"{transfer.explain().splitlines()[0]}\n  buffers: {transfer._carrying.buffered / 2**20:.1f} MiB a rank"
-    said += f"\n  {WORLD} ranks on {os.cpu_count()} cores"
+    said += f"\n  {WORLD} ranks on {cores()} cores"
     if device != "cpu":
         said += f"\n  a turn is packed at {packing_rate(transfer):.1%} of the speed of a device copy (budget: 80 %)"
     return [row], said

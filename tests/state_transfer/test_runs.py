@@ -229,9 +229,9 @@ def test_one_process_alone() -> None:
 def test_ranks_that_share_cores_send_fewer_messages() -> None:
     """One rank that finds too few cores is enough, on all ranks: both ends cut what they send alike."""
     source, target = shard_tensor(torch.rand(512, 128), chunks(0, 0, 1)), shardwise.zeros(chunks(0, 1, 0), 512, 128)
-    for cores, alone in ((64, [True]), (1, [False])):
+    for found, alone in ((64, [True]), (1, [False])):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(planning, "_cores", lambda cores=cores: cores if dist.get_rank() == 1 else 64)
+            patch.setattr(planning, "cores", lambda found=found: found if dist.get_rank() == 1 else 64)
             transfer = StateTransfer({"a": source}, {"a": target})
         for side in transfer._planned.load.sides:
             assert [part.alone for bundle in side.bundles[1 - dist.get_rank()] for part in side.of(bundle)] == alone

@@ -138,7 +138,7 @@ def planned(
     def give() -> tuple[tuple[dict[str, Given], dict[str, Given], bytes], Fields, bytes]:
         mine = given(source, meeting.ranks), given(target, meeting.ranks)
         words = words_of(*mine)
-        brought = [digest_of(words), socket.gethostname(), sorted(_kinds(mine)), meeting.shift, _cores()]
+        brought = [digest_of(words), socket.gethostname(), sorted(_kinds(mine)), meeting.shift, cores()]
         return (*mine, words), options.fields, _told(brought)
 
     (ours, theirs, words), told = meeting.in_step(give)
@@ -152,7 +152,7 @@ def planned(
     names = [host for _, host, *_ in known]
     hosts, ranks_on = _hosts(meeting, names), Counter(names)
     kinds = frozenset(kind for _, _, some, *_ in known for kind in some) | {"cpu"}
-    crowded = any(ranks_on[host] > cores for _, host, _, _, cores in known)
+    crowded = any(ranks_on[host] > there for _, host, _, _, there in known)
 
     def plan() -> tuple[Planned, Fields, bytes]:
         problems: list[str] = []
@@ -175,7 +175,7 @@ def planned(
     return replace(draft, busiest=max(counts), passes=any(passing), crowded=crowded)
 
 
-def _cores() -> int:
+def cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
