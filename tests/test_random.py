@@ -1,112 +1,259 @@
-"""Random tensors that are the same however they are sharded."""
+"""Random tensors: with ranks seeded alike, a sharded tensor has the numbers of a plain one, however it is sharded."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import SIZE, SPECS, chunks, holds
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.cases import ALL, SIZE, chunks, holds
+from torch import nn
 
 import shardwise
-from shardwise import layout_independent, random
-from shardwise.random import TileGenerator, tile_shape
+from shardwise import layout_independent, random, settings
+from shardwise.random import Draw, flat, tiles
+from shardwise.random.tiles import tile_shape
+from shardwise.sharded_tensor import ShardedTensor
+from shardwise.sharded_tensor.drawing import draw_for
 from shardwise.testing import ranks, run_on_ranks
 
+FILLS: dict[str, Callable[[Any], Any]] = {
+    "uniform_": lambda x: x.uniform_(-2, 3),
+    "normal_": lambda x: x.normal_(1, 2),
+    "exponential_": lambda x: x.exponential_(2.0),
+    "log_normal_": lambda x: x.log_normal_(),
+    "cauchy_": lambda x: x.cauchy_(),
+    "geometric_": lambda x: x.geometric_(0.3),
+    "random_": lambda x: x.random_(),
+    "random_ to": lambda x: x.random_(9),
+    "random_ from": lambda x: x.random_(3, 50),
+    "bernoulli_": lambda x: x.bernoulli_(0.4),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, 9),
+    "randint_like from": lambda x: torch.randint_like(x, low=3, high=9),
+    "rand_like of float64": lambda x: torch.rand_like(x, dtype=torch.float64),
+    "uniform": nn.init.uniform_,
+    "normal": nn.init.normal_,
+    "trunc_normal": nn.init.trunc_normal_,
+    "trunc_normal of a tail": lambda x: nn.init.trunc_normal_(x, 0, 1, 1.5, 4),
+    "xavier_uniform": nn.init.xavier_uniform_,
+    "xavier_normal": nn.init.xavier_normal_,
+    "kaiming_uniform": lambda x: nn.init.kaiming_uniform_(x, a=math.sqrt(5)),
+    "kaiming_normal": lambda x: nn.init.kaiming_normal_(x, mode="fan_out"),
+    "orthogonal": nn.init.orthogonal_,
+    "sparse": lambda x: nn.init.sparse_(x, 0.3),
+    "dirac": lambda x: nn.init.dirac_(x.view(7, 6, 1)).view(SIZE),
+    "eye": nn.init.eye_,
+}
 
-def drawn(spec: Any, tile: int) -> list[Any]:
-    """Tensors, drawn in several ways, with tiles small enough to be cut by the shards."""
-    random.TILE, size = tile, SIZE
-    with layout_independent(seed=7):
-        first, second = shardwise.rand(spec, *size), shardwise.randn(spec, *size, dtype=torch.float64)
-        third = torch.nn.init.kaiming_uniform_(shardwise.empty(spec, *size))
-        fourth, fifth = torch.rand_like(first), torch.nn.init.xavier_normal_(shardwise.empty(spec, *size))
-        sixth = shardwise.zeros(spec, *size).bernoulli_(0.5)
-    given = shardwise.rand(spec, *size, generator=TileGenerator(7))
-    random.TILE = 1 << 16
-    return [first, second, third, fourth, fifth, sixth, given]
+
+def seeded(work: Callable[[], Any]) -> tuple[Any, torch.Tensor]:
+    """What the work gives after a seed, and what is drawn next."""
+    torch.manual_seed(5)
+    return work(), torch.rand(3)
 
 
-def drawn_alone(tile: int) -> list[torch.Tensor]:
-    """By one rank."""
-    return [tensor.local_tensor() for tensor in drawn(chunks(0, 0), tile)]
+@pytest.mark.parametrize("name", FILLS)
+@ranks(4)
+def test_a_sharded_tensor_is_filled_as_a_plain_one(name: str) -> None:
+    """The same bits for every layout, and the generators go on as after the plain draw, on every rank."""
+    expected, after = seeded(lambda: FILLS[name](torch.ones(SIZE)))
+    for spec in ALL:
+        found, then = seeded(lambda: FILLS[name](shardwise.ones(ALL[spec], *SIZE)))  # noqa: B023 # called here
+        assert holds(found, expected), spec
+        assert torch.equal(then, after), spec
 
 
-def compare(tile: int, expected: list[torch.Tensor]) -> None:
-    """What each rank of several holds, with what one rank drew alone."""
-    world = dist.get_world_size()
-    for name, spec in SPECS.items() if world == 4 else [("chunks", chunks(0, *range(world)))]:
-        assert all(holds(tensor, one) for tensor, one in zip(drawn(spec, tile), expected, strict=True)), name
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int64])
+@ranks(4)
+def test_factories_have_the_numbers_of_plain_ones(dtype: torch.dtype) -> None:
+    """For every layout and dtype, from torch's generator or from one that is given."""
+    if dtype.is_floating_point:
+        expected, after = seeded(lambda: torch.rand(SIZE, dtype=dtype))
+        for spec in ALL.values():
+            found, then = seeded(lambda: shardwise.rand(spec, *SIZE, dtype=dtype))  # noqa: B023 # called here
+            assert holds(found, expected)
+            assert torch.equal(then, after)
+    if dtype is not torch.int64:
+        source = torch.Generator().manual_seed(1)
+        expected = torch.randn(SIZE, dtype=dtype, generator=source)
+        after = torch.rand(2, generator=source)
+        for spec in ALL.values():
+            source.manual_seed(1)
+            assert holds(shardwise.randn(spec, *SIZE, dtype=dtype, generator=source), expected)
+            assert torch.equal(torch.rand(2, generator=source), after)
+    if dtype is torch.int64:
+        expected, _ = seeded(lambda: torch.zeros(SIZE, dtype=dtype).random_(2**40))
+        for spec in ALL.values():
+            found, _ = seeded(lambda: shardwise.zeros(spec, *SIZE, dtype=dtype).random_(2**40))  # noqa: B023 # here
+            assert holds(found, expected)
 
 
-@pytest.mark.parametrize("tile", [4, 16, 1 << 16])
-def test_the_same_values_for_every_spec_and_every_number_of_ranks(tile: int) -> None:
-    """Factories, *_like, torch.nn.init and in-place filling."""
-    (expected,) = run_on_ranks(1, drawn_alone, tile)
+def drawn_large(how: str, spec: Any) -> torch.Tensor:
+    """A tensor that is too large to be drawn at once."""
+    size = (13, 11, 5)
+    flat.CHUNK, flat.BLOCK["cpu"], tiles.TILE = 32, 48, 16
+    torch.manual_seed(2)
+    most = {"chunks": 10**6, "tiles": 10}[how]
+    made = shardwise.empty(spec, *size)
+    draw_for(made._frame, made._local_tensors(), Draw(torch.Tensor.normal_, (0.0, 1.0), most=most))
+    flat.CHUNK, flat.BLOCK["cpu"], tiles.TILE = 1 << 18, 1 << 22, 1 << 16
+    return torch.cat([made.full_tensor().flatten(), torch.rand(2)])
+
+
+@pytest.mark.parametrize("how", ["chunks", "tiles"])
+def test_large_tensors_are_the_same_for_every_layout_and_every_number_of_ranks(how: str) -> None:
+    """In chunks they have a plain tensor's numbers; in tiles others, with the same statistics."""
+    first = run_on_ranks(1, drawn_large, how, 0)[0]
     for world in (2, 3, 4):
-        run_on_ranks(world, compare, tile, expected)
-    assert torch.equal(expected[0], expected[-1])
-    assert not torch.equal(expected[0], expected[3])
+        for spec in (0, 1, 2, None):
+            assert all(torch.equal(one, first) for one in run_on_ranks(world, drawn_large, how, spec))
+    torch.manual_seed(2)
+    plain = torch.cat([torch.randn(13 * 11 * 5), torch.rand(2)])
+    assert torch.equal(first, plain) is (how == "chunks")
+    assert first[:-2].unique().numel() == first.numel() - 2  # no shard repeats another, nor a tile another
+    assert abs(first[:-2].mean().item()) < 5 / math.sqrt(first.numel())  # five standard errors
+    assert abs(first[:-2].square().mean().item() - 1) < 5 * math.sqrt(2 / first.numel())
 
 
 @ranks(4)
-def test_values_look_random_and_differ_between_seeds_and_tensors() -> None:
-    """Also across the borders of tiles."""
-    spec = chunks(1, 0, 1, 2, 3)
-    with layout_independent(seed=1):
-        first, second = shardwise.randn(spec, 1000, 300).full_tensor(), shardwise.randn(spec, 1000, 300).full_tensor()
-    with layout_independent(seed=2):
-        other = shardwise.randn(spec, 1000, 300).full_tensor()
-    for tensor in (first, second, other):
-        assert abs(tensor.mean().item()) < 0.01
-        assert abs(tensor.std().item() - 1) < 0.01
-    assert len({tensor[0, 0].item() for tensor in (first, second, other)}) == 3
-    assert first.unique().numel() > 0.9 * first.numel()
+def test_ranks_that_are_seeded_alike_do_not_repeat_each_other() -> None:
+    """No two rows are equal, and the bounds are those of the whole weight."""
+    torch.manual_seed(0)
+    rows = shardwise.randn(0, 8, 4).full_tensor()
+    assert len({tuple(row.tolist()) for row in rows}) == 8
+    weight = nn.init.kaiming_uniform_(shardwise.empty(1, 64, 64), nonlinearity="linear").full_tensor()
+    bound = math.sqrt(3 / 64)
+    assert 0.9 * bound < weight.abs().max() <= bound
 
 
 @ranks(4)
-def test_by_default_each_rank_draws_from_its_own_generator() -> None:
-    """As the plain function on a tensor of the shard's size."""
-    for function in (torch.nn.init.uniform_, torch.nn.init.normal_, torch.nn.init.kaiming_uniform_):
+def test_a_model_that_is_initialised_after_it_is_sharded_is_the_plain_one() -> None:
+    """On the meta device, sharded, given memory, then initialised from the same seed."""
+
+    def model() -> nn.Sequential:
+        return nn.Sequential(
+            nn.Conv1d(6, 8, 3), nn.BatchNorm1d(8), nn.Linear(4, 10), nn.LSTM(10, 3), nn.Embedding(9, 4)
+        )
+
+    torch.manual_seed(7)
+    plain = model()
+    with torch.device("meta"):
+        sharded = model()
+    plan = shardwise.ShardingPlan({"0.weight": 1, "2.weight": 0, "2.bias": 0, "3.*": 0, "4.weight": 1})
+    shardwise.shard_module(sharded, plan)
+    sharded.to_empty(device="cpu")
+    torch.manual_seed(7)
+    for layer in sharded:
+        layer.reset_parameters()
+    for name, parameter in sharded.named_parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, ShardedTensor) else parameter
+        assert torch.equal(whole, plain.get_parameter(name)), name
+
+
+@ranks(4)
+def test_a_fill_that_is_recorded_has_no_gradient_to_pass_on() -> None:
+    """As torch says of a plain tensor; beside it the graph goes on."""
+    weight = torch.ones(SIZE, dtype=torch.float64)
+    sharded = shardwise.shard(weight, 0).requires_grad_()
+    made = sharded * 2
+    made.normal_()
+    (made + sharded * 3).sum().backward()
+    assert torch.equal(sharded.grad.full_tensor(), torch.full(SIZE, 3.0, dtype=torch.float64))
+
+
+@ranks(4)
+def test_where_ranks_draw_their_own_numbers_each_shard_is_drawn_as_a_plain_tensor() -> None:
+    """As on the drop-in: from this rank's own generator, with the fans of the shard; it goes on as after that."""
+    for function in (nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_, torch.Tensor.exponential_):
         tensor = shardwise.empty(chunks(0, 0, 1, 2, 3), 8, 6)
         torch.manual_seed(dist.get_rank())
-        function(tensor)
+        expected, after = function(torch.empty(2, 6)), torch.rand(2)
         torch.manual_seed(dist.get_rank())
-        assert torch.equal(tensor.local_tensor(), function(torch.empty(2, 6)))
-    assert torch.equal(
-        torch.nn.init.constant_(shardwise.empty(chunks(0, 0), 3), 4.0).full_tensor(), torch.full((3,), 4.0)
-    )
-    assert torch.equal(torch.nn.init.ones_(shardwise.empty(chunks(0, 0), 3)).full_tensor(), torch.ones(3))
+        with settings.own_draws():
+            function(tensor)
+        assert torch.equal(tensor.local_tensor(), expected)
+        assert torch.equal(torch.rand(2), after)
+    with settings.own_draws():
+        torch.manual_seed(dist.get_rank())
+        replicas: list[Any] = [None] * 4
+        dist.all_gather_object(replicas, shardwise.rand(None, 5).local_tensor())
+    assert all(torch.equal(one, replicas[0]) for one in replicas)
 
 
 @ranks(2)
-def test_streams_stay_together_when_a_rank_fails() -> None:
-    """A failed factory draws nothing, on any rank; a new seed begins anew."""
-    with layout_independent(seed=5) as generator:
-        with pytest.raises(ValueError, match="Expecting ShardingSpec"):
-            shardwise.rand("rows" if dist.get_rank() else chunks(0, 0, 1), 4)
-        assert generator.drawn == 0
-        first = shardwise.rand(chunks(0, 0, 1), 4).full_tensor()
-        generator.manual_seed(5)
-        assert torch.equal(shardwise.rand(chunks(0, 1, 0), 4).full_tensor(), first)
-
-
-def test_small_trailing_dims_do_not_make_small_tiles() -> None:
-    """A convolution's weight is drawn in large tiles."""
-    assert torch.Size(tile_shape((512, 64, 3, 3))).numel() > 30_000
+def test_generators_stay_together_when_a_rank_fails() -> None:
+    """A factory that fails draws nothing, on any rank."""
+    torch.manual_seed(5)
+    with pytest.raises(ValueError, match="Expecting ShardingSpec"):
+        shardwise.rand("rows" if dist.get_rank() else chunks(0, 0, 1), 4)
+    first = shardwise.rand(chunks(0, 0, 1), 4).full_tensor()
+    torch.manual_seed(5)
+    assert torch.equal(first, torch.rand(4))
 
 
 @ranks(2)
-def test_ranks_with_different_seeds_are_found_out() -> None:
-    """When a tensor is made."""
-    with layout_independent(seed=dist.get_rank()), pytest.raises(ValueError, match="seed property does not match"):
-        shardwise.rand(chunks(0, 0, 1), 4)
+def test_ranks_with_different_seeds_are_found_out_where_they_hold_the_same_elements() -> None:
+    """When they meet next; the error says what to do. Elements that only one rank holds may be drawn from any seed."""
+    torch.manual_seed(dist.get_rank())
+    shardwise.rand(0, 4)
+    shardwise.check()
+    shardwise.rand(None, 4)
+    with pytest.raises(ValueError, match=r"seed all ranks alike with torch\.manual_seed"):
+        shardwise.check()
+
+
+@ranks(2)
+def test_a_generator_of_another_device_is_refused_on_every_rank() -> None:
+    """Also on the rank that holds nothing."""
+    with pytest.raises((RuntimeError, ValueError), match="device"):
+        shardwise.rand(chunks(0, 0), 4, generator=torch.Generator("meta"))
+
+
+@ranks(2)
+def test_a_seed_for_one_context() -> None:
+    """Within it torch's generators have the seed; after it they are as before."""
+    torch.manual_seed(1)
+    first = torch.rand(2)
+    torch.manual_seed(1)
+    with layout_independent(seed=7):
+        rows = shardwise.rand(0, 4, 4)
+    with layout_independent(seed=7):
+        columns = shardwise.rand(1, 4, 4)
+    assert torch.equal(rows.full_tensor(), columns.full_tensor())
+    assert torch.equal(torch.rand(2), first)
 
 
 @pytest.mark.parametrize("size", [(), (5,), (10**9,), (3, 4), (10**6, 3), (3, 10**6), (7, 4096, 4096), (2, 2, 2, 2)])
 def test_tiles_are_bounded_and_cover(size: tuple[int, ...]) -> None:
-    """Never more than the limit, never nothing."""
+    """Never more than the limit, never nothing; small trailing dims do not make small tiles."""
     shape = tile_shape(size)
     assert len(shape) == len(size)
-    assert 0 < torch.Size(shape).numel() <= random.TILE
+    assert 0 < math.prod(shape) <= tiles.TILE
+    assert math.prod(tile_shape((512, 64, 3, 3))) > 30_000
+
+
+@given(st.lists(st.integers(1, 5), max_size=4), st.integers(1, 40))
+def test_blocks_are_contiguous_stretches_in_order(size: list[int], most: int) -> None:
+    """Together they are all elements, once, in the order of memory; none has more than allowed."""
+    numbers = torch.arange(math.prod(size)).view(size)
+    found = [numbers[tuple(map(slice, low, high))].flatten() for low, high in flat.blocks(size, most)]
+    assert torch.equal(torch.cat(found), numbers.flatten())
+    assert all(len(one) <= most for one in found)
+
+
+def test_functions_that_do_not_draw_in_turn_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch draws by another generator in one go, as with MKL, is read from one whole draw."""
+    monkeypatch.setattr(flat, "_splits_on_cpu", lambda draw, dtype: False)
+    monkeypatch.setattr(flat, "CHUNK", 8)
+    generator = torch.Generator().manual_seed(1)
+    numbers = flat.numbers_of(random.UNIFORM, 100, torch.float32, torch.device("cpu"), generator)
+    expected = torch.rand(100, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(numbers.read(10, 30), expected[10:30])
+    assert numbers.drawn == 100

@@ -1,5 +1,5 @@
 """What a context sets for the calls within it: the group to unpickle onto, checks between ranks, the gather budget, the
-rule for plain batches."""
+rules for plain batches and for random numbers."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Settings:
     strict: bool = False  # whether ranks also compare before every op
     gather_budget: int = MIB
     own_batches: bool = False  # whether plain inputs of linear and embeddings are each rank's own
+    own_draws: bool = False  # whether each rank draws for its shards as for plain tensors of their sizes
     mutable_specs: bool = False  # whether new specs can be changed, as in the old system
 
 
@@ -103,4 +104,17 @@ def own_batches(enabled: bool = True) -> Iterator[None]:
     same on every rank, and hold where a checkpoint (`torch.utils.checkpoint`) computes again, in the backward.
     """
     with changed(own_batches=enabled):
+        yield
+
+
+@contextmanager
+def own_draws(enabled: bool = True) -> Iterator[None]:
+    """Within this context, each rank draws the random numbers of its own shards, as in the old system.
+
+    A shard gets what a plain tensor of its size would get from this rank's generator, so ranks must be seeded
+    differently, and the numbers depend on the layout. Outside, ranks are seeded alike, and a sharded tensor gets the
+    numbers of a plain tensor of the whole size. While the drop-in is installed this is the rule everywhere, and
+    ``own_draws(False)`` goes back to the other one. Must be the same on every rank.
+    """
+    with changed(own_draws=enabled):
         yield

@@ -16,7 +16,7 @@ import shardwise
 from shardwise import ChunkShardingSpec, ReplicatedShardingSpec
 from shardwise.errors import UnsupportedOpError
 from shardwise.sharded_tensor import shard_tensor
-from shardwise.testing import ranks
+from shardwise.testing import ranks, run_on_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,9 +30,14 @@ def values(*size: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(size, dtype=dtype, generator=torch.Generator("cuda:0").manual_seed(0), device="cuda:0")
 
 
-@ranks(4, timeout=120, backend="nccl")
-def test_what_is_conjugated_or_negated_later() -> None:
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_what_is_conjugated_or_negated_later(backend: str) -> None:
     """Torch puts off conjugation and negation: shards on which it did so are moved as what they stand for."""
+    run_on_ranks(4, move_conjugated, timeout=120, backend=backend)  # gloo takes them through the memory of the host
+
+
+def move_conjugated() -> None:
+    """Shards on which torch has put something off, moved."""
     for dtype in (torch.complex64, torch.complex128):
         plain = values(*SIZE, dtype=dtype)
         for spec in specs().values():
@@ -45,8 +50,10 @@ def test_what_is_conjugated_or_negated_later() -> None:
                         assert torch.equal(moved.full_tensor(), expected.resolve_conj().resolve_neg())
     real = values(*SIZE)
     for function in (torch.fft.ifft, torch.fft.ihfft, torch.fft.fft):
-        found = function(shard_tensor(real, ChunkShardingSpec(0, PLACES)))
-        assert_close(torch.view_as_real(found.full_tensor()), torch.view_as_real(function(real).resolve_conj()))
+        for dim in (0, 1):  # along one of which the result is not contiguous
+            found = function(shard_tensor(real, ChunkShardingSpec(0, PLACES)), dim=dim)
+            expected = function(real, dim=dim).resolve_conj()
+            assert_close(torch.view_as_real(found.full_tensor()), torch.view_as_real(expected))
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -1,8 +1,9 @@
-"""Random numbers for shards: other ones on each rank, after which every rank's generator is where the others' are."""
+"""Ops that draw: with ranks seeded alike, they give what a plain tensor would give, and generators go on alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,82 +12,193 @@ import torch.distributed as dist
 from tests.cases import ALL, SIZE, chunks
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import from_local
+from shardwise import from_local, settings
+from shardwise.ops.engine import programs
+from shardwise.ops.families import dropout, sampling
+from shardwise.random import draw, tiles
 from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 DRAWS: dict[str, Callable[[Any], Any]] = {
-    "dropout": lambda x: functional.dropout(x, 0.5),
-    "dropout in place": lambda x: functional.dropout(x.clone(), 0.5, inplace=True),
-    "alpha_dropout": lambda x: functional.alpha_dropout(x, 0.5, training=True),
+    "dropout": lambda x: functional.dropout(x, 0.3),
+    "dropout in place": lambda x: functional.dropout(x.clone(), 0.3, inplace=True),
+    "dropout of everything": lambda x: functional.dropout(x, 1.0),
+    "alpha_dropout": lambda x: functional.alpha_dropout(x, 0.3, training=True),
+    "dropout1d": lambda x: functional.dropout1d(x[:, :, None], 0.5)[:, :, 0],
+    "dropout2d": lambda x: functional.dropout2d(x[:, :, None, None], 0.5).flatten(1),
+    "feature_alpha_dropout": lambda x: functional.feature_alpha_dropout(x[:, :, None], 0.5, True)[:, :, 0],
+    "native_dropout": lambda x: torch.native_dropout(x, 0.3, True)[0],
     "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "bernoulli with p": lambda x: torch.bernoulli(x, 0.3),
     "bernoulli_": lambda x: x.clone().bernoulli_(0.3),
+    "bernoulli_ of a tensor": lambda x: torch.zeros_like(x).bernoulli_(x.sigmoid()),
     "exponential_": lambda x: x.clone().exponential_(),
-    "rrelu": lambda x: functional.rrelu(x, training=True),
-    "normal": lambda x: torch.normal(x, 1.0),
-    "rand_like": torch.rand_like,
-    "randn_like": torch.randn_like,
-    "normal_": lambda x: x.clone().normal_(),
-    "nn.init": lambda x: nn.init.kaiming_uniform_(x.clone()),
-    "attention": lambda x: functional.scaled_dot_product_attention(*[x.reshape(1, 7, 1, 6)] * 3, dropout_p=0.5),
+    "normal of a mean": lambda x: torch.normal(x, 2.0),
+    "normal of a deviation": lambda x: torch.normal(1.0, x.exp()),
+    "normal of both": lambda x: torch.normal(x, x.exp()),
+    "poisson": lambda x: torch.poisson(x.exp() * 5),
+    "binomial": lambda x: torch.binomial((x.exp() * 10).floor(), x.sigmoid()),
+    "gamma": lambda x: torch._standard_gamma(x.exp()),
+    "dirichlet": lambda x: torch._sample_dirichlet(x.exp()),
+    "multinomial": lambda x: torch.multinomial(x.exp(), 1),
+    "multinomial, several": lambda x: torch.multinomial(x.exp(), 3),
+    "multinomial, with replacement": lambda x: torch.multinomial(x.exp(), 9, replacement=True),
+    "attention": lambda x: functional.scaled_dot_product_attention(*[x.reshape(1, 7, 2, 3)] * 3, dropout_p=0.5),
     "gumbel_softmax": lambda x: functional.gumbel_softmax(x),
 }
 
 
-def alike(number: Any) -> bool:
-    """Whether all ranks have the same number."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, number)
-    return len(set(everyone)) == 1
-
-
-@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("name", DRAWS)
 @ranks(4)
-def test_generators_stay_together(draw: str) -> None:
-    """After a draw for shards of every layout, what is drawn plainly is the same on every rank, and not what it was."""
+def test_draws_are_those_of_the_plain_tensor(name: str) -> None:
+    """For every layout; in float64, as reductions may be added up in another order. The generators go on alike."""
+    values = torch.linspace(-1, 1, 42, dtype=torch.float64).reshape(SIZE)
+    torch.manual_seed(3)
+    expected, after = DRAWS[name](values), torch.rand(2)
     for spec in ALL:
-        torch.manual_seed(3)
-        first = torch.rand(()).item()
-        torch.manual_seed(3)
-        DRAWS[draw](shard_tensor(torch.linspace(-1, 1, 42).reshape(SIZE), ALL[spec]))
-        drawn = torch.rand(()).item()
-        assert alike(drawn), spec
-        assert drawn != first
+        for _ in range(2):  # worked out, then as a program
+            torch.manual_seed(3)
+            found = DRAWS[name](shard_tensor(values, ALL[spec]))
+            assert torch.equal(torch.rand(2), after), spec
+            assert torch.allclose(found.full_tensor(), expected, rtol=1e-12, atol=1e-12), spec
+            assert found.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("name", ["rrelu", "poisson", "gamma", "dropout", "normal of both"])
+@ranks(4)
+def test_draws_that_are_not_those_of_a_plain_tensor_are_alike_for_every_layout(name: str) -> None:
+    """Of tensors that are larger than is cheap, or where torch draws as the values are."""
+    functions = {**DRAWS, "rrelu": lambda x: functional.rrelu(x, training=True)}
+    values = torch.linspace(-1, 1, 42, dtype=torch.float64).reshape(SIZE)
+    first: Any = None
+    with shardwise.gather_budget(0), small_limits():
+        for spec in ALL:
+            torch.manual_seed(3)
+            found = functions[name](shard_tensor(values, ALL[spec])).full_tensor(), torch.rand(2)
+            first = found if first is None else first
+            assert all(map(torch.equal, found, first)), spec
+    torch.manual_seed(3)
+    assert not torch.equal(first[0], functions[name](values))
+
+
+@contextmanager
+def small_limits() -> Iterator[None]:
+    """Within this context, tensors of eleven elements are too large to be drawn at once, and tiles have eight."""
+    before = tiles.TILE
+    tiles.TILE = 8
+    dropout.SMALL = sampling.SMALL = 10
+    try:
+        yield
+    finally:
+        tiles.TILE = before
+        dropout.SMALL = sampling.SMALL = draw.SMALL
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+@ranks(4)
+def test_recurrent_layers_drop_between_them_as_plain_ones_do(layer: Any) -> None:
+    """Whether samples, steps or features are cut."""
+    torch.manual_seed(0)
+    model, x = layer(5, 7, 3, dropout=0.4, batch_first=True, dtype=torch.float64), torch.rand(6, 4, 5).double()
+    torch.manual_seed(1)
+    expected = model(x)[0]
+    for dim in (0, 1, 2, None):
+        torch.manual_seed(1)
+        assert torch.allclose(model(shardwise.shard(x, dim))[0].full_tensor(), expected, rtol=1e-12, atol=1e-12)
 
 
 @ranks(4)
-def test_ranks_draw_other_numbers_and_seeds_decide() -> None:
-    """Equal shards get other masks; the same seed gives the same ones; nothing is drawn where nothing is dropped."""
-    ones = shard_tensor(torch.ones(4, 64), chunks(0, 0, 1, 2, 3))
-    torch.manual_seed(0)
-    first, second = functional.dropout(ones).full_tensor(), functional.dropout(ones).full_tensor()
-    assert len({tuple(row.tolist()) for row in torch.cat([first, second])}) == 8
-    torch.manual_seed(0)
-    assert torch.equal(functional.dropout(ones).full_tensor(), first)
+def test_a_backward_has_the_mask_of_its_forward() -> None:
+    """Also where a checkpoint computes it again, and gradients are those of the plain tensor."""
+    values = torch.linspace(-1, 1, 42, dtype=torch.float64).reshape(SIZE)
+    torch.manual_seed(3)
+    plain = values.clone().requires_grad_()
+    functional.dropout(plain.sin(), 0.4).square().sum().backward()
+    for spec in ALL:
+        for reentrant in (None, True, False):
+            sharded = shard_tensor(values, ALL[spec]).requires_grad_()
+            torch.manual_seed(3)
+
+            def work(x: Any) -> Any:
+                return functional.dropout(x.sin(), 0.4)
+
+            made = work(sharded) if reentrant is None else checkpoint(work, sharded, use_reentrant=reentrant)
+            made.square().sum().backward()
+            assert torch.allclose(sharded.grad.full_tensor(), plain.grad, rtol=1e-12, atol=1e-12), (spec, reentrant)
+
+
+@ranks(4)
+def test_dropout_is_a_program_which_draws_anew() -> None:
+    """The second call of its kind is not worked out again, and has another mask."""
+    x = shardwise.ones(0, 8, 64)
+    functional.dropout(x)
+    known = len(programs._programs)
+    assert programs._programs[list(programs._programs)[-1]] is not None
+    masks = [functional.dropout(x).full_tensor() for _ in range(3)]
+    assert len(programs._programs) == known
+    assert not torch.equal(masks[0], masks[1])
+    assert len({tuple(row.tolist()) for row in torch.cat(masks)}) == 24
+
+
+@ranks(4)
+def test_nothing_is_drawn_where_nothing_is_dropped() -> None:
+    """In evaluation, without a rate, and by fills that are not random."""
+    ones = shardwise.ones(0, 4, 64)
     state = torch.get_rng_state()
     heads = shard_tensor(torch.ones(2, 4, 3, 8), chunks(1, 0, 1, 2, 3))
     functional.scaled_dot_product_attention(heads, heads, heads)
     functional.dropout(ones, training=False)
+    functional.dropout(ones, p=0.0)
     nn.init.constant_(ones, 2.0)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @ranks(3)
 def test_dropout_of_plain_and_of_sharded_activations_in_one_model() -> None:
-    """Plain layers beside sharded ones stay the same on every rank, step after step, though shards are uneven."""
+    """A model trains as its plain twin does, step after step, though shards are uneven."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 7), nn.Dropout(), nn.Linear(7, 4))
+    layers = [nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 7), nn.Dropout(), nn.Linear(7, 4)]
+    model = nn.Sequential(*layers).double()
+    torch.manual_seed(0)
+    twin = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 7), nn.Dropout(), nn.Linear(7, 4)).double()
     shardwise.api.shard_parameter(model, "2.weight", chunks(0, 0, 1, 2))
     shardwise.api.shard_parameter(model, "4.weight", chunks(1, 0, 1, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch = torch.rand(5, 6)
-    for _ in range(3):
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
+    batch = torch.rand(5, 6, dtype=torch.float64)
+    for step in range(3):
         for given in (batch, from_local(batch.split([3, 0, 2])[dist.get_rank()])):
-            with shardwise.validation(values=True):
-                loss = model(given).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            assert alike(tuple(model[0].weight.detach().flatten().tolist()))
+            for one, x, optimizer in ((model, given, optimizers[0]), (twin, batch, optimizers[1])):
+                torch.manual_seed(step)
+                optimizer.zero_grad()
+                one(x).square().mean().backward()
+                optimizer.step()
+            for name, parameter in model.named_parameters():
+                expected = twin.get_parameter(name)
+                whole = parameter.full_tensor() if isinstance(parameter, shardwise.ShardedTensor) else parameter
+                assert torch.allclose(whole, expected, rtol=1e-9, atol=1e-12), name
+
+
+@ranks(4)
+def test_where_ranks_draw_their_own_numbers_dropout_is_that_of_each_shard() -> None:
+    """As on the drop-in: what this rank's generator gives for a plain tensor of the shard's size."""
+    for dim, size in ((0, (2, 6)), (1, (8, 2))):
+        x = shardwise.ones(chunks(dim, 0, 1, 2, 3), 8, 6 if dim == 0 else 8)
+        torch.manual_seed(dist.get_rank())
+        expected, after = functional.dropout(torch.ones(size), 0.3), torch.rand(2)
+        torch.manual_seed(dist.get_rank())
+        with settings.own_draws():
+            found = functional.dropout(x, 0.3)
+        assert torch.equal(found.local_tensor(), expected)
+        assert torch.equal(torch.rand(2), after)
+
+
+@ranks(2)
+def test_probabilities_that_are_none_are_refused_on_every_rank() -> None:
+    """Though only one rank holds them."""
+    x = torch.tensor([[0.5, 0.5], [-1.0, 0.5]])
+    for function in (torch.bernoulli, lambda p: torch.multinomial(p, 1)):
+        with pytest.raises(RuntimeError, match=r"Expected p_in|probability tensor"):
+            function(shardwise.shard(x, 0))

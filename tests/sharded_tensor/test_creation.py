@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.cases import SIZE, SPECS, boxes, chunks, places, whole
 
 import shardwise
-from shardwise import ChunkShardingSpec, ShardedTensor, ShardingSpec
+from shardwise import ChunkShardingSpec, ShardedTensor, ShardingSpec, settings
 from shardwise.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.testing import ranks
 
@@ -37,9 +37,10 @@ def test_constant_factories_make_the_plain_tensor(name: str) -> None:
 @pytest.mark.parametrize("name", SPECS)
 @ranks(4)
 def test_random_factories_draw_as_the_plain_function_does(factory: str, name: str) -> None:
-    """Each rank from its own generator, shard by shard."""
+    """Where each rank draws for itself: from its own generator, shard by shard."""
     torch.manual_seed(100 + dist.get_rank())
-    tensor = getattr(shardwise, factory)(SPECS[name], *SIZE, dtype=torch.float64)
+    with settings.own_draws():
+        tensor = getattr(shardwise, factory)(SPECS[name], *SIZE, dtype=torch.float64)
     torch.manual_seed(100 + dist.get_rank())
     for shard in tensor.local_shards():
         expected = getattr(torch, factory)(tuple(shard.tensor.shape), dtype=torch.float64)
@@ -48,7 +49,7 @@ def test_random_factories_draw_as_the_plain_function_does(factory: str, name: st
 
 @ranks(4)
 def test_like_factories_keep_the_layout() -> None:
-    """And draw as the plain function does on each shard."""
+    """Where each rank draws for itself, they draw as the plain function does on each shard."""
     tensor = shardwise.rand(SPECS["uneven, several per rank"], *SIZE)
     assert torch.equal(whole(torch.zeros_like(tensor)), torch.zeros(SIZE))
     assert torch.equal(whole(torch.ones_like(tensor, dtype=torch.int64)), torch.ones(SIZE, dtype=torch.int64))
@@ -57,7 +58,8 @@ def test_like_factories_keep_the_layout() -> None:
     assert torch.empty_like(tensor)._layout is tensor._layout
     for like in (torch.rand_like, torch.randn_like):
         torch.manual_seed(dist.get_rank())
-        made = like(tensor)
+        with settings.own_draws():
+            made = like(tensor)
         torch.manual_seed(dist.get_rank())
         assert all(
             torch.equal(s.tensor, like(o.tensor))

@@ -54,8 +54,9 @@ def shard_module(
         with torch.device("meta"):
             model = Model()
         shard_module(model, ShardingPlan({"**": spec}))
-        with shardwise.layout_independent(seed=0):
-            model.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)  # the values are those of a plain model that is initialised from this seed
+        model.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
     """
     group = or_default(process_group)
     steps = _resolved(module, plan, group)

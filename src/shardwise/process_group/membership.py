@@ -100,6 +100,11 @@ def is_fake(process_group: ProcessGroup) -> bool:
 _fakes: WeakKeyDictionary[ProcessGroup, bool] = WeakKeyDictionary()
 
 
+def is_threaded(process_group: ProcessGroup) -> bool:
+    """Whether the ranks are threads of one process, as in torch's own tests: they share what belongs to a process."""
+    return type(process_group) is not ProcessGroup and dist.get_backend(process_group) == "threaded"
+
+
 _kept: WeakKeyDictionary[ProcessGroup, dict[Hashable, Any]] = WeakKeyDictionary()
 MOST_KEPT = 64
 

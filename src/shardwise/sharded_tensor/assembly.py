@@ -6,7 +6,6 @@ Each function gives the parts of the tensor, after checking all that can be chec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -35,11 +34,10 @@ from shardwise.process_group import (
     locate_places,
     or_default,
 )
-from shardwise.random import Draw, TileGenerator
-from shardwise.sharded_tensor.drawing import drawn_here
+from shardwise.random import Draw
+from shardwise.sharded_tensor.drawing import draw_for
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.joining import build_metadata_from_local_shards, decode, encode, joined, work_out
-from shardwise.sharded_tensor.replicas import make_alike
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharding_spec import ShardingSpec, infer_chunk_or_enumerable
 from shardwise.shorthand import How, spec_said
@@ -95,11 +93,11 @@ def allocate(
     *,
     fill: Fill | None = None,
     draw: Draw | None = None,
-    generator: TileGenerator | None = None,
+    generator: torch.Generator | None = None,
     verb: str = "empty",
     init_rrefs: bool = False,
 ) -> Parts:
-    """New shards of this size and spec, each filled by ``fill``, or by ``draw`` where a tile generator is in use."""
+    """New shards of this size and spec, each filled by ``fill``, or together by ``draw``."""
     group = or_default(process_group)
 
     def work() -> tuple[Parts, Fields]:
@@ -116,28 +114,20 @@ def allocate(
                 sizes, local_device=layout.place(row).device, tensor_properties=properties
             )
             tensors.append(tensor)
-        if fill is not None:
-            # A rank without shards tries it on nothing, so that all ranks learn alike whether it can be done.
-            device = layout.some_device
-            nothing = torch.empty(0, dtype=properties.dtype, device=device)
-            with torch.no_grad():
-                if draw is not None and generator is not None:
-                    fill(nothing)
-                    generator.fill(layout, rows, tensors, draw, stream=generator.drawn)
-                else:
-                    own = tensors[0].device if tensors else device
-                    with nullcontext() if draw is None else drawn_here(own):
-                        for tensor in tensors or [nothing]:
-                            fill(tensor)
+        # A rank without shards tries it on nothing, so that all ranks learn alike whether it can be done.
+        nothing = torch.empty(0, dtype=properties.dtype, device=layout.some_device)
+        with torch.no_grad():
+            if fill is not None:
+                for tensor in tensors or [nothing]:
+                    fill(tensor)
+            elif draw is not None:
+                draw.into(nothing, generator)
         parts = _parts(layout, spec, rows, properties, group, tensors)
-        seed = None if generator is None else (generator.tile_seed, generator.drawn)
-        return parts, {"verb": verb, "seed": seed, "init_rrefs": init_rrefs, **fields_of(layout, spec, properties)}
+        return parts, {"verb": verb, "init_rrefs": init_rrefs, **fields_of(layout, spec, properties)}
 
     parts = in_step(group, work)
-    if generator is not None:
-        generator.drawn += 1  # only now, so that ranks stay together when one fails
-    elif draw is not None:
-        make_alike(parts.frame.layout, parts.tensors, parts.frame.dtype, group)
+    if draw is not None and is_member(group):  # only now, so that generators stay together when a rank fails
+        draw_for(parts.frame, parts.tensors, draw, generator)
     return parts
 
 

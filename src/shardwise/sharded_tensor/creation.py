@@ -1,7 +1,6 @@
 """Factories: new sharded tensors, each rank filling its own shards.
 
-Random ones draw from each rank's own generator, exactly as if the rank had called the same function on a plain
-tensor of its shard's size.
+Random ones have the numbers of a plain tensor of the whole size, with ranks seeded alike, whatever the layout.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
 import torch
 from torch.distributed import ProcessGroup
 
-from shardwise.random import TileGenerator
+from shardwise.random import NORMAL, UNIFORM
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.tensor import ShardedTensor
 from shardwise.shorthand import How
@@ -41,7 +40,7 @@ class Options(TypedDict, total=False):
 class RandomOptions(Options, total=False):
     """What random factories take besides."""
 
-    generator: TileGenerator | None
+    generator: torch.Generator | None
 
 
 def _shows_options(factory: Callable[P, R]) -> Callable[P, R]:
@@ -108,34 +107,34 @@ def full(sharding_spec: How, size: Sequence[int], fill_value: Any, **options: Un
 
 @_shows_options
 def rand(sharding_spec: How, *size: Any, **options: Unpack[RandomOptions]) -> ShardedTensor:
-    """A tensor drawn uniformly from [0, 1), each rank from its own generator. Every rank calls it.
+    """A tensor drawn uniformly from [0, 1): the numbers of ``torch.rand``, with ranks seeded alike.
 
-    With a `shardwise.random.TileGenerator` as ``generator``, the values do not depend on the sharding. The other
-    arguments are those of `empty`::
+    Every rank calls it. The numbers come from torch's generator of the device, or from ``generator``, which every rank
+    gives in the same state, and do not depend on the sharding. The other arguments are those of `empty`::
 
+        >>> _ = torch.manual_seed(0)
         >>> x = shardwise.rand(0, 100, 4)
-        >>> 0 <= x.min().item() < x.max().item() < 1
+        >>> _ = torch.manual_seed(0)
+        >>> torch.equal(x.full_tensor(), torch.rand(100, 4))
         True
     """
-    return ShardedTensor._filled(
-        torch.Tensor.uniform_, "rand", sharding_spec, size, draw=lambda t, g: t.uniform_(generator=g), **options
-    )
+    return ShardedTensor._filled(None, "rand", sharding_spec, size, draw=UNIFORM, **options)
 
 
 @_shows_options
 def randn(sharding_spec: How, *size: Any, **options: Unpack[RandomOptions]) -> ShardedTensor:
-    """A tensor drawn from the standard normal distribution, each rank from its own generator. Every rank calls it.
+    """A tensor drawn from the standard normal distribution: with ranks seeded alike, the numbers of ``torch.randn``.
 
-    With a `shardwise.random.TileGenerator` as ``generator``, the values do not depend on the sharding. The other
-    arguments are those of `empty`::
+    Every rank calls it. The numbers come from torch's generator of the device, or from ``generator``, which every rank
+    gives in the same state, and do not depend on the sharding. The other arguments are those of `empty`::
 
-        >>> x = shardwise.randn(0, 100, 4)
-        >>> x.std().item() > 0
+        >>> _ = torch.manual_seed(0)
+        >>> x = shardwise.randn(1, 100, 4)
+        >>> _ = torch.manual_seed(0)
+        >>> torch.equal(x.full_tensor(), torch.randn(100, 4))
         True
     """
-    return ShardedTensor._filled(
-        torch.Tensor.normal_, "randn", sharding_spec, size, draw=lambda t, g: t.normal_(generator=g), **options
-    )
+    return ShardedTensor._filled(None, "randn", sharding_spec, size, draw=NORMAL, **options)
 
 
 def init_from_local_shards(

@@ -13,7 +13,7 @@ from shardwise.dispatch import registry
 from shardwise.errors import MemoryFormatError, RpcError
 from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties, restore_properties
 from shardwise.process_group import Fields, in_step, or_default
-from shardwise.random import Draw, TileGenerator, current_generator
+from shardwise.random import Draw
 from shardwise.sharded_tensor import assembly, devices, movement, old_pickles, pickling, remote
 from shardwise.sharded_tensor.base import ShardedTensorBase
 from shardwise.sharded_tensor.frame import Frame, Parts
@@ -97,13 +97,11 @@ class ShardedTensor(ShardedTensorBase):
         process_group: ProcessGroup | None = None,
         init_rrefs: bool = False,
         draw: Draw | None = None,
-        generator: TileGenerator | None = None,
+        generator: torch.Generator | None = None,
     ) -> ShardedTensor:
         """A new tensor whose shards are filled by a function, which the verb names."""
         dtype = torch.get_default_dtype() if dtype is None else dtype
         properties = TensorProperties(dtype, layout, requires_grad, memory_format, pin_memory)
-        if draw is not None and generator is None:
-            generator = current_generator()
         parts = assembly.allocate(
             spec,
             size,
@@ -111,7 +109,7 @@ class ShardedTensor(ShardedTensorBase):
             process_group,
             fill=fill,
             draw=draw,
-            generator=generator if draw is not None else None,
+            generator=generator,
             verb=verb,
             init_rrefs=init_rrefs,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -26,7 +25,6 @@ from shardwise.ops.engine.schedule import Operand, Schedule, make_joining, make_
 from shardwise.ops.engine.steps import Bring, CutPlain, Move, OpSaid, Shared, Tied, as_it_lies, brought, done
 from shardwise.process_group import Fields, Said, in_op, in_step_telling, is_member, kept_for, rank_array, room, talks
 from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.drawing import drawn_apart
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import new_anchor, note_write
 from shardwise.sharded_tensor.moved_once import kept_layout, passes
@@ -69,15 +67,6 @@ def gives_its_operand(op: Any) -> bool:
     return any(one.alias_info is not None for one in op._schema.returns)
 
 
-def draws(call: Call) -> bool:
-    """Whether a call draws random numbers from torch's own generator. The same on every rank."""
-    given = call.arguments
-    if torch.Tag.nondeterministic_seeded not in call.op.tags or given.get("generator") is not None:
-        return False
-    rate = given.get("dropout_p", given.get("dropout"))
-    return given.get("train", given.get("training")) is not False and (rate is None or rate > 0)
-
-
 class _Computation:
     """One call under one schedule."""
 
@@ -107,15 +96,8 @@ class _Computation:
         per_cell = [[tensors[k] for tensors in brought] for k in range(len(self.here))]
         if self.schedule.partial:
             return self._reduced(per_cell)
-        with self._drawing():
-            found = [self._local(row, tensors) for row, tensors in zip(self.here, per_cell, strict=True)]
+        found = [self._local(row, tensors) for row, tensors in zip(self.here, per_cell, strict=True)]
         return self._wrapped(self.schedule.results, found)
-
-    def _drawing(self) -> AbstractContextManager[None]:
-        """Around an op that draws random numbers: each rank others, and all generators go on alike."""
-        if not draws(self.call):
-            return nullcontext()
-        return drawn_apart(self.call.sharded()[0].device, dist.get_rank() if dist.is_initialized() else 0)
 
     def _bring(self, number: int) -> Tensors:
         """One tensor of this operand for each cell that is here."""

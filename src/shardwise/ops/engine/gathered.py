@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from shardwise.ops.engine.call import Call, plain_values
 from shardwise.ops.engine.compute import assemble, frame_of, places_of
 from shardwise.ops.engine.plain_operand import shared_plain
 from shardwise.process_group import Fields, in_op, in_step_sharing, is_member, without_data
+from shardwise.random import default_generator, draws_apart, require_alike, state_digest
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradients import Way, moved_tensors
 from shardwise.sharded_tensor.movement import copy_into, require_movable
@@ -33,7 +35,7 @@ def compute_gathered(
 ) -> Any:
     """The op on whole operands. Results are replicated; what the op writes into, by number among the tensors, gets it.
 
-    Every rank of the group calls it, and computes the same: an op that draws random numbers does so from one seed.
+    Every rank of the group calls it, and computes the same: the generators of ranks that are seeded alike go on alike.
     """
     leaves, tree = pytree.tree_flatten((tuple(args), kwargs))
     at = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -69,7 +71,9 @@ def compute_gathered(
         elif not isinstance(originals[number], ShardedTensorBase):
             wholes[number] = leaves[at[number]] = originals[number]
     full_args, full_kwargs = pytree.tree_unflatten(leaves, tree)
-    result = _drawing_alike(seed, sharded[0].device, lambda: op(*full_args, **full_kwargs))
+    everywhere = Layout.whole(sharded[0].shape, places)
+    compute = functools.partial(op, *full_args, **full_kwargs)
+    result = _drawing_alike(seed, sharded[0].device, group, everywhere, compute) if _may_draw(op) else compute()
     for number in written:
         target = originals[number]
         if isinstance(target, ShardedTensorBase):
@@ -138,24 +142,35 @@ def is_everywhere(tensor: ShardedTensorBase) -> bool:
     return layout.is_whole_everywhere and group is not None and everyone == dist.get_world_size(group)
 
 
-def _drawing_alike(seed: int | None, device: torch.device, work: Callable[[], Any]) -> Any:
-    """Do the same work as all ranks; what it draws, it draws from this seed, and each rank's generator goes on."""
-    if seed is None or without_data():
+def _drawing_alike(
+    seed: int | None, device: torch.device, group: ProcessGroup, layout: Layout, work: Callable[[], Any]
+) -> Any:
+    """Do the same work as all ranks, which must draw the same numbers: from this seed, else as the generators are."""
+    generator = default_generator(device)
+    if generator is None:
         return work()
+    if seed is None:
+        before = state_digest(generator)
+        result = work()
+        if before != state_digest(generator):
+            require_alike(layout, before, group)
+        return result
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         torch.manual_seed(seed)
-        before = torch.get_rng_state()
+        state = torch.get_rng_state()
         result = work()
-        drew = bool(devices) or not torch.equal(before, torch.get_rng_state())
+        drew = bool(devices) or not torch.equal(state, torch.get_rng_state())
     if drew:
         torch.rand(())
     return result
 
 
 def _agreed_seed(op: Function, operands: list[torch.Tensor], arguments: str, group: ProcessGroup) -> int | None:
-    """Compare with all ranks what is about to be computed, small plain operands too. A seed of the first rank's, if the
-    op may draw random numbers: then the ranks meet."""
+    """Compare with all ranks what is about to be computed, small plain operands too.
+
+    Where each rank draws its own numbers, and the op may draw some, the ranks meet: a seed of the first rank's.
+    """
 
     def work() -> tuple[None, Fields]:
         fields: dict[str, object] = {"op": op_name(op), "arguments": arguments}
@@ -175,7 +190,7 @@ def _agreed_seed(op: Function, operands: list[torch.Tensor], arguments: str, gro
         state = torch.get_rng_state().numpy().tobytes() if draws else b""
         return *work(), int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "little")
 
-    if _may_draw(op):
+    if draws_apart(group) and _may_draw(op):
         return int(in_step_sharing(group, with_seed)[1][0])
     in_op(group, work)
     return None

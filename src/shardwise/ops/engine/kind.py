@@ -47,7 +47,8 @@ class Unfit(Exception):
 def ambient(op: Any) -> list[Any]:
     """The state around a call that it depends on, all of it."""
     here = settings.current()
-    state = [_grad_enabled(), here.gather_budget, here.own_batches, here.validate, _default_dtype(), registry.version]
+    state = [_grad_enabled(), here.gather_budget, here.own_batches, here.own_draws, here.validate, _default_dtype()]
+    state.append(registry.version)
     if op not in STEADY:
         state += [told() for told in FLAGS]
     if _casts():

@@ -3,7 +3,8 @@
 Which plain ops a call makes of the shards that are here, what moves between ranks for it, and how its results are
 wrapped, depends on layouts, dtypes, settings and numbers, never on the tensors' values. So the first call of its kind
 is watched; if all that came of it are pure functions of the local tensors, and transfers, later calls of the same kind
-run just these. Whatever is not as simple (something was written, drawn or looked at) goes the long way each time. All
+run just these, and draw random numbers anew where the first one did. Whatever is not as simple (something was written
+or looked at) goes the long way each time. All
 ranks talk alike, whether they run a program or work it out.
 """
 
@@ -19,6 +20,7 @@ from shardwise.ops.engine.call import function
 from shardwise.ops.engine.kind import Unfit, kind_of
 from shardwise.ops.engine.program import Program
 from shardwise.ops.engine.recorder import Recorder, recording, watch
+from shardwise.ops.engine.steps import Noise
 
 MOST = 4096  # programs that are kept
 
@@ -51,7 +53,8 @@ def _first_time(kind: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any],
     drawn, talked = _random_states(), traffic.count
     with recording(recorder):
         result = long_way(op, args, kwargs)
-    again = traffic.count == talked + recorder.talked and _same(drawn, _random_states())
+    draws = any(isinstance(step.op, Noise) for step in recorder.steps)
+    again = traffic.count == talked + recorder.talked and (draws or _same(drawn, _random_states()))
     if len(_programs) >= MOST:
         for old in list(_programs)[: MOST // 4]:
             _programs.pop(old, None)

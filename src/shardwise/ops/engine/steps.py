@@ -21,7 +21,10 @@ from shardwise.ops.engine.call import function as running
 from shardwise.ops.engine.plain_operand import cut_plain, shared_plain
 from shardwise.ops.engine.recorder import Recorder, watch
 from shardwise.process_group import Fields, Said, follow, in_step, in_step_telling
+from shardwise.random import Draw
 from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.drawing import draw_for
+from shardwise.sharded_tensor.frame import Frame
 from shardwise.sharded_tensor.gradients import Way, moved_locals, recorded
 from shardwise.sharded_tensor.moved_once import kept_layout, moved_once
 from shardwise.sharded_tensor.movement import require_movable
@@ -119,7 +122,23 @@ class Tied(NamedTuple):
         return [tie(tensors)]
 
 
-Steps = Bring | Move | Recorded | Shared | CutPlain | Tied
+class Noise(NamedTuple):
+    """New local tensors of random numbers; the generator goes on with each call."""
+
+    draw: Draw
+    frame: Frame
+    generator: torch.Generator | None = None
+
+    def __call__(self) -> Tensors:
+        """The tensors."""
+        frame = self.frame
+        sizes = frame.layout.at(frame.rows).sizes.tolist()
+        tensors = [torch.empty(size, dtype=frame.dtype, device=frame.device) for size in sizes]
+        draw_for(frame, tensors, self.draw, self.generator)
+        return tensors
+
+
+Steps = Bring | Move | Recorded | Shared | CutPlain | Tied | Noise
 
 
 def _plain(operand: torch.Tensor) -> torch.Tensor:

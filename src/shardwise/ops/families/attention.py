@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardwise import settings
 from shardwise.errors import UnsupportedOpError
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import compute, expect
@@ -26,11 +27,9 @@ FORMULA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # by
 
 def _rule(call: Call) -> Rule | None:
     query, key, value, mask = (call[name] for name in FORMULA[:4])
-    (size, _), *_ = expect(call)  # raises as torch does
+    (size, _), *_ = expect(call)
     if min(query.ndim, key.ndim, value.ndim) < 3:
         return None
-    if call["dropout_p"] and any(one._layout.has_replicas for one in call.sharded()):
-        return None  # the replicas would come to differ
     labels = Labels()
     samples = [labels.new(extent) for extent in size[:-3]]
     # Several heads of the query may share one of the keys: a cut falls between such groups.
@@ -60,6 +59,9 @@ def _rule(call: Call) -> Rule | None:
 
 
 def _attention(call: Call) -> Any:
+    expect(call)  # raises as torch does
+    if call["dropout_p"] and not _draws_apart(call):
+        return _formula(call)  # the kernels draw by the position in the shard
     rule = _rule(call)
     found = NotImplemented if rule is None else compute(call, rule)
     if found is not NotImplemented:
@@ -67,13 +69,22 @@ def _attention(call: Call) -> Any:
     try:
         return compute_gathered(call.op, (), call.arguments, needs_whole(call))
     except UnsupportedOpError:
-        by_name = {name: call[name] for name in ("scale", "enable_gqa")}
-        given = {name: call[name] for name in FORMULA}
-        mask = given["attn_mask"]
-        if mask is not None and mask.dtype == torch.bool:  # of which the formula would take True for 1
-            nothing = torch.zeros_like(mask, dtype=call["query"].dtype)
-            given["attn_mask"] = nothing.masked_fill(mask.logical_not(), -math.inf)
-        return aten._scaled_dot_product_attention_math(*given.values(), **by_name)[0]
+        return _formula(call)
+
+
+def _formula(call: Call) -> Any:
+    by_name = {name: call[name] for name in ("scale", "enable_gqa")}
+    given = {name: call[name] for name in FORMULA}
+    mask = given["attn_mask"]
+    if mask is not None and mask.dtype == torch.bool:  # of which the formula would take True for 1
+        nothing = torch.zeros_like(mask, dtype=call["query"].dtype)
+        given["attn_mask"] = nothing.masked_fill(mask.logical_not(), -math.inf)
+    return aten._scaled_dot_product_attention_math(*given.values(), **by_name)[0]
+
+
+def _draws_apart(call: Call) -> bool:
+    """Whether each rank drops of its own shards what its own generator says."""
+    return settings.current().own_draws and not any(one._layout.has_replicas for one in call.sharded())
 
 
 TABLE[aten.scaled_dot_product_attention] = _attention

@@ -1,8 +1,7 @@
-"""New tensors like a given one: every rank fills shards of the same sizes, from its own generator if random."""
+"""New tensors like a given one. Random ones have the numbers of a plain tensor of the whole size."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,8 @@ from shardwise.ops.engine.compute import assemble, frame_of, places_of
 from shardwise.ops.engine.schedule import chunked
 from shardwise.ops.engine.table import TABLE
 from shardwise.placement import rank_device
-from shardwise.random import Draw, current_generator
-from shardwise.sharded_tensor.drawing import drawn_here
-from shardwise.sharded_tensor.replicas import make_alike
+from shardwise.random import NORMAL, UNIFORM, Draw
+from shardwise.sharded_tensor.drawing import draw_for
 
 LIKE = (
     torch.empty_like,
@@ -31,11 +29,7 @@ LIKE = (
     torch.randint_like,
 )
 
-# How the random ones draw where a tile generator is in use.
-DRAWS: dict[Op, Draw] = {
-    torch.rand_like: lambda tile, generator: tile.uniform_(generator=generator),
-    torch.randn_like: lambda tile, generator: tile.normal_(generator=generator),
-}
+RANDOM = {torch.rand_like: UNIFORM, torch.randn_like: NORMAL, torch.randint_like: Draw(torch.Tensor.random_)}
 FORMATS = (None, torch.preserve_format, torch.contiguous_format)
 
 
@@ -60,16 +54,14 @@ def _register(op: Op) -> None:
         if layout is not frame.layout:
             frame = frame_of(layout, dtype, frame.process_group)
             options["device"] = frame.device
-        generator, draw = current_generator(), DRAWS.get(op)
-        if generator is not None and draw is not None:
-            tensors = [torch.empty_like(local, **options) for local in tensor._local_tensors()]
-            generator.fill(layout, frame.rows, tensors, draw)
+        draw, generator = RANDOM.get(op), options.pop("generator", None)
+        if draw is None:
+            tensors = [op(local, *rest, **options) for local in tensor._local_tensors()]
         else:
-            draws = draw is not None or op is torch.randint_like
-            with drawn_here(frame.device) if draws and kwargs.get("generator") is None else nullcontext():
-                tensors = [op(local, *rest, **options) for local in tensor._local_tensors()]
-            if draws:
-                make_alike(layout, tensors, dtype, frame.process_group)
+            bounds = [*rest, *(options.pop(name) for name in ("low", "high") if name in options)]
+            bounds = bounds if len(bounds) != 1 else [0, *bounds]
+            tensors = [torch.empty_like(local, **options) for local in tensor._local_tensors()]
+            draw_for(frame.with_dtype(dtype), tensors, draw._replace(args=tuple(map(int, bounds))), generator)
         new = tensor._derived(frame.with_dtype(dtype), tensors, None)
         new._wants_grad, new._anchor = bool(kwargs.get("requires_grad", False)), None
         return new
@@ -124,3 +116,14 @@ TABLE.update(
     )
 )
 TABLE[torch.ops.aten.new_empty_strided] = _new
+
+
+def _random_like(call: Call) -> Any:
+    """`rand_like` and others, where torch itself calls them."""
+    function = getattr(torch, call.op.overloadpacket.__name__)
+    given = {name: value for name, value in call.arguments.items() if value is not None and name != "self"}
+    return function(call["self"], **given)
+
+
+for _random in RANDOM:
+    TABLE[getattr(torch.ops.aten, _random.__name__)] = _random_like

@@ -26,7 +26,6 @@ aten = torch.ops.aten
 ALSO = [
     "alias",
     "alias_copy",
-    "bernoulli",
     "complex",
     "copy",
     "floor_divide",
@@ -34,8 +33,6 @@ ALSO = [
     "log_sigmoid",  # whole: its kernels give more beside it, and on each device something else
     "log_sigmoid_forward",
     "masked_fill",
-    "native_dropout",
-    "normal",
     "polar",
     "_prelu_kernel",
     "rsub",
@@ -66,14 +63,13 @@ DIRECT = [*DUNDERS, "add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", 
 
 
 def is_pointwise(op: Aten) -> bool:
-    """Whether this overload computes element by element."""
-    return torch.Tag.pointwise in op.tags and op.overloadpacket.__name__.removesuffix("_") not in NOT
+    """Whether this overload computes element by element, from its operands alone."""
+    draws = torch.Tag.nondeterministic_seeded in op.tags
+    return torch.Tag.pointwise in op.tags and not draws and op.overloadpacket.__name__.removesuffix("_") not in NOT
 
 
-def pointwise_rule(call: Call) -> Rule | None:
+def pointwise_rule(call: Call) -> Rule:
     """All operands broadcast against each other; every result has the size that comes of it."""
-    if torch.Tag.nondeterministic_seeded in call.op.tags and any(one._layout.has_replicas for one in call.sharded()):
-        return None  # the replicas would come to differ
     labels, operands, out = broadcast(call.shapes)
     return labels.rule(operands, [out] * len(call.op._schema.returns), hollow=True)
 
@@ -85,8 +81,6 @@ def pointwise(call: Call) -> Any:
         return NotImplemented
     written = call.written()
     rule = pointwise_rule(call)
-    if rule is None:
-        return NotImplemented
     if not written:
         return compute(call, rule)
     target = call.operands[written[0]]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from shardwise import settings
 from shardwise.errors import UnsupportedOpError
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.chunking import in_chunks
@@ -146,8 +147,9 @@ def _layers(kind: Kind, call: Call, x: Any, batches: Sequence[int]) -> tuple[Any
 
 def _samples(call: Call) -> Rule | None:
     """Samples go apart; all else is whole."""
-    if call.arguments.get("dropout") and call["train"] and any(one._layout.has_replicas for one in call.sharded()):
-        return None  # the replicas would come to differ
+    draws = call.arguments.get("dropout") and call["train"] and call["num_layers"] > 1
+    if draws and (not settings.current().own_draws or any(one._layout.has_replicas for one in call.sharded())):
+        return None  # the kernels draw by the position in the shard
     labels = Labels()
     x = call["input"]
     at = 0 if x.ndim == 2 or call["batch_first"] else 1
