@@ -46,6 +46,8 @@ RANDOM = {
     "svd_lowrank",
     "uniform",
 }
+# Those of which a sharded tensor does not draw torch's own numbers, or whose results are not unique.
+DRAWN_OTHERWISE = {"nn.functional.rrelu", "pca_lowrank", "svd_lowrank"}
 ATTENTION = "nn.functional.multi_head_attention_forward"  # which is told by position how much to drop
 # Results whose memory nobody has written: only their shape and dtype are known.
 UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
@@ -66,6 +68,7 @@ class Case:
     wants_grad: list[bool]  # by argument; only those that are sharded, since a scalar lies on every rank
     outputs_for_loss: Callable[[Any], Any]  # what of the result a gradient can be taken of
     random: bool
+    drawn_alike: bool  # whether a sharded tensor on a CPU draws what a plain one does
     uninitialised: bool
     unwritten: tuple[int, ...] = ()  # results of which only shape and dtype are known
 
@@ -201,6 +204,7 @@ def _case(op: Any, sample: Any) -> Case:
         wants_grad=wants_grad,
         outputs_for_loss=sample.output_process_fn_grad,
         random=op.name in RANDOM or bool(drops),
+        drawn_alike=op.name not in DRAWN_OTHERWISE,
         uninitialised=op.name in UNINITIALISED,
         unwritten=() if drops else UNWRITTEN.get(op.name, ()),
     )

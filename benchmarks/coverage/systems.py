@@ -24,6 +24,7 @@ class System(Protocol):
     """What a trial needs of a system of sharded tensors."""
 
     calls: int  # how many times a case is tried
+    draws_alike: bool  # whether random numbers are those of a plain tensor, with ranks seeded alike
 
     @property
     def gathers(self) -> Gathers | None:
@@ -54,7 +55,7 @@ class Shardwise:
     calls = 2  # the second is done as it is remembered of the first
 
     def __init__(self, device: str, budget: int | None) -> None:
-        self._device, self._budget = device, budget
+        self._device, self._budget, self.draws_alike = device, budget, device == "cpu"
         self.gathers = Gathers() if budget == 0 else None
 
     def shard(self, tensor: torch.Tensor, dim: int) -> Any:
@@ -120,7 +121,7 @@ def _zeros(tensor: shardwise.ShardedTensor) -> Any:
 class DTensors:
     """Torch's own distributed tensors on a mesh of one axis."""
 
-    calls = 1
+    calls, draws_alike = 1, False
     gathers = None
 
     def __init__(self, device: str) -> None:

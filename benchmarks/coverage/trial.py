@@ -104,7 +104,8 @@ class Trial:
         ]
 
     def _compared(self, found: list[Any], expected: list[Any]) -> Attempt:
-        known = not self.case.random and not self.case.uninitialised
+        drawn_alike = self.system.draws_alike and self.case.drawn_alike
+        known = (not self.case.random or drawn_alike) and not self.case.uninitialised
         if self.case.unwritten:
             found, expected = (self._without_unwritten(results) for results in (found, expected))
         told = difference(found, expected, values=known)

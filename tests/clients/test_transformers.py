@@ -58,6 +58,17 @@ def test_generated_words_are_those_of_the_twin(options: dict[str, Any]) -> None:
 
 
 @ranks(2)
+def test_sampled_words_are_those_of_the_twin() -> None:
+    """From the same seed, though the logits are sharded."""
+    model, plain = twins()
+    options = {"max_new_tokens": 6, "do_sample": True, "top_k": 8, "temperature": 1.3}
+    torch.manual_seed(4)
+    expected = plain.generate(IDS, **options)
+    torch.manual_seed(4)
+    assert torch.equal(whole(model.generate(IDS, **options)), expected)
+
+
+@ranks(2)
 def test_generation_goes_on_after_padding() -> None:
     """Rows of different lengths, padded at the left; the mask says where they begin."""
     model, plain = twins()
