@@ -41,4 +41,4 @@ def draw_as_of_old() -> None:
 
 def test_each_rank_draws_for_its_own_shards() -> None:
     """As plain tensors of their sizes, in processes where the drop-in is installed."""
-    run_on_ranks(4, draw_as_of_old, fresh=True)
+    run_on_ranks(4, draw_as_of_old, bare=True)
