@@ -26,7 +26,7 @@ def write_sum(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         each = [torch.split(one.view(-1), BLOCK) if blocks else (one,) for one in (target, *parts)]
         for into, *others in zip(*each, strict=True):
             _write_narrow(into, others)
-    elif whole and all(other.data_ptr() - one.data_ptr() == one.nbytes for one, other in pairwise(parts)):
+    elif whole and _is_one_run(parts):
         torch.sum(
             parts[0].as_strided((len(parts), parts[0].numel()), (parts[0].numel(), 1)),
             0,
@@ -37,6 +37,14 @@ def write_sum(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         torch.add(parts[0], parts[1], out=target)
         for part in parts[2:]:
             target += part
+
+
+def _is_one_run(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether the parts lie one behind another in one storage; storages of their own may do so by chance."""
+    if any(other.data_ptr() - one.data_ptr() != one.nbytes for one, other in pairwise(parts)):
+        return False
+    storage = parts[0].untyped_storage().data_ptr()
+    return all(part.untyped_storage().data_ptr() == storage for part in parts[1:])
 
 
 def _write_narrow(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
