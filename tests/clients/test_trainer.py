@@ -25,14 +25,13 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
     return TrainingArguments(
         str(folder),
         use_cpu=True,
-        per_device_train_batch_size=2,
         learning_rate=0.1,
         lr_scheduler_type="constant",
         report_to=[],
         disable_tqdm=True,
         logging_steps=1,
         train_sampling_strategy="sequential",
-        **{"max_steps": 3, "optim": "sgd", "save_strategy": "no", **options},
+        **{"per_device_train_batch_size": 2, "max_steps": 3, "optim": "sgd", "save_strategy": "no", **options},
     )
 
 
@@ -86,9 +85,64 @@ def test_the_trainer_saves_and_resumes_in_pieces(tmp_path: Path) -> None:
         same_parameters(again, whole)
 
 
+def rows_of_epochs(count: int, steps: int) -> list[torch.Tensor]:
+    """The ids of each step, four at a time and the rest of an epoch in its last."""
+    epoch = list(IDS[:count].split(4))
+    return [epoch[k % len(epoch)] for k in range(steps)]
+
+
+def evaluated(plain: nn.Module, ids: torch.Tensor) -> float:
+    """The mean of the losses of four rows at a time, weighted by their number."""
+    plain.eval()
+    with torch.no_grad():
+        return sum(len(one) * float(plain(input_ids=one, labels=one).loss) for one in ids.split(4)) / len(ids)
+
+
+@pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"even_batches": False}, {"dispatch_batches": True}])
+@ranks(2, timeout=120)
+def test_losses_over_rows_that_cannot_be_divided(tmp_path: Path, options: dict[str, bool]) -> None:
+    """Seven rows on two ranks: in training and evaluation each counts once, as in one process."""
+    model, plain = twins()
+    size = 4 if "split_batches" in options else 2
+    with launched():
+        chosen = arguments(
+            tmp_path,
+            max_steps=4,
+            accelerator_config=options,
+            per_device_train_batch_size=size,
+            per_device_eval_batch_size=size,
+        )
+        trainer = Trainer(model, chosen, train_dataset=ROWS[:7], eval_dataset=ROWS[:7])
+        trainer.train()
+        found = trainer.evaluate()["eval_loss"]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected = [step(plain, optimizer, ids) for ids in rows_of_epochs(7, 4)]
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(expected, rel=1e-5)  # transformers computes losses in float32
+    same_parameters(model, plain)
+    assert found == pytest.approx(evaluated(plain, IDS[:7]), rel=1e-5)
+
+
+@ranks(2, timeout=120)
+def test_the_trainer_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """After the first and the third step of two epochs of two steps each: the losses go on as without a stop."""
+    plain = llama()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected = [step(plain, optimizer, ids) for ids in rows_of_epochs(7, 4)]
+    with launched():
+        for name in (None, "checkpoint-1", "checkpoint-3"):
+            model = sharded(llama())
+            chosen = arguments(tmp_path, max_steps=4, save_steps=1, save_strategy="steps")
+            trainer = Trainer(model, chosen, train_dataset=ROWS[:7])
+            trainer.train(resume_from_checkpoint=None if name is None else str(tmp_path / name))
+            logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            assert logged == pytest.approx(expected, rel=1e-5), name
+            same_parameters(model, plain)
+
+
 @ranks(2, timeout=120)
 def test_the_trainer_predicts_for_every_row_once(tmp_path: Path) -> None:
-    """Seven rows in batches of two on two ranks: one is dealt out twice, and comes back once."""
+    """Seven rows in batches of two on two ranks: the last batch of one of them has one row."""
     model, plain = twins()
     with launched():
         found = Trainer(model, arguments(tmp_path, per_device_eval_batch_size=2)).predict(ROWS[:7])

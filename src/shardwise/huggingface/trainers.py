@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from typing import Any
 
 import torch
 
 from shardwise import checkpoint
+from shardwise.huggingface.batches import row_count
 from shardwise.huggingface.loading import load_pretrained
 from shardwise.huggingface.models import is_sharded
 from shardwise.huggingface.saving import save_pretrained
 from shardwise.interop.loading import Function, replace_when_loaded
+from shardwise.sharded_tensor import ShardedTensor
 
 TRAINER = "transformers.trainer"
+EVALUATED = "_shardwise_evaluated"  # on a Trainer while it evaluates: losses, and the rows that they are over
 STATE = "shardwise"  # the folder in a checkpoint of the Trainer that holds the optimizer
 
 
@@ -33,6 +37,45 @@ def _one_loss(theirs: Function) -> Function:
             self.args.average_tokens_across_devices = set_by_user
 
     return compute
+
+
+def _plain_loss(theirs: Function) -> Function:
+    """`Trainer.prediction_step` with a plain loss, noted with the number of rows that it is over."""
+
+    @functools.wraps(theirs)
+    def predict(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss, *rest = theirs(self, model, inputs, *args, **kwargs)
+        if isinstance(loss, ShardedTensor):
+            loss = loss.full_tensor()
+            getattr(self, EVALUATED, []).append((loss.detach().double(), row_count(inputs)))
+        return loss, *rest
+
+    return predict
+
+
+def _weighted(theirs: Function) -> Function:
+    """`Trainer.evaluation_loop`, whose loss is the mean over all rows.
+
+    The Trainer weighs losses by the batch size of its arguments, times the ranks. Joined batches may have other sizes.
+    """
+
+    @functools.wraps(theirs)
+    def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        noted: list[tuple[torch.Tensor, int]] = []
+        setattr(self, EVALUATED, noted)
+        try:
+            result = theirs(self, *args, **kwargs)
+        finally:
+            delattr(self, EVALUATED)
+        given = inspect.signature(theirs).bind(self, *args, **kwargs)
+        given.apply_defaults()
+        rows = sum(count for _, count in noted)
+        if rows:
+            mean = sum(loss * count for loss, count in noted) / rows
+            result.metrics[f"{given.arguments['metric_key_prefix']}_loss"] = float(mean)
+        return result
+
+    return evaluate
 
 
 def _saved_by_all(theirs: Function) -> Function:
@@ -99,6 +142,8 @@ def _state_of(trainer: Any) -> dict[str, Any]:
 
 
 replace_when_loaded(TRAINER, "Trainer.compute_loss", _one_loss)
+replace_when_loaded(TRAINER, "Trainer.prediction_step", _plain_loss)
+replace_when_loaded(TRAINER, "Trainer.evaluation_loop", _weighted)
 replace_when_loaded(TRAINER, "Trainer.save_model", _saved_by_all)
 replace_when_loaded(TRAINER, "Trainer._load_from_checkpoint", _loaded_by_all)
 replace_when_loaded(TRAINER, "Trainer._save_optimizer_and_scheduler", _optimizer_saved_by_all)
