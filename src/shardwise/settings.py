@@ -24,6 +24,7 @@ class Settings:
     gather_budget: int = MIB
     own_batches: bool = False  # whether plain inputs of linear and embeddings are each rank's own
     own_draws: bool = False  # whether each rank draws for its shards as for plain tensors of their sizes
+    shared_files: bool = False  # whether ranks may `torch.save` their shards to one file, as in the old system
     mutable_specs: bool = False  # whether new specs can be changed, as in the old system
 
 

@@ -269,6 +269,6 @@ def test_a_rank_that_cannot_read_fails_on_every_rank() -> None:
     with launched():
         accelerator = Accelerator(cpu=True)
         accelerator.prepare(shard_module(linear(), {"weight": 1}))
-        loader = accelerator.prepare(DataLoader(Broken(), batch_size=2))  # type: ignore[arg-type] # a data set by duck
+        loader = accelerator.prepare(DataLoader(Broken(), batch_size=2))
         with pytest.raises(Exception, match="row 6 cannot be read"):
             list(loader)

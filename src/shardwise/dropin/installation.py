@@ -35,7 +35,7 @@ def install(*, for_children: bool = True) -> None:
         finder.start()
         corrections.start()
         old_pickles.start()
-        settings.set_outside(own_batches=True, own_draws=True, mutable_specs=True)
+        settings.set_outside(own_batches=True, own_draws=True, shared_files=True, mutable_specs=True)
     if for_children:
         children.include()
 
@@ -46,7 +46,7 @@ def uninstall() -> None:
     Modules that were imported meanwhile keep what they have.
     """
     if is_installed():
-        settings.set_outside(own_batches=False, own_draws=False, mutable_specs=False)
+        settings.set_outside(own_batches=False, own_draws=False, shared_files=False, mutable_specs=False)
         old_pickles.stop()
         corrections.stop()
         finder.stop()

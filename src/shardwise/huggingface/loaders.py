@@ -102,7 +102,7 @@ def _source(loader: Any) -> Any:
     """What a loader gets its samples from: a data set that is a stream, else the batch sampler, without what skips."""
     if isinstance(loader.dataset, IterableDataset):
         return loader.dataset
-    sampler = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    sampler: Any = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     while hasattr(sampler, "skip_batches"):
         sampler = sampler.batch_sampler
     return sampler

@@ -13,7 +13,16 @@ from shardwise.meeting.aside import (
 )
 from shardwise.meeting.chain import DIGEST, Entry, Fields, Ledger, Said, begin_anew, ledger_of, put_away, traffic
 from shardwise.meeting.exchange import HEADER, Gathering, Reduction, wait_for_data
-from shardwise.meeting.group import collective_device, is_large, is_tagged, listed, ranks_gone, ranks_of, who_is_gone
+from shardwise.meeting.group import (
+    collective_device,
+    is_large,
+    is_tagged,
+    listed,
+    ranks_gone,
+    ranks_of,
+    store_of,
+    who_is_gone,
+)
 from shardwise.meeting.lost import raise_lost
 from shardwise.meeting.post import Look, Post, keeper
 from shardwise.meeting.watchdog import BEGINNING, end, watch
@@ -50,6 +59,7 @@ __all__ = [
     "ranks_gone",
     "ranks_of",
     "require_sound",
+    "store_of",
     "told_to",
     "traffic",
     "wait_for_data",

@@ -19,6 +19,7 @@ from shardwise.layout import Layout, parse_size
 from shardwise.placement import Placement, rank_device
 from shardwise.process_group import current_process_group
 from shardwise.sharded_tensor.frame import Frame, Parts
+from shardwise.sharded_tensor.saved_files import INSTEAD, require_own_file
 from shardwise.sharding_spec import ShardingSpec, placed, spec_of
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ VERSION = 1
 
 def state_of(tensor: ShardedTensorBase) -> dict[str, Any]:
     """What pickle writes: plain values, and the local tensors."""
+    if tensor._frame.process_group is not None:
+        require_own_file(dist.get_world_size(tensor._frame.process_group))
     layout = tensor._layout
     places, place_of = layout.places.distinct
     return {
@@ -148,13 +151,22 @@ def group_as_saved(saved: dict[str, int]) -> Any:
     """The current group, when this process stands in it where the writer stood."""
     if not dist.is_initialized():
         raise ProcessGroupError(
-            'Need to initialize default process group using "init_process_group" before loading ShardedTensor'
+            'Need to initialize default process group using "init_process_group" before loading ShardedTensor. '
+            + _part(saved)
         )
     group = current_process_group()
     for name, value in _whereabouts(group).items():
         if saved[name] != value:
             raise ProcessGroupError(
-                f"{name} at save time was {saved[name]}, but at load time was {value}: a pickle holds one rank's "
-                "shards and loads only where it was written"
+                f"{name} at save time was {saved[name]}, but at load time was {value}. {_part(saved)}"
             )
     return group
+
+
+def _part(saved: dict[str, int]) -> str:
+    """What a pickle holds, where it loads, and how to save what loads elsewhere."""
+    rank, size = (saved.get(name, "?") for name in ("Global rank", "Global world size"))
+    return (
+        f"A pickle holds one rank's shards, this one those of rank {rank} of {size}, and loads only there. "
+        f"To save what loads elsewhere, {INSTEAD}"
+    )

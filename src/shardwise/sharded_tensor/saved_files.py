@@ -1,0 +1,70 @@
+"""A file of `torch.save` that holds shards has one writer: of several ranks' shards, only the last one's would be left.
+
+A pickled tensor does not know where its bytes go, but `torch.save` does, further up the stack. Which rank writes to
+which file is noted in the store of the job, so that the second rank that writes to a file raises. The note names the
+host and the file on its disk: the same path on another host, or a file that was moved away since, is another file.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise import settings
+from shardwise.errors import CheckpointError
+from shardwise.meeting import leave_word, store_of
+from shardwise.process_group import or_default, talks
+
+_SAVE = torch.serialization.save.__code__
+
+INSTEAD = (
+    "call shardwise.save(state, folder) on every rank, for shardwise.load on any number of ranks; or give each rank a "
+    'file of its own, f"rank{dist.get_rank()}.pt", for torch.load on the same rank; or save plain values on one rank, '
+    "of tensor.full_tensor() on every rank"
+)
+
+
+def require_own_file(writers: int) -> None:
+    """Raise if `torch.save` is writing a tensor of so many ranks to a file that another rank has written to.
+
+    Nothing is sent to other ranks: they hear of it when they meet this one.
+    """
+    if writers < 2 or settings.current().shared_files:
+        return
+    path = _path_of(_target_of_torch_save())
+    group = or_default(None)
+    store = store_of(group) if path is not None and talks(group) else None
+    if path is None or store is None:
+        return
+    found = os.stat(path)
+    key = f"shardwise/file/{platform.node()}/{found.st_dev}/{found.st_ino}/{os.path.realpath(path)}"
+    first = int(store.compare_set(key, "", str(dist.get_rank())))
+    if first != dist.get_rank():
+        error = CheckpointError(
+            f"rank {dist.get_rank()} is saving its shards to {str(path)!r}, where rank {first} has saved its own: the "
+            f"file would hold one rank's part of the sharded tensors. Instead, {INSTEAD}"
+        )
+        leave_word(group, error)
+        raise error
+
+
+def _target_of_torch_save() -> Any:
+    """The file that `torch.save`, if it is what pickles, was given."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not _SAVE:
+        frame = frame.f_back  # type: ignore[assignment] # None at the end
+    return None if frame is None else frame.f_locals.get("f")
+
+
+def _path_of(target: Any) -> str | None:
+    """The path of a file on disk, given as such or opened."""
+    path = target if isinstance(target, str | os.PathLike) else getattr(target, "name", None)
+    if not isinstance(path, str | os.PathLike):
+        return None
+    path = os.fspath(path)
+    return path if isinstance(path, str) and os.path.isfile(path) else None
