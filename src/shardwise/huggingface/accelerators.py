@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from shardwise.batches import mapped
 from shardwise.errors import CheckpointError
-from shardwise.huggingface.batches import mapped
 from shardwise.huggingface.loaders import deals_out, note_prepared
 from shardwise.huggingface.models import is_sharded
 from shardwise.huggingface.saving import save_pretrained

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils.data import BatchSampler, IterableDataset
 
-from shardwise.huggingface.batches import Step, first_rows, joint_steps, row_count
+from shardwise.batches import Step, first_rows, joint_steps, row_count
 from shardwise.interop.loading import Function, replace_when_loaded
 from shardwise.sharded_tensor import ShardedTensor
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise import checkpoint
-from shardwise.huggingface.batches import row_count
+from shardwise.batches import row_count
 from shardwise.huggingface.loading import load_pretrained
 from shardwise.huggingface.models import is_sharded
 from shardwise.huggingface.saving import save_pretrained

@@ -6,11 +6,13 @@ It keeps parameters the same on all ranks by sending their memory, which a shard
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 from torch import nn
 
 from shardwise.errors import UnsupportedOpError
+from shardwise.interop.lightning import STRATEGY
 from shardwise.interop.loading import Function, replace_when_loaded
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.gradient_buckets import is_looked_at
@@ -40,6 +42,7 @@ def _require_plain(module: nn.Module) -> None:
                 "Sharded parameters need no DDP: their gradients are whole after backward. Leave them out before: "
                 "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, "
                 "[name for name, p in module.named_parameters() if isinstance(p, shardwise.ShardedTensor)])"
+                + (f". In Lightning, {STRATEGY}" if "lightning" in sys.modules else "")
             )
 
 

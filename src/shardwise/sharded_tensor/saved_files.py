@@ -30,24 +30,30 @@ INSTEAD = (
 
 
 def require_own_file(writers: int) -> None:
-    """Raise if `torch.save` is writing a tensor of so many ranks to a file that another rank has written to.
+    """Raise if `torch.save` is writing a tensor of so many ranks to a file that another rank has written to."""
+    if writers > 1 and not settings.current().shared_files:
+        path = _path_of(_target_of_torch_save())
+        if path is not None:
+            found = os.stat(path)
+            require_own_path(path, writers, number=f"{found.st_dev}-{found.st_ino}")
 
-    Nothing is sent to other ranks: they hear of it when they meet this one.
+
+def require_own_path(path: str | os.PathLike[str], writers: int, *, instead: str = INSTEAD, number: str = "") -> None:
+    """Raise if this rank is about to write a tensor of so many ranks to a path that another rank has written to.
+
+    The number, if known, tells files apart that lay at the path one after another. Nothing is sent to other ranks: they
+    hear of it when they meet this one.
     """
-    if writers < 2 or settings.current().shared_files:
-        return
-    path = _path_of(_target_of_torch_save())
     group = or_default(None)
-    store = store_of(group) if path is not None and talks(group) else None
-    if path is None or store is None:
+    store = store_of(group) if talks(group) else None
+    if writers < 2 or store is None or settings.current().shared_files:
         return
-    found = os.stat(path)
-    key = f"shardwise/file/{platform.node()}/{found.st_dev}/{found.st_ino}/{os.path.realpath(path)}"
+    key = f"shardwise/file/{platform.node()}/{number}/{os.path.realpath(path)}"
     first = int(store.compare_set(key, "", str(dist.get_rank())))
     if first != dist.get_rank():
         error = CheckpointError(
             f"rank {dist.get_rank()} is saving its shards to {str(path)!r}, where rank {first} has saved its own: the "
-            f"file would hold one rank's part of the sharded tensors. Instead, {INSTEAD}"
+            f"file would hold one rank's part of the sharded tensors. Instead, {instead}"
         )
         leave_word(group, error)
         raise error
