@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.dispatch import Distributed
 from shardwise.process_group import in_step_sharing, in_step_telling
-from shardwise.sharded_tensor import from_local
+from shardwise.sharded_tensor.from_local import from_local
 
 NONE = object()  # instead of a batch
 

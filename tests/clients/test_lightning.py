@@ -13,6 +13,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tests.pages import Page
+from tests.torchrun import run_script
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -84,7 +86,7 @@ def trainer(folder: Path | str, epochs: int, **options: Any) -> Trainer:
 
 def loader(batch_size: int) -> Any:
     """In order."""
-    return DataLoader(DATA, batch_size=batch_size, shuffle=False)  # type: ignore[arg-type] # a list is a data set
+    return DataLoader(DATA, batch_size=batch_size, shuffle=False)
 
 
 def twin(*worlds: int) -> Model:
@@ -155,6 +157,21 @@ def test_a_training_is_that_of_the_twin_and_goes_on_with_other_ranks(tmp_path: P
     model = Model()
     shardwise.load({"model": model}, tmp_path / "epoch=1.ckpt/state", only="model/*")
     assert not torch.equal(model.layers[0].weight, Model().layers[0].weight)
+
+
+def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
+    """Trained, resumed, and loaded without Lightning, by the command that it shows."""
+    page = Page("howto/lightning.md")
+    assert page.commands == [("2", "train.py")]
+    (tmp_path / "train.py").write_text(page.files["train.py"])
+    run_on_ranks(2, run_launched, str(tmp_path / "train.py"), str(tmp_path), timeout=120)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt"]
+
+
+def run_launched(script: str, folder: str) -> None:
+    """The script, without the warnings by which Lightning gives advice."""
+    with launched():
+        run_script(script, folder)
 
 
 @ranks(2, timeout=120)
