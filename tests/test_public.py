@@ -21,7 +21,7 @@ from shardwise.dispatch import registry
 from shardwise.testing import ranks
 
 ROOT = Path(__file__).parent.parent
-OPTIONAL = {"shardwise.transfer.copy_kernel": "triton"}  # modules, and what they need
+OPTIONAL = {"shardwise.transfer.copy_kernel": "triton", "shardwise.lightning": "lightning"}  # modules, and their needs
 MODULES = [
     m.name
     for m in pkgutil.walk_packages(shardwise.__path__, "shardwise.")
