@@ -37,3 +37,16 @@ def test_nothing_is_gathered_for_a_model(name: str) -> None:
     with shardwise.gather_budget(0):
         for cut, given in ((rows, inputs), (planned(plain), joined(inputs))):
             assert_trains_alike(sharded(plain, cut), plain, given, inputs, loss_of, tolerance)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
+@ranks(2, timeout=100)
+def test_reentrant_checkpoints_of_a_model(name: str) -> None:
+    """What is computed again in the backward lies as ranks' own samples do, and takes gradients that lie elsewhere."""
+    plain, inputs, tolerance = made(name), ZOO[name].inputs(), ZOO[name].tolerance
+    plain.config.use_cache = False
+    twin = sharded(plain, tensor_parallel(name))
+    for model in (plain, twin):
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    assert_trains_alike(twin, plain, joined(inputs), inputs, loss_of, tolerance)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import ReplicatedShardingSpec, ShardedTensor
-from shardwise.errors import ViewWriteError
+from shardwise.errors import PropertyError, ViewWriteError
 from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
@@ -121,6 +121,41 @@ def test_a_reentrant_checkpoint_has_the_gradients_of_a_plain_one(layout: str) ->
         out = checkpoint(lambda t, linear=linear: (t @ linear.T).relu(), inner, use_reentrant=True)
         torch.autograd.backward([out.pow(2).sum()])
     assert_close(found.grad.full_tensor(), expected.grad)
+
+
+@pytest.mark.parametrize("layout", KINDS)
+@ranks(4)
+def test_a_recomputed_result_may_lie_in_another_layout(layout: str) -> None:
+    """A reentrant checkpoint has the gradient of its first result; it is moved to where the second one lies."""
+
+    def act(x: Any) -> Any:
+        made = x * x
+        moves = isinstance(x, ShardedTensor) and torch.is_grad_enabled()
+        return made.redistribute(chunks(1, 3, 1)) if moves else made
+
+    twin(layout, lambda x: (checkpoint(act, x, use_reentrant=True) * x).sum())
+
+
+@pytest.mark.parametrize("layout", KINDS)
+@ranks(4)
+def test_a_backward_begins_with_a_gradient_of_any_layout(layout: str) -> None:
+    """One that lies elsewhere is moved, a plain one is the same on every rank; of another size, it is refused."""
+    x, plain = shard_tensor(X, ALL[layout]).requires_grad_(), X.clone().requires_grad_()
+    for given in (shard_tensor(X, chunks(1, 2, 0)), shard_tensor(X, ALL["replicated"]), X):
+        for leaf, grad in ((x, given), (plain, X)):
+            (found,) = torch.autograd.grad(leaf.pow(3), [leaf], grad)
+            (leaf * 2).backward(grad)
+            leaf.grad += found
+        assert_close(x.grad.full_tensor(), plain.grad)
+    grad, expected = shard_tensor(X, chunks(1, 2, 0)).requires_grad_(), X.clone().requires_grad_()
+    for leaf, one in ((x, grad), (plain, expected)):
+        (found,) = torch.autograd.grad(leaf.pow(3), [leaf], one, create_graph=True)
+        found.pow(2).sum().backward()
+    assert_close(x.grad.full_tensor(), plain.grad)
+    assert_close(grad.grad.full_tensor(), expected.grad)
+    for wrong in (X[:1], shard_tensor(X[:1], chunks(0, 0))):
+        with pytest.raises(PropertyError, match="expected a gradient of size"):
+            (x * 2).backward(wrong)
 
 
 @ranks(4)

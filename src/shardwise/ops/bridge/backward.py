@@ -16,6 +16,7 @@ import torch
 from shardwise.dispatch import registry
 from shardwise.errors import PropertyError
 from shardwise.ops.bridge.leaf_hooks import capturing, changed_by_hooks
+from shardwise.ops.bridge.nodes import Whole
 from shardwise.process_group import in_step_sharing, is_member
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.recorded_backward import tie, what_is_passed
@@ -28,19 +29,20 @@ def _locals(tensors: Any) -> list[torch.Tensor]:
 
 
 def _roots(tensor: ShardedTensorBase, gradient: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Where this rank begins, and with what."""
-    roots = list(tensor._local_tensors())
+    """Where this rank begins, and with what; a gradient that lies in another layout is moved, on every rank."""
+    roots, anchor = list(tensor._local_tensors()), None
     if gradient is None:
         if tensor.numel() != 1:
             raise PropertyError("grad can be implicitly created only for scalar outputs: give backward a gradient")
         grads = [torch.ones_like(local) for local in roots]
+        if tensor._layout.has_replicas:
+            pairs = zip(tensor._frame.rows, grads, strict=True)
+            grads = [grad if tensor._layout.is_first(row) else torch.zeros_like(grad) for row, grad in pairs]
     else:
-        grads = list(tensor._locals_of(gradient))
-    if tensor._layout.has_replicas:
-        pairs = zip(tensor._frame.rows, grads, strict=True)
-        grads = [grad if tensor._layout.is_first(row) else torch.zeros_like(grad) for row, grad in pairs]
+        grads, anchor = Whole(tensor, has_anchor=False).counted_once(gradient)
     if not roots and tensor._anchor is not None:
-        roots, grads = [tensor._anchor], [torch.zeros_like(tensor._anchor)]
+        zero = torch.zeros_like(tensor._anchor)
+        roots, grads = [tensor._anchor], [zero if anchor is None else zero + tie([anchor]).to(zero.device)]
     return roots, grads
 
 

@@ -137,7 +137,7 @@ class LeafHooks:
             pieces = [came.get(k, torch.zeros_like(local)) for k, local in enumerate(locals_)]
             grad = self.changed(type(tensor)._wrap(Parts(tensor._frame, pieces)))
             whole = Whole(type(tensor)._wrap(Parts(tensor._frame, [])), has_anchor=False)
-            for local, piece in zip(locals_, whole.parts_of(grad), strict=True):
+            for local, piece in zip(locals_, whole.parts_of(grad)[0], strict=True):
                 _accumulate(local, piece)
         for hook in list(self.after.values()):
             hook(tensor)

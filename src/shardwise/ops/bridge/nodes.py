@@ -42,30 +42,31 @@ class Whole:
     blank: ShardedTensorBase  # of that layout, without its data
     has_anchor: bool
 
-    def parts_of(self, grad: Any) -> Tensors:
-        """The local parts of a gradient of any kind."""
+    def parts_of(self, grad: Any) -> tuple[Tensors, torch.Tensor | None]:
+        """The local parts of a gradient of any kind, and the anchor that a recorded one has where there are none."""
         frame = self.blank._frame
+        if getattr(grad, "shape", None) != frame.size:
+            raise PropertyError(f"expected a gradient of size {tuple(frame.size)}, found {summary(grad)}")
         if isinstance(grad, PartialTensor):
             grad = grad._redistributed(FixedShardingSpec.of(frame.layout))
         if not isinstance(grad, ShardedTensorBase):  # the same on every rank
-            if grad.shape != frame.size:
-                raise PropertyError(f"expected a gradient of size {tuple(frame.size)}, found {summary(grad)}")
             boxes = frame.layout.at(frame.rows)
             rows = zip(boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True)
             found = [narrow_tensor_by_index(grad, offsets, sizes) for offsets, sizes in rows]
         else:
-            if grad._layout != frame.layout and frame.layout.order_of(grad._layout) is None:
+            lies_alike = grad._layout == frame.layout or frame.layout.order_of(grad._layout) is not None
+            if not lies_alike and grad._frame.process_group is not None:
                 grad = grad._redistributed(FixedShardingSpec.of(frame.layout))  # type: ignore[attr-defined] # has a group
             found = self.blank._locals_of(grad)
-        return found
+        return found, grad._anchored() if isinstance(grad, ShardedTensorBase) else None
 
-    def counted_once(self, grad: Any) -> Tensors:
+    def counted_once(self, grad: Any) -> tuple[Tensors, torch.Tensor | None]:
         """The same where the parts of replicas add up: the first of them has it, the others zeros."""
-        frame, found = self.blank._frame, self.parts_of(grad)
-        if not frame.layout.has_replicas:
-            return found
-        pairs = zip(frame.rows, found, strict=True)
-        return [one if frame.layout.is_first(row) else torch.zeros_like(one) + tie([one]) for row, one in pairs]
+        frame, (found, anchor) = self.blank._frame, self.parts_of(grad)
+        if frame.layout.has_replicas:
+            pairs = zip(frame.rows, found, strict=True)
+            found = [one if frame.layout.is_first(row) else torch.zeros_like(one) + tie([one]) for row, one in pairs]
+        return found, anchor
 
 
 class _Closed(Function):
@@ -88,8 +89,7 @@ class _Closed(Function):
         whole: Whole = ctx.whole
         if grad is None:
             return (None,) * (2 + len(whole.blank._frame.rows) + whole.has_anchor)
-        anchor = grad._anchored() if isinstance(grad, ShardedTensorBase) else None
-        parts = whole.counted_once(grad)
+        parts, anchor = whole.counted_once(grad)
         anchors = [tie([] if anchor is None else [anchor])] if whole.has_anchor else []
         if ctx.gave is not None:
             ctx.gave[:] = [(part.data_ptr(), part._version) for part in (*parts, *anchors)]
