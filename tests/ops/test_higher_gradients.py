@@ -117,3 +117,21 @@ def test_gradients_of_plain_losses_and_of_each_ranks_own() -> None:
             assert_close(full(first.detach()), times * values**2)
             first.square().sum().backward()
             assert_close(full(x.grad), 4 * times**2 * values**3)
+
+
+@pytest.mark.parametrize("records", [False, True])
+@ranks(4)
+def test_the_gradient_of_a_result_with_replicas_is_whole_in_each(records: bool) -> None:
+    """What was computed from each replica is a part of it; a result that nothing depends on has none."""
+    values = torch.linspace(-1, 1, 42, dtype=torch.float64).reshape(SIZE)
+    grads = []
+    for x in (shard_tensor(values, ALL["replicated"]).requires_grad_(), values.clone().requires_grad_()):
+        made, unused = x * 2, x * 3
+        found = torch.autograd.grad(moved(made).pow(4).sum(), [made, unused], create_graph=records, allow_unused=True)
+        assert found[1] is None
+        if records:
+            (found[0] * made).sum().backward()
+        grads.append([found[0], x.grad])
+    assert_holds(grads[0][0], grads[1][0])
+    if records:
+        assert_holds(grads[0][1], grads[1][1])

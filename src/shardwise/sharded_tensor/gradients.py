@@ -188,18 +188,20 @@ class SumOfReplicas(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """What each replica brought is in the sum of all of them."""
-        return None, None, None, *_sums(ctx.layout, ctx.group, ctx.dtype, *all_depending(grads, ctx))
+        return None, None, None, *sums_in_backward(ctx.layout, ctx.group, ctx.dtype, *all_depending(grads, ctx))
 
 
-def _sums(layout: Layout, group: ProcessGroup, dtype: torch.dtype, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def sums_in_backward(
+    layout: Layout, group: ProcessGroup, dtype: torch.dtype, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """The sums over replicas in a backward, which may be recorded."""
-    outs = _sum_of_replicas(layout, group, dtype, *tensors)
+    outs = sum_of_replicas(layout, group, dtype, *tensors)
     if torch.is_grad_enabled():
         passed(outs[-1])
     return outs
 
 
-_sum_of_replicas: Callable[..., tuple[torch.Tensor, ...]] = SumOfReplicas.apply
+sum_of_replicas: Callable[..., tuple[torch.Tensor, ...]] = SumOfReplicas.apply
 
 
 class Shared(torch.autograd.Function):
@@ -221,7 +223,7 @@ class Shared(torch.autograd.Function):
         *parts, anchor = all_depending(grads, ctx)
         if ctx.is_leaf and put_off(ctx, ctx.layout, ctx.group, ctx.dtype, parts):
             return None, None, None, None, *[None] * len(parts), anchor
-        return None, None, None, None, *_sums(ctx.layout, ctx.group, ctx.dtype, *parts, anchor)
+        return None, None, None, None, *sums_in_backward(ctx.layout, ctx.group, ctx.dtype, *parts, anchor)
 
 
 _share: Callable[..., tuple[torch.Tensor, ...]] = Shared.apply

@@ -19,6 +19,7 @@ from shardwise.ops.bridge.leaf_hooks import capturing, changed_by_hooks
 from shardwise.ops.bridge.nodes import Whole
 from shardwise.process_group import in_step_sharing, is_member
 from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.gradients import sum_of_replicas
 from shardwise.sharded_tensor.recorded_backward import tie, what_is_passed
 
 
@@ -113,6 +114,9 @@ def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> tuple[Any, 
     with capturing(), what_is_passed(roots if records else []) as came_through:
         found = iter(torch.autograd.grad(roots, leaves, grads, allow_unused=True, **given))
     pieces = [_filled([next(found) for _ in each], each) for each in asked]
+    shared = [k for k, one in enumerate(inputs) if _adds_up_replicas(one)]
+    for k in shared:
+        pieces[k] = _filled_if_any(inputs[k], pieces[k], asked[k])
     if any(each[0] is None for each in pieces) and not (unused or given.get("materialize_grads")):
         raise PropertyError(
             "torch.autograd.grad was asked for the gradient of a tensor that the outputs do not depend on: "
@@ -120,6 +124,8 @@ def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> tuple[Any, 
         )
     if records:
         pieces = _alike([*inputs, *outputs], pieces, [*roots, *(g for g in grads if g is not None), *came_through])
+    for k in shared:
+        pieces[k] = _summed(inputs[k], pieces[k])
     made: list[Any] = []
     for one, each in zip(inputs, pieces, strict=True):
         is_sharded = isinstance(one, ShardedTensorBase) and each[0] is not None
@@ -132,6 +138,28 @@ def _filled(pieces: list[Any], leaves: list[Any]) -> list[Any]:
     if all(piece is None for piece in pieces):
         return pieces
     return [torch.zeros_like(leaf) if piece is None else piece for piece, leaf in zip(pieces, leaves, strict=True)]
+
+
+def _adds_up_replicas(tensor: Any) -> bool:
+    """Whether each replica of this tensor has a part of its gradient; those of a leaf have been given the whole."""
+    return _is_in_group(tensor) and tensor._layout.has_replicas and not tensor.is_leaf
+
+
+def _filled_if_any(tensor: ShardedTensorBase, pieces: list[Any], leaves: list[Any]) -> list[Any]:
+    """Zeros for all replicas here, if nothing depended on them but something did on others; a bit travels."""
+    if not any(bit for (bit,) in _told(tensor._frame.process_group, [pieces[0] is not None])):
+        return pieces
+    return pieces if pieces[0] is not None else [torch.zeros_like(leaf) for leaf in leaves]
+
+
+def _summed(tensor: ShardedTensorBase, pieces: list[Any]) -> list[Any]:
+    """The whole gradient for each replica. Every rank of the group calls it."""
+    group = tensor._frame.process_group
+    if group is None or pieces[0] is None:
+        return pieces
+    parts = [piece.contiguous() for piece in pieces[: len(tensor._frame.rows)]]
+    *sums, anchor = sum_of_replicas(tensor._layout, group, tensor.dtype, *parts, tie(pieces))
+    return sums or [anchor]
 
 
 def _gradient(tensor: ShardedTensorBase, pieces: list[torch.Tensor]) -> ShardedTensorBase:

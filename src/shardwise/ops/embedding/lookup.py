@@ -11,7 +11,8 @@ import torch
 from shardwise.dispatch import Op, op_name
 from shardwise.errors import IdRangeError, ProcessGroupError, PropertyError
 from shardwise.ops.embedding.batch import Batch
-from shardwise.ops.embedding.rows import Lookup, Table, rows_of
+from shardwise.ops.embedding.differentiable_rows import Lookup, rows_of
+from shardwise.ops.embedding.rows import Table
 from shardwise.process_group import Fields, is_member, step_of_op
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.gradients import wants_graph

@@ -1,4 +1,4 @@
-"""Rows of a sharded table by their ids: asked of the ranks that hold them, with gradients that go back there.
+"""Rows of a sharded table by their ids: asked of the ranks that hold them, and values for them, sent there.
 
 Ids are in ascending order, so that those of a range of rows are one slice. Three all-to-alls bring the rows: of how
 many ids, of the ids, and of what was asked for. One more takes the gradients back.
@@ -7,13 +7,11 @@ many ids, of the ids, and of what was asked for. One more takes the gradients ba
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardwise.geometry import IntArray
@@ -22,8 +20,6 @@ from shardwise.ops.embedding.pieces import Pieces, packed
 from shardwise.ops.embedding.route import Columns, route_among
 from shardwise.process_group import Said, begin_sending, is_fake
 from shardwise.sharded_tensor import ShardedTensor
-from shardwise.sharded_tensor.gradient_buckets import compared
-from shardwise.sharded_tensor.gradients import new_anchor, wants_graph
 from shardwise.tracing import record
 from shardwise.transfer.exchange import wire_device
 from shardwise.transfer.views import as_bytes, resolved
@@ -212,100 +208,3 @@ def _sorted_out(taken: torch.Tensor, sizes: IntArray) -> list[torch.Tensor]:
     for kind, piece in zip(sizes.nonzero()[1].tolist(), pieces, strict=True):
         found[kind].append(piece)
     return [torch.cat(of_kind) if of_kind else taken[:0] for of_kind in found]
-
-
-# Under autograd -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Lookup:
-    """Which rows are looked up, and what becomes of their gradients."""
-
-    table: Table
-    ids: torch.Tensor  # in ascending order
-    counts: torch.Tensor | None = None  # how often each is used here, to divide its gradient by what all ranks count
-    max_norm: float | None = None  # longer rows are shortened, in the table itself
-    norm_type: float = 2.0
-    padding: int | None = None  # the id that gets no gradient
-    sparse: bool = False
-    shared: bool = False  # each replica gets the whole gradient; else, the one that was asked
-    silent: tuple[bool, ...] = ()  # which local tensors leave it to another replica all the same
-
-
-class Rows(torch.autograd.Function):
-    """Rows of a table, whose gradients are added up where they come from.
-
-    The backward is a collective, so it must run on every rank. A rank without local tensors takes part through an
-    anchor, as in a transfer.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, lookup: Lookup, *tensors: torch.Tensor) -> torch.Tensor:
-        """The rows; the inputs are the local tensors, then an anchor."""
-        rows, ctx.exchange = _fetched(lookup, tensors[:-1])
-        ctx.lookup, ctx.kinds = lookup, [(local.shape, local.device) for local in tensors[:-1]]
-        return rows
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """A gradient for each local tensor, dense or sparse, and a zero for the anchor."""
-        lookup, exchange = ctx.lookup, ctx.exchange
-        table = lookup.table
-        if lookup.shared or not exchange.stays:
-            fields = {"verb": "the gradient of an embedding", "weight": table.outline, "dtype": grad.dtype}
-            compared(table.group, fields)()
-        if lookup.shared:
-            exchange = Exchange(lookup.table, lookup.ids, lookup.counts, everywhere=True)
-        layout = torch.sparse_coo if lookup.sparse else torch.strided
-        grads = [torch.zeros(size, dtype=grad.dtype, layout=layout, device=device) for size, device in ctx.kinds]
-        for one in exchange.give(grad):
-            if not (lookup.silent and lookup.silent[one.local]):
-                grads[one.local] = _summed(lookup, one, grads[one.local])
-        return None, *grads, torch.zeros(())
-
-
-def rows_of(weight: ShardedTensor, lookup: Lookup) -> torch.Tensor:
-    """The rows that a lookup asks for, recorded by autograd if need be. Every rank of the group calls it."""
-    tensors = weight._local_tensors()
-    if not wants_graph(weight):
-        with torch.no_grad():
-            return _fetched(lookup, tensors)[0]
-    anchor = weight._anchored()
-    rows: torch.Tensor = Rows.apply(lookup, *tensors, new_anchor(weight.device) if anchor is None else anchor)  # type: ignore[no-untyped-call] # torch's
-    return rows
-
-
-def _fetched(lookup: Lookup, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Exchange]:
-    exchange = Exchange(lookup.table, lookup.ids, lookup.counts)
-    rows = exchange.fetch(tensors)
-    if lookup.max_norm is not None:
-        before = rows.clone()
-        if len(rows):  # or CUDA would complain
-            every = torch.arange(len(rows), device=rows.device)
-            torch.embedding_renorm_(rows, every, lookup.max_norm, lookup.norm_type)
-        # Only who asked for a row has it whole. Others who asked for it come to the same, and say so too.
-        changed = (rows != before).any(dim=1)
-        shortened = Exchange(lookup.table, lookup.ids[changed], everywhere=True)
-        for one in shortened.give(rows[changed]):
-            local = tensors[one.local]
-            local.index_copy_(0, one.rows.to(local.device), one.values.to(local.device))
-    return rows, exchange
-
-
-def _summed(lookup: Lookup, arrived: Arrived, grad: torch.Tensor) -> torch.Tensor:
-    """The gradient of a local tensor, so far zero, with what has arrived for it."""
-    rows, values = arrived.rows.to(grad.device), arrived.values.to(grad.device)
-    if arrived.counts is not None:
-        total = torch.zeros(len(grad), dtype=torch.int64, device=grad.device)
-        total.index_add_(0, rows, arrived.counts.to(grad.device))
-        values = values / total[rows, None]
-    padding = -1 if lookup.padding is None else lookup.padding - arrived.first
-    if lookup.sparse:
-        counted = rows != padding
-        with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call] # torch's; silent on 2.11
-            return torch.sparse_coo_tensor(rows[None, counted], values[counted], grad.shape)
-    grad.index_add_(0, rows, values)
-    if 0 <= padding < len(grad):
-        grad[padding] = 0
-    return grad
