@@ -21,6 +21,7 @@ from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import Way, moved_locals
 from shardwise.sharded_tensor.movement import everyone_on
+from shardwise.sharded_tensor.transforms import below_transforms
 from shardwise.sharding_spec import ChunkShardingSpec, FixedShardingSpec, ShardingSpec
 from shardwise.shorthand import How, spec_said
 from shardwise.tracing import record
@@ -72,6 +73,7 @@ class PartialTensor(Distributed, torch.Tensor):
     def _process_group(self) -> ProcessGroup:
         return self._group
 
+    @below_transforms
     def redistribute(self, sharding_spec: How, dims: Any = None) -> ShardedTensor:
         """The reduced tensor in this sharding, which is said as in `shard`. Every rank calls it. Differentiable."""
         return self._redistributed(sharding_spec, dims, in_step)
@@ -103,6 +105,7 @@ class PartialTensor(Distributed, torch.Tensor):
         """The old name of `redistribute`; nothing changes in place."""
         return self.redistribute(resharding_spec)
 
+    @below_transforms
     def full_tensor(self) -> torch.Tensor:
         """The reduced tensor, whole on every rank. Every rank of the group calls it. Differentiable."""
         return self._reduced().full_tensor()

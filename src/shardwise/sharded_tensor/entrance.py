@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from shardwise.dispatch import Distributed, distributed_in, refuse_mixed, registry, unsupported
 from shardwise.sharded_tensor.failure import ENTRANCES, leaves
 from shardwise.sharded_tensor.frame import Frame
+from shardwise.sharded_tensor.transforms import compute_transformed, level_of_transforms, refuse_forward_mode
 from shardwise.tracing import record
 
+_level = level_of_transforms
 FIRST = ("input", "self", "tensor", "tensors", "outputs")  # names that torch gives to first arguments
 
 
@@ -28,6 +31,9 @@ class Entrance(Distributed, torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if _level() is not None or forward_ad._current_level >= 0:
+            again = functools.partial(cls.__torch_function__, func, types, args, kwargs)
+            return compute_transformed(again, func, args, kwargs or {})
         refuse_mixed(func, args, kwargs)
         tensor = args[0] if args else None
         if isinstance(tensor, list | tuple) and tensor:
@@ -59,6 +65,7 @@ class Entrance(Distributed, torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch's is no method
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        refuse_forward_mode()
         return registry.verbs["aten"](func, args, kwargs or {})
 
 
@@ -69,7 +76,7 @@ def call_directly(name: str) -> None:
     """Let a method of often called ops go straight to its handler, which spares the way through C++ and back.
 
     Where a torch function mode is active, the call takes the usual way, so that the mode sees it; and where torch
-    function dispatch is disabled, as inside an op that is broken down into others.
+    function dispatch is disabled, as inside an op that is broken down into others; and within transforms.
     """
     method = getattr(torch.Tensor, name)
     mode_is_active = torch._C._is_torch_function_mode_enabled
@@ -81,7 +88,8 @@ def call_directly(name: str) -> None:
         handler = registry.find(method, frame.spec_class)
         entered = record.enter(method) if record.running else None
         try:
-            if handler is None or mode_is_active() or not dispatches():
+            transformed = _level() is not None or forward_ad._current_level >= 0
+            if handler is None or mode_is_active() or not dispatches() or transformed:
                 return method(self, *args, **kwargs)
             return handler((type(self),), (self, *args), kwargs, frame.process_group)
         except Exception as error:

@@ -32,11 +32,13 @@ from shardwise.sharded_tensor.assembly import require_dense
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import shared_replicas
 from shardwise.sharded_tensor.tensor import ShardedTensor
+from shardwise.sharded_tensor.transforms import below_transforms
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@below_transforms
 def from_local(
     local: torch.Tensor,
     dim: int | Sequence[int | None] = 0,

@@ -21,11 +21,13 @@ from shardwise.sharded_tensor.assembly import fields_of, require_dense
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.movement import global_rank
 from shardwise.sharded_tensor.tensor import ShardedTensor, shard_tensor
+from shardwise.sharded_tensor.transforms import below_transforms
 from shardwise.sharding_spec import ShardingSpec
 from shardwise.shorthand import How, spec_said
 from shardwise.value_digest import digest
 
 
+@below_transforms
 def shard(
     tensor: torch.Tensor,
     how: How,

@@ -18,6 +18,7 @@ from shardwise.sharded_tensor import assembly, devices, movement, old_pickles, p
 from shardwise.sharded_tensor.base import ShardedTensorBase
 from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.shard import Shard
+from shardwise.sharded_tensor.transforms import below_transforms
 from shardwise.sharding_spec import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -182,6 +183,7 @@ class ShardedTensor(ShardedTensorBase):
 
     # Moving data ------------------------------------------------------------------------------------------------
 
+    @below_transforms
     def gather(  # type: ignore[override] # the old system's, not torch's
         self,
         dst: int = 0,
@@ -210,6 +212,7 @@ class ShardedTensor(ShardedTensorBase):
             return torch.gather(self, dst, out)
         return movement.gather(self, dst, out, enforce_dtype, dtype)
 
+    @below_transforms
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, on every rank, as a plain tensor. Every rank of the group calls it.
 
@@ -222,6 +225,7 @@ class ShardedTensor(ShardedTensorBase):
         """The same for an op."""
         return movement.full_tensor(self, in_op=True)
 
+    @below_transforms
     def redistribute(
         self,
         sharding_spec: How,
@@ -258,6 +262,7 @@ class ShardedTensor(ShardedTensorBase):
         new: ShardedTensor = self._derived(frame, tensors, anchor)
         return new
 
+    @below_transforms
     def reshard(self, resharding_spec: How, dims: Any = None, *, weights: Sequence[Any] | None = None) -> ShardedTensor:
         """Change this tensor in place to another sharding, and its gradient with it. Every rank of the group calls it.
 
@@ -271,6 +276,7 @@ class ShardedTensor(ShardedTensorBase):
         made: DTensor = registry.verbs["to_dtensor"](self, mesh, placements)
         return made
 
+    @below_transforms
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
         """The tensor on another device or of another dtype, as `torch.Tensor.to`; itself when nothing changes.
 
@@ -322,6 +328,7 @@ class Pending:
         return ShardedTensor._wrap(Parts(self._frame, [] if self._moving is None else self._moving.wait()))
 
 
+@below_transforms
 def shard_tensor(
     tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: ProcessGroup | None = None
 ) -> ShardedTensor:

@@ -102,8 +102,10 @@ def _backward(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
 
 def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> tuple[Any, ...]:
     """`torch.autograd.grad`: for each input a tensor that is sharded as it is."""
-    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "allow_unused")
+    names = ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph", "allow_unused", "is_grads_batched")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if given.pop("is_grads_batched", False):
+        return _grad_of_each(given)
     inputs, outputs = _listed(given.pop("inputs")), _listed(given.pop("outputs"))
     roots, grads = _all_roots(outputs, given.pop("grad_outputs", None))
     unused, records = given.pop("allow_unused", None), bool(given.get("create_graph"))
@@ -131,6 +133,21 @@ def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> tuple[Any, 
         is_sharded = isinstance(one, ShardedTensorBase) and each[0] is not None
         made.append(changed_by_hooks(one, _gradient(one, each)) if is_sharded else each[0])
     return tuple(made)
+
+
+def _grad_of_each(given: dict[str, Any]) -> tuple[Any, ...]:
+    """The same with ``is_grads_batched``: the gradients of each entry of a batch of `grad_outputs`, one by one."""
+    batches = _listed(given.pop("grad_outputs", None))
+    count = next((len(batch) for batch in batches if batch is not None), 0)
+    if not count:
+        raise PropertyError("torch.autograd.grad with is_grads_batched=True needs grad_outputs of at least one entry")
+    keeps = given.pop("retain_graph", None) or bool(given.get("create_graph"))
+    found = []
+    for k in range(count):
+        grads = [None if batch is None else batch[k] for batch in batches]
+        options = {**given, "grad_outputs": grads, "retain_graph": keeps or k < count - 1}
+        found.append(_grad((), (), options, None))
+    return tuple(None if each[0] is None else torch.stack(each) for each in zip(*found, strict=True))
 
 
 def _filled(pieces: list[Any], leaves: list[Any]) -> list[Any]:

@@ -20,6 +20,7 @@ from shardwise.ops.bridge.nodes import apply_plain, closed, opened
 from shardwise.partial import PartialTensor
 from shardwise.process_group import raises_alone
 from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.sharded_tensor.transforms import below_transforms
 
 
 @functools.wraps(apply_plain)
@@ -36,6 +37,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     return found
 
 
+@below_transforms
 def _on_sharded(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The Function with sharded tensors among its arguments. Every rank calls it, and every rank runs its backward."""
     if kwargs:

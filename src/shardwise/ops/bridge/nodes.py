@@ -57,6 +57,8 @@ class Whole:
             lies_alike = grad._layout == frame.layout or frame.layout.order_of(grad._layout) is not None
             if not lies_alike and grad._frame.process_group is not None:
                 grad = grad._redistributed(FixedShardingSpec.of(frame.layout))  # type: ignore[attr-defined] # has a group
+            elif wants_graph(grad):
+                grad = grad._derived(grad._frame, *recorded(grad))
             found = self.blank._locals_of(grad)
         return found, grad._anchored() if isinstance(grad, ShardedTensorBase) else None
 
