@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.api.models import COLUMNS, OPTIMIZERS, ROWS, Net, net, same, train_alike, whole
-from tests.cases import ALL, SPECS, chunks, places
+from tests.cases import ALL, SPECS, assert_close, chunks, places
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import shardwise
 from shardwise import (
     ReplicatedShardingSpec,
     ShardedTensor,
@@ -99,6 +101,41 @@ def test_what_stays_on_meta_is_made_by_to_empty_and_loaded() -> None:
     model.load_state_dict(plain.state_dict())
     same(model, plain)
     train_alike(model, plain, OPTIMIZERS["SGD"])
+
+
+@ranks(4)
+def test_what_stays_on_meta_is_made_by_a_load(tmp_path: Path) -> None:
+    """Where the shards lie, as the objects that they were, which an optimizer may have already; tied ones too."""
+    plain = net(tied=True)
+    plain.scale.mul_(3)
+    shardwise.save({"model": plain}, tmp_path)
+    with torch.device("meta"):
+        model = Net(tied=True)
+    shard_module(model, ShardingPlan({"fc1.weight": chunks(0, 1, 3), "fc10.weight": COLUMNS}))
+    before = list(model.parameters())
+    assert sum(one.is_meta for one in before) == 5
+    with pytest.raises(shardwise.ShardwiseError, match="does not hold this state"):
+        shardwise.load({"other": model}, tmp_path)
+    assert sum(one.is_meta for one in before) == 5
+    shardwise.load({"model": model}, tmp_path)
+    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+    assert model.head.weight is model.embed.weight
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    same(model, plain)
+    assert_close(model.scale, plain.scale)
+    train_alike(model, plain, OPTIMIZERS["SGD"])
+
+
+@ranks(2)
+def test_where_no_device_is_known_a_load_says_to_empty(tmp_path: Path) -> None:
+    """A plain model on meta, and a state dict, whose tensors are not the model's."""
+    shardwise.save({"model": net()}, tmp_path)
+    model = on_meta()
+    with pytest.raises(shardwise.ShardwiseError, match="to_empty"):
+        shardwise.load({"model": model}, tmp_path)
+    shard_module(model, ShardingPlan({"fc1.weight": chunks(0, 0, 1)}))
+    with pytest.raises(shardwise.ShardwiseError, match="to_empty"):
+        shardwise.load({"model": model.state_dict()}, tmp_path)
 
 
 @ranks(2)

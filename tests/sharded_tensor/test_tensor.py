@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import PLAIN, SIZE, SPECS, boxes, chunks, holds, places, whole
+from tests.cases import ALL, KINDS, PLAIN, SIZE, SPECS, boxes, chunks, holds, places, whole
 from torch import nn
 
 import shardwise
@@ -216,6 +216,24 @@ def test_copies_keep_everything_but_the_memory(name: str) -> None:
             shard.tensor.zero_()
     assert torch.equal(whole(twin), before)
     assert torch.equal(whole(shallow), torch.zeros(SIZE))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@ranks(4)
+def test_a_deep_copy_has_a_gradient_where_that_of_a_plain_one_has(name: str) -> None:
+    """A leaf's has its own; a parameter's has none, also on a rank without shards."""
+    for kind in (torch.nn.Parameter, torch.Tensor.requires_grad_):
+        leaves = [kind(shard_tensor(PLAIN, ALL[name])), kind(PLAIN.clone())]
+        for leaf in leaves:
+            (leaf * leaf).sum().backward()
+        sharded, plain = (copy.deepcopy(leaf) for leaf in leaves)
+        assert sharded.requires_grad
+        assert sharded.is_leaf
+        assert (sharded.grad is None) == (plain.grad is None)
+        if plain.grad is not None:
+            assert holds(sharded.grad, plain.grad)
+            assert sharded.grad is not leaves[0].grad
+        assert leaves[0].grad is not None
 
 
 @ranks(2)

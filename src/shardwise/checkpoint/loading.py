@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup
 
+from shardwise.api.plain_memory import make_plain_memory, shard_device
 from shardwise.archive import Archive, StoredTensor, nest, open_archive
 from shardwise.archive.nest import Node
 from shardwise.checkpoint.filling import Filling
@@ -17,7 +18,7 @@ from shardwise.checkpoint.matching import Match, settle
 from shardwise.checkpoint.progress import Progress, silent
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.renaming import Only, as_named
-from shardwise.checkpoint.target import fitted, require_data_of, without_room
+from shardwise.checkpoint.target import fitted, require_data_of, without_memory, without_room
 from shardwise.errors import CheckpointError, DamageError, FileGoneError, RankMismatchError
 from shardwise.named_patterns import Rename
 from shardwise.process_group import Fields
@@ -49,8 +50,9 @@ def load(
     Hugging Face's safetensors, of ``torch.distributed.checkpoint``, of torchsnapshot, or a file of ``torch.save``.
     Nothing in it is ever executed.
 
-    Tensors are filled in place, also leaves that require grad. Values are put into the dicts and lists they belong to;
-    a list of values is replaced as a whole. An object with ``load_state_dict()`` is asked for its state, and gets it
+    Tensors are filled in place, also leaves that require grad. What stays plain in a module that was made on ``meta``
+    and then sharded gets memory first, on the device of its shards. Values are put into the dicts and lists they belong
+    to; a list of values is replaced as a whole. An object with ``load_state_dict()`` is asked for its state, and gets it
     back filled; where it lacks what the checkpoint has, it is first asked to ``init_state()``, if it can. Optimizers
     need not have stepped.
 
@@ -101,7 +103,7 @@ class _Opening:
         seen: list[str] = []
         for _ in range(TRIES):
             (archive, stored, owners), told = self._ranks.in_step(self._find)
-            ids, hosts = [checkpoint for checkpoint, _ in told], len({host for _, host in told})
+            ids, hosts = [checkpoint for checkpoint, *_ in told], len({host for _, host, _ in told})
             try:
                 if len(set(ids)) > 1:
                     if ids == seen:
@@ -111,6 +113,8 @@ class _Opening:
                     continue
                 for owner in owners:
                     self.together(owner.init_state)
+                if any(lacks_memory for *_, lacks_memory in told):
+                    self._make_memory(archive, stored, strict=strict, convert=convert)
                 for relays in (True, False):  # ranks that do not all load the same each read for themselves
                     work = partial(
                         self._plan, archive, stored, hosts, strict=strict, convert=convert, verify=verify, relays=relays
@@ -139,24 +143,42 @@ class _Opening:
 
         self._ranks.in_step(done)
 
-    def _find(self) -> tuple[tuple[Archive, Node, list[Any]], Fields, tuple[str, str]]:
+    def _find(self) -> tuple[tuple[Archive, Node, list[Any]], Fields, tuple[str, str, bool]]:
         if self._progress:
             Progress.require()
         archive = open_archive(self._path)
         found = nest.parse(archive.index.state, lambda owner, _: None, tensors=(StoredTensor,))  # it has no objects
         stored = as_named(found, self._state, self._only, self._rename)
-        return (archive, stored, without_room(self._state, stored)), {}, (archive.index.id, socket.gethostname())
+        about = archive.index.id, socket.gethostname(), bool(without_memory(self._state))
+        return (archive, stored, without_room(self._state, stored)), {}, about
+
+    def _make_memory(self, archive: Archive, stored: Node, *, strict: bool, convert: bool) -> None:
+        """Give memory to what modules keep plain on meta, once all ranks know that the checkpoint fits."""
+
+        def check() -> None:
+            self._fitted(archive, stored, strict=strict, convert=convert)
+
+        self.together(check)
+        for module in without_memory(self._state):
+            device = shard_device(module)
+            if device is not None:
+                make_plain_memory(module, device)
 
     def _plan(
         self, archive: Archive, stored: Node, hosts: int, *, strict: bool, convert: bool, verify: bool, relays: bool
     ) -> _Loading:
+        target, match = self._fitted(archive, stored, strict=strict, convert=convert)
+        filling = Filling.of(archive, match.pairs, self._ranks, hosts, verify=verify, relays=relays)
+        return _Loading(target, stored, filling)
+
+    def _fitted(self, archive: Archive, stored: Node, *, strict: bool, convert: bool) -> tuple[Node, Match]:
+        """The state to fill and what fills it, checked."""
         match = Match(convert)
         target = fitted(self._state, stored, match)
         said = f"'{archive.storage}' does not hold this state; nothing was loaded"
         match.require(said, strict=strict, part=self._only is not None)
         require_data_of(target)
-        filling = Filling.of(archive, match.pairs, self._ranks, hosts, verify=verify, relays=relays)
-        return _Loading(target, stored, filling)
+        return target, match
 
 
 def _or_gone(work: Callable[[], _Loading]) -> tuple[_Loading | None, Fields, tuple[str | None, str]]:

@@ -103,5 +103,6 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
         raise CheckpointError(f"'{name}' is a FakeTensor, which has no values: give one made outside of FakeTensorMode")
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         what = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}, {tensor.dtype}"
-        raise CheckpointError(f"'{name}' is a tensor {what}, which has no plain memory to be written or read")
+        how = ": give it memory with model.to_empty(device=...) before" if tensor.is_meta else ""
+        raise CheckpointError(f"'{name}' is a tensor {what}, which has no plain memory to be written or read{how}")
     return tensor.detach().as_subclass(torch.Tensor)

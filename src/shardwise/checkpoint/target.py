@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.api.buffers import require_data
+from shardwise.api.plain_memory import lacks_plain_memory
 from shardwise.archive import nest
 from shardwise.archive.nest import Node
 from shardwise.checkpoint.matching import Match
@@ -27,6 +28,12 @@ def require_data_of(target: Node) -> None:
     for module in target.objects():
         if isinstance(module, nn.Module):
             require_data(module)
+
+
+def without_memory(state: Any) -> list[nn.Module]:
+    """The modules in a state that were made on meta and then sharded, and still lack memory for what stays plain."""
+    tree = nest.parse(state, lambda owner, _: content_of(owner))
+    return [one for one in tree.objects() if isinstance(one, nn.Module) and lacks_plain_memory(one)]
 
 
 def without_room(state: Any, stored: Node) -> list[Any]:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardwise.api.buffers import fill_buffers, require_data, without_data
+from shardwise.api.plain_memory import make_plain_memory, shard_device
 from shardwise.archive import Archive
 from shardwise.archive.formats import safetensors_folder
 from shardwise.checkpoint.filling import Filling
@@ -19,7 +20,6 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import StateMismatchError
 from shardwise.huggingface.names import as_stored, require_views
 from shardwise.process_group import Fields
-from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.storage import Storage, storage_at
 
 MOST_LISTED = 10
@@ -56,7 +56,7 @@ def load_pretrained(
 
     archive, _ = ranks.in_step(find)
     with archive:
-        _make_plain(model)
+        make_plain_memory(model, shard_device(model) or torch.device("cpu"))
         if without_data(model) and hasattr(model, "config"):
             fill_buffers(model, lambda: type(model)(copy.deepcopy(model.config)), process_group=process_group)
         require_data(model)
@@ -97,22 +97,3 @@ def _filling(archive: Archive, model: nn.Module, ranks: Ranks, hosts: int) -> tu
 def _line(what: str, names: list[str]) -> list[str]:
     more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
     return [f"  {what}: {', '.join(names[:MOST_LISTED])}{more}"] if names else []
-
-
-def _make_plain(model: nn.Module) -> None:
-    """Give memory to plain parameters and persistent buffers that are on meta, where the sharded parameters are."""
-    sharded = [p for p in model.parameters() if isinstance(p, ShardedTensorBase) and not p.is_meta]
-    device = sharded[0].device if sharded else torch.device("cpu")
-    made: dict[int, Any] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta and not isinstance(parameter, ShardedTensorBase):
-                new = made.get(id(parameter))
-                if new is None:
-                    new = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-                    vars(new).update(vars(parameter))
-                    made[id(parameter)] = new
-                module._parameters[name] = new
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta and name not in module._non_persistent_buffers_set:
-                module._buffers[name] = torch.empty_like(buffer, device=device)

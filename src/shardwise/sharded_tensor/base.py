@@ -241,13 +241,11 @@ class ShardedTensorBase(Checkpointable, Wrapper):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
-        new = self._like([copy.deepcopy(tensor, memo) for tensor in self._local_tensors()])
+        keeps_grad = not isinstance(self, torch.nn.Parameter)  # as torch does: a parameter's copy has no gradient
+        new = self._like([_copied(tensor, memo, keeps_grad=keeps_grad) for tensor in self._local_tensors()])
         memo[id(self)] = new
-        new._anchor, new._wants_grad, new._shardless_grad = (
-            None,
-            self._wants_grad,
-            copy.deepcopy(self._shardless_grad, memo),
-        )
+        new._anchor, new._wants_grad = None, self._wants_grad
+        new._shardless_grad = copy.deepcopy(self._shardless_grad, memo) if keeps_grad else None
         # The rest is what others hung on the tensor, such as the mark that makes it a parameter.
         shared = vars(new).keys() | vars(Wrapper).keys() | {"_known_metadata"}
         for name, value in vars(self).items():
@@ -257,3 +255,10 @@ class ShardedTensorBase(Checkpointable, Wrapper):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return registry.verbs["rebuild"], (pickling.state_of(self),)
+
+
+def _copied(tensor: torch.Tensor, memo: dict[int, Any], *, keeps_grad: bool) -> torch.Tensor:
+    """A deep copy of a local tensor."""
+    if keeps_grad or not tensor.is_leaf:  # which torch refuses to copy
+        return copy.deepcopy(tensor, memo)
+    return copy.deepcopy(tensor.detach(), memo).requires_grad_(tensor.requires_grad)

@@ -74,7 +74,10 @@ def require_movable(tensor: ShardedTensorBase) -> None:
         if list(local.shape) != layout.extent(row):
             raise PropertyError(f"a shard of size {layout.extent(row)} was given a tensor of size {list(local.shape)}")
         if local.is_meta and layout.places.device_types != {"meta"}:
-            raise PropertyError("a shard without data, on the meta device, cannot be moved")
+            raise PropertyError(
+                "a shard without data, on the meta device, cannot be moved: give it memory with "
+                "model.to_empty(device=...)"
+            )
 
 
 def about(tensor: ShardedTensorBase, name: str = "tensor") -> dict[str, object]:
