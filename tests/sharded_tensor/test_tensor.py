@@ -14,6 +14,7 @@ from torch import nn
 
 import shardwise
 from shardwise import ChunkShardingSpec, ShardedTensor
+from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 
 PROPERTIES = ["shape", "dtype", "ndim", "layout", "device", "is_cuda", "is_meta", "is_sparse", "itemsize", "nbytes"]

@@ -52,8 +52,8 @@ def load(
 
     Tensors are filled in place, also leaves that require grad. What stays plain in a module that was made on ``meta``
     and then sharded gets memory first, on the device of its shards. Values are put into the dicts and lists they belong
-    to; a list of values is replaced as a whole. An object with ``load_state_dict()`` is asked for its state, and gets it
-    back filled; where it lacks what the checkpoint has, it is first asked to ``init_state()``, if it can. Optimizers
+    to; a list of values is replaced as a whole. An object with ``load_state_dict()`` is asked for its state, and gets
+    it back filled; where it lacks what the checkpoint has, it is first asked to ``init_state()``, if it can. Optimizers
     need not have stepped.
 
     All differences in names, sizes and dtypes are told in one error. With ``strict=False``, names that only the state
