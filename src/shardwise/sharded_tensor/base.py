@@ -245,7 +245,8 @@ class ShardedTensorBase(Checkpointable, Wrapper):
         new = self._like([_copied(tensor, memo, keeps_grad=keeps_grad) for tensor in self._local_tensors()])
         memo[id(self)] = new
         new._anchor, new._wants_grad = None, self._wants_grad
-        new._shardless_grad = copy.deepcopy(self._shardless_grad, memo) if keeps_grad else None
+        shardless = self.grad if keeps_grad and not new._tensors else None
+        new._shardless_grad = copy.deepcopy(shardless, memo)
         # The rest is what others hung on the tensor, such as the mark that makes it a parameter.
         shared = vars(new).keys() | vars(Wrapper).keys() | {"_known_metadata"}
         for name, value in vars(self).items():
