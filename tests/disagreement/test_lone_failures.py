@@ -12,7 +12,10 @@ import torch.distributed as dist
 from tests.cases import chunks
 from tests.disagreement.given import impatient
 
+import shardwise
 from shardwise import ShardedOptimizer
+from shardwise.dispatch import register_op, registry
+from shardwise.process_group import agreement
 from shardwise.sharded_tensor import shard_tensor
 from shardwise.testing import ranks
 from shardwise.transfer import carrier
@@ -27,7 +30,7 @@ def sharded(group: Any = None) -> Any:
 
 def message_of(function: Callable[[], object]) -> str:
     """What a call raises."""
-    with pytest.raises((RuntimeError, IndexError, ValueError)) as caught:
+    with pytest.raises((RuntimeError, IndexError, ValueError, TypeError, AttributeError)) as caught:
         function()
     return str(caught.value)
 
@@ -151,3 +154,53 @@ def test_a_mistake_of_one_rank_after_an_error_of_all() -> None:
         with impatient():
             assert f"found on rank {odd};" in message_of(lambda dim=dim: shard_tensor(PLAIN, chunks(dim, 0, 1)))
     assert torch.equal(x.full_tensor(), PLAIN)
+
+
+@pytest.mark.parametrize("kind", [TypeError, AttributeError, KeyError])
+@pytest.mark.parametrize("moves", [True, False])
+@ranks(2)
+def test_errors_of_any_kind_in_a_handler_of_the_user(kind: type[Exception], moves: bool) -> None:
+    """The other rank, which waits in the same handler or in the next call, raises the same; then they are in step."""
+    x = sharded().detach()
+
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise kind("not on this rank")
+        return args[0].full_tensor() if moves else args[0]
+
+    with pytest.MonkeyPatch.context() as patch, impatient():
+        patch.setattr(registry, "overrides", {})
+        register_op(torch.special.i1)(handler)
+        with pytest.raises(kind, match="not on this rank") as caught:
+            x.sum(0) if torch.special.i1(x) is x else None
+    assert ("found on rank 1" in str(caught.value)) == (dist.get_rank() == 0)
+    assert torch.equal(x.full_tensor(), PLAIN)
+
+
+@ranks(2)
+def test_a_wrong_form_of_a_call_on_one_rank() -> None:
+    """An argument that there is not, which torch finds: it is told as any other error."""
+    x = sharded().detach()
+    with impatient():
+        wrong = {"wrong": 1} if dist.get_rank() == 1 else {}
+        assert "wrong" in message_of(lambda: (x.sum(0, **wrong), x.full_tensor()))
+    assert torch.equal(x.full_tensor(), PLAIN)
+
+
+@ranks(3)
+def test_a_wrong_form_of_a_call_on_all_ranks_costs_one_round_of_headers() -> None:
+    """However often it is raised: before the ranks talk next they find that all have raised the same."""
+    x = sharded().detach()
+    for _ in range(3):
+        with pytest.raises(TypeError, match="wrong"):
+            x.sum(0, wrong=1)
+    counts = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "SOON", 60.0)  # nobody looks into the store instead
+        for _ in range(2):
+            with shardwise.trace() as traced:
+                assert torch.equal(x.full_tensor(), PLAIN)
+            meetings = [one for one in traced.events if one.is_meeting]
+            assert {one.sent for one in meetings} == {2 * 128}
+            counts.append(len(meetings))
+    assert counts[0] == 1 + counts[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,6 +46,23 @@ def test_the_wrong_size_raises_as_it_does_on_plain_tensors() -> None:
         tensor + torch.ones(5)
     with pytest.raises(IndexError):
         tensor[9]
+
+
+@ranks(4)
+def test_an_operator_refuses_what_is_no_operand() -> None:
+    """In place, too, where the tensor would else be given back as if nothing was wrong; and it asks the other side."""
+
+    class Other:
+        def __radd__(self, tensor: object) -> str:
+            return "asked"
+
+    for spec in ALL.values():
+        tensor = shard_tensor(PLAIN, spec)
+        for name in ("add", "iadd", "imul", "isub", "ipow", "itruediv"):
+            with pytest.raises(TypeError, match="unsupported operand"):
+                getattr(operator, name)(tensor, None)
+        assert operator.iadd(tensor, Other()) == operator.add(tensor, Other()) == "asked"
+        assert holds(tensor, PLAIN)
 
 
 @ranks(4)

@@ -232,6 +232,7 @@ class _Meeting:
     ) -> None:
         self._group, self._ledger, self._error, self._subject = group, ledger, error, subject
         self._said = fields if isinstance(fields, Said) else Said(fields)
+        self._owed = told  # whether the meeting is for nothing but an error that this rank has raised already
         self._told = told  # whether this rank has raised already what will come of it
         self._number = ledger.number
         self._before = tuple(ledger.entries)[-MOST_TOLD:]
@@ -242,7 +243,8 @@ class _Meeting:
             ledger.failure = [type(error).__name__, str(error)]  # for those who wait elsewhere, and look
         self._patience = SOON if told else None
         kind = Compared if is_large(group) else Headers
-        self._round = kind(group, ledger.digest, error is not None, brought, self._tag)
+        digest = _digest_of_error(ledger.digest, cast(Exception, error)) if told else ledger.digest
+        self._round = kind(group, digest, error is not None and not told, brought, self._tag)
         self._sizes: Gathering | None = None  # of what each rank reports
         self._entries: Gathering | None = None  # and the reports; both may be under way when the meeting is left
 
@@ -258,6 +260,8 @@ class _Meeting:
             agreed = self._round.agree(self._look, self._patience)
             if agreed:
                 self._ledger.left = None
+                if self._owed:  # all ranks have raised the same error: there is nothing to tell
+                    self._ledger.begin_epoch()
                 return self._round.told(self._look)
             error = told_to(_verdict(self._reports(), group_ranks(self._group)), group_ranks(self._group))
         except Exception as found:
@@ -304,14 +308,18 @@ class _Meeting:
         return [json.loads(entry[:length]) for entry, length in entries]
 
 
-def raises_alone(process_group: ProcessGroup | None, error: Exception, *, in_op: bool = False) -> None:
+def _digest_of_error(chain: bytes, error: Exception) -> bytes:
+    """Of an error that a rank raised alone, after these calls: the same on all ranks that raised the same error."""
+    return Said({"raised": type(error).__name__, "message": str(error), "after": chain.hex()}).digest
+
+
+def raises_alone(process_group: ProcessGroup | None, error: Exception) -> None:
     """Let the other ranks know of an error that leaves a call on this rank, and that they may not find by themselves.
 
-    What the library finds wrong by what all ranks know, they all raise; and what is wrong with an op's form.
+    What the library finds wrong by what all ranks know, all ranks raise. Any other error may be of this rank alone. If
+    all ranks have raised the same error, one round of headers says so before they talk next.
     """
     if process_group is None or isinstance(error, ShardwiseError):
-        return
-    if in_op and isinstance(error, (TypeError, AttributeError)):
         return
     if process_group not in distributed_c10d._world.pg_map:
         return  # it has been destroyed

@@ -19,4 +19,4 @@ def leaves(error: Exception, process_group: ProcessGroup | None) -> None:
         if frame.f_code in ENTRANCES:
             return
         frame = frame.f_back
-    raises_alone(process_group, error, in_op=True)
+    raises_alone(process_group, error)

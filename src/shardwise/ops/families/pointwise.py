@@ -166,11 +166,9 @@ def _register(op: Op, *, in_place: bool) -> None:
                 op(*(args[k] if c is None else c[row] for k, c in enumerate(columns)), **kwargs)
                 for row in range(len(tensors))
             ]
-        if in_place:
-            return first
         if made[0] is NotImplemented:
             return NotImplemented
-        return first._like(made, made[0].dtype)
+        return first if in_place else first._like(made, made[0].dtype)
 
     registry.built_in[op] = handler
     BLIND.add(op)
