@@ -3,6 +3,7 @@
 from shardwise.meeting.aside import (
     break_off,
     difference,
+    end_epoch,
     failure_of,
     find_verdict,
     given_up,
@@ -25,6 +26,7 @@ from shardwise.meeting.group import (
 )
 from shardwise.meeting.lost import raise_lost
 from shardwise.meeting.post import Look, Post, keeper
+from shardwise.meeting.run import Run
 from shardwise.meeting.watchdog import BEGINNING, end, watch
 
 __all__ = [
@@ -38,12 +40,14 @@ __all__ = [
     "Look",
     "Post",
     "Reduction",
+    "Run",
     "Said",
     "begin_anew",
     "break_off",
     "collective_device",
     "difference",
     "end",
+    "end_epoch",
     "failure_of",
     "find_verdict",
     "given_up",

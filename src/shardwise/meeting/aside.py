@@ -12,18 +12,19 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import RankMismatchError, TransferError, same_kind
-from shardwise.meeting.chain import Ledger, ledger_of
+from shardwise.meeting.chain import Entry, Ledger, ledger_of
 from shardwise.meeting.group import loss, ranks_of, store_of
 
 MOST_READ = 16  # ranks whose word is read in one look, of those that are waited for
 LOOKS = 0.01  # seconds between two looks at how many ranks have come
 NEWLINE = "\n"
+E = TypeVar("E", bound=BaseException)
 _choice = random.Random()  # of its own: looking must not change what users draw
 
 
@@ -36,8 +37,14 @@ def look(process_group: ProcessGroup, peers: Sequence[int], epoch: int | None = 
         raise given_up()
     error = find_verdict(process_group, peers)
     if error is not None:
-        ledger_of(process_group).begin_epoch()
+        end_epoch(process_group)
         raise error
+
+
+def end_epoch(process_group: ProcessGroup) -> None:
+    """All ranks raise the same error, or have. Runs that go on are told how far this rank has come."""
+    publish(process_group, is_over=True)
+    ledger_of(process_group).begin_epoch()
 
 
 def given_up() -> TransferError:
@@ -55,7 +62,7 @@ def find_verdict(process_group: ProcessGroup, peers: Sequence[int]) -> Exception
         key, ranks = _key(ledger, "verdict"), ranks_of(process_group)
         for known in (key, _loss_key(ledger)):
             if store.check([known]):
-                return _error_of(json.loads(store.get(known)), ranks)
+                return error_of(json.loads(store.get(known)), ranks)
         others = sorted({ranks[peer] for peer in peers} - {dist.get_rank()})
         if len(others) > MOST_READ:
             others = _choice.sample(others, MOST_READ)
@@ -63,18 +70,18 @@ def find_verdict(process_group: ProcessGroup, peers: Sequence[int]) -> Exception
             if store.check([_key(ledger, rank)]):
                 found = _verdict(ledger, rank, json.loads(store.get(_key(ledger, rank))))
                 if found is not None:
-                    return _error_of(json.loads(store.compare_set(key, "", json.dumps(found))), ranks)
+                    return error_of(json.loads(store.compare_set(key, "", json.dumps(found))), ranks)
     return None
 
 
-def publish(process_group: ProcessGroup) -> None:
-    """Write down where this rank is, unless that is written already."""
+def publish(process_group: ProcessGroup, *, is_over: bool = False) -> None:
+    """Write down where this rank is, unless that is written already; and whether its epoch is over."""
     ledger, store = ledger_of(process_group), store_of(process_group)
-    state = (ledger.epoch, ledger.number, ledger.failure)
-    with suppress(RuntimeError):
+    with suppress(RuntimeError), ledger.publishing:  # one thread after the other: what is written last is the latest
+        state = (ledger.epoch, ledger.number, ledger.failure, is_over)
         if store is not None and ledger.published != state:
             entries = {entry.number: entry.described() for entry in tuple(ledger.entries)}
-            here = {"number": ledger.number, "failure": ledger.failure, "entries": entries}
+            here = {"number": ledger.number, "failure": ledger.failure, "entries": entries, "is_over": is_over}
             store.set(_key(ledger, dist.get_rank()), json.dumps(here))
             ledger.published = state
 
@@ -96,13 +103,14 @@ def told_of_loss(what: str, error: Exception, process_group: ProcessGroup) -> Tr
     """
     found, is_gone = loss(what, error, process_group)
     if is_gone:
-        _leave_word_for_good(process_group, found)
+        leave_word_for_good(process_group, found)
     else:
         leave_word(process_group, found)
     return found
 
 
-def _leave_word_for_good(process_group: ProcessGroup, error: Exception) -> None:
+def leave_word_for_good(process_group: ProcessGroup, error: Exception) -> None:
+    """Let all who wait in the group from now on know that a rank is gone."""
     store = store_of(process_group)
     with suppress(RuntimeError):  # the store is gone, too
         if store is not None:
@@ -117,8 +125,12 @@ def _verdict(ledger: Ledger, rank: int, theirs: dict[str, Any]) -> list[Any] | N
         return ["failure", rank, *theirs["failure"]]
     if ledger.failure is not None:
         return ["failure", dist.get_rank(), *ledger.failure] if theirs["number"] > ledger.number else None
-    mine = {str(entry.number): entry for entry in tuple(ledger.entries)}
-    there = theirs["entries"]
+    return mismatch(tuple(ledger.entries), rank, theirs["entries"])
+
+
+def mismatch(entries: Sequence[Entry], rank: int, there: dict[str, dict[str, Any]]) -> list[Any] | None:
+    """The first call in which another rank was elsewhere than this one, if there is such a call."""
+    mine = {str(entry.number): entry for entry in entries}
     for number, entry in mine.items():  # in order
         if number in there and there[number]["digest"] != entry.digest.hex():
             here = {key: one.described() for key, one in mine.items()}
@@ -165,7 +177,8 @@ def _fields(first: int, mine: dict[str, str], second: int, theirs: dict[str, str
     return ""
 
 
-def _error_of(verdict: list[Any], ranks: tuple[int, ...]) -> Exception:
+def error_of(verdict: list[Any], ranks: tuple[int, ...]) -> Exception:
+    """That all these ranks raise for a verdict."""
     kind, *rest = verdict
     error = failure_of(*rest) if kind == "failure" else RankMismatchError(rest[0])
     return told_to(error, ranks)
@@ -176,7 +189,7 @@ def failure_of(rank: int, kind: str, message: str, others: str = "") -> Exceptio
     return same_kind(kind, f"{message}\n(found on rank {rank}{others}; every rank of the group stops)")
 
 
-def told_to(error: Exception, ranks: tuple[int, ...]) -> Exception:
+def told_to(error: E, ranks: tuple[int, ...]) -> E:
     """Note on an error that all these ranks know it."""
     error.told_to = ranks  # type: ignore[attr-defined] # whatever kind of error it is
     return error
@@ -220,5 +233,34 @@ def _loss_key(ledger: Ledger) -> str:
     return f"shardwise/{ledger.name}/loss"
 
 
-def _key(ledger: Ledger, of: object) -> str:
-    return f"shardwise/{ledger.name}/{ledger.epoch}/{of}"
+def _key(ledger: Ledger, of: object, epoch: int | None = None) -> str:
+    return f"shardwise/{ledger.name}/{ledger.epoch if epoch is None else epoch}/{of}"
+
+
+# For runs that go on beside the calls of a group, and may outlive an epoch ------------------------------------------
+
+
+def find_loss(process_group: ProcessGroup) -> Exception | None:
+    """The error of ranks that are gone, if one of them has found some."""
+    found = _read(process_group, _loss_key(ledger_of(process_group)))
+    return None if found is None else error_of(found, ranks_of(process_group))
+
+
+def state_in(epoch: int, process_group: ProcessGroup, rank: int) -> dict[str, Any] | None:
+    """Where a rank was in an epoch, as far as that rank has written it down."""
+    state: dict[str, Any] | None = _read(process_group, _key(ledger_of(process_group), rank, epoch))
+    return state
+
+
+def verdict_in(epoch: int, process_group: ProcessGroup, proposed: list[Any] | None) -> list[Any] | None:
+    """The verdict of an epoch: the proposed one, unless there is another; None if there is neither."""
+    key, store = _key(ledger_of(process_group), "verdict", epoch), store_of(process_group)
+    if proposed is not None and store is not None:
+        verdict: list[Any] = json.loads(store.compare_set(key, "", json.dumps(proposed)))
+        return verdict
+    return _read(process_group, key)
+
+
+def _read(process_group: ProcessGroup, key: str) -> Any:
+    store = store_of(process_group)
+    return json.loads(store.get(key)) if store is not None and store.check([key]) else None

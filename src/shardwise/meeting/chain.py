@@ -90,6 +90,7 @@ class Ledger:
         self.broken = ""  # why the group cannot be used any more
         self.verdict: Exception | None = None  # that a watchdog has found, and this rank has not raised yet
         self.published: Any = None  # what the others can read of this rank
+        self.publishing = threading.Lock()
         self._begin(epoch)
 
     def _begin(self, epoch: int) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from shardwise.meeting.chain import traffic
 from shardwise.meeting.group import collective_device, is_large, is_tagged, listed, ranks_of
 from shardwise.meeting.lost import raise_lost
 from shardwise.meeting.post import Look, Post
+from shardwise.meeting.run import Run
 from shardwise.meeting.watchdog import outlast
 from shardwise.tracing import record
 
@@ -32,6 +33,8 @@ HEADER = 128  # bytes of a header; what is no longer goes to each rank at once, 
 
 class _Exchange:
     """What both kinds have in common."""
+
+    _run: Run | None = None  # which the exchange is a part of; else it is one of the group's calls
 
     def __init__(self, process_group: ProcessGroup, tag: int, size: int) -> None:
         traffic.count += 1
@@ -59,7 +62,12 @@ class _Exchange:
             return function()
         except (RuntimeError, TimeoutError) as error:
             what = f"compare with ranks {listed(ranks_of(self._group))} what they are about to do"
-            raise_lost(what, error, self._group)
+            self._raise_lost(what, error)
+
+    def _raise_lost(self, what: str, error: Exception) -> NoReturn:
+        if self._run is not None:
+            self._run.raise_lost(what, error)
+        raise_lost(what, error, self._group)
 
     def _finish(self, work: Any, device: torch.device, look: Look | None) -> None:
         """Wait for a collective. Whenever that takes long, it is looked whether to go on waiting."""
@@ -78,8 +86,11 @@ class _Exchange:
 class Gathering(_Exchange):
     """What every rank gives, on every rank: bytes, filled up to the same length."""
 
-    def __init__(self, process_group: ProcessGroup, data: bytes, longest: int, tag: int) -> None:
+    def __init__(
+        self, process_group: ProcessGroup, data: bytes, longest: int, tag: int, run: Run | None = None
+    ) -> None:
         super().__init__(process_group, tag, longest * (process_group.size() - 1))
+        self._run = run
         self._longest, self._device = longest, collective_device(process_group)
         if self._device.type != "cpu":
             outlast(process_group, self._device)

@@ -24,6 +24,7 @@ from shardwise.meeting import (
     Said,
     difference,
     end,
+    end_epoch,
     failure_of,
     find_verdict,
     is_large,
@@ -261,7 +262,7 @@ class _Meeting:
             if agreed:
                 self._ledger.left = None
                 if self._owed:  # all ranks have raised the same error: there is nothing to tell
-                    self._ledger.begin_epoch()
+                    end_epoch(self._group)
                 return self._round.told(self._look)
             error = told_to(_verdict(self._reports(), group_ranks(self._group)), group_ranks(self._group))
         except Exception as found:
@@ -269,7 +270,7 @@ class _Meeting:
                 raise
             return Told.alike(b"", 1)
         self._ledger.left = None
-        self._ledger.begin_epoch()
+        end_epoch(self._group)
         if self._told:
             return Told.alike(b"", 1)
         raise error from self._error

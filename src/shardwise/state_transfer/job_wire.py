@@ -135,6 +135,12 @@ class JobWire:
         """Whoever runs the transfer tells the others."""
         return nullcontext()
 
+    def tell(self, error: Exception) -> None:
+        """Whoever runs the transfer does."""
+
+    def end(self) -> None:
+        """The jobs have no calls but runs."""
+
     def gone(self) -> list[int]:
         """The ranks to which the connection is known to be broken. Only gloo tells; nothing is sent."""
         found = []

@@ -14,9 +14,8 @@ from torch.distributed import ProcessGroup
 
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import PropertyError, TransferError
-from shardwise.meeting import leave_word
 from shardwise.named_patterns import Rename
-from shardwise.process_group import Fields, talks
+from shardwise.process_group import Fields
 from shardwise.state_transfer.carrying import Carrying
 from shardwise.state_transfer.explaining import RATE, explained, pictured
 from shardwise.state_transfer.jobs import OtherJob
@@ -49,8 +48,11 @@ def _told(version: int | None) -> Fields:
 class TransferHandle:
     """A transfer under way, as ``run(wait=False)`` gives it."""
 
-    def __init__(self, work: Callable[[], None], finish: Callable[[], None], *, threaded: bool) -> None:
-        """Whoever waits finishes the work."""
+    def __init__(
+        self, work: Callable[[], None], finish: Callable[[], None], failed: Callable[[], None], *, threaded: bool
+    ) -> None:
+        """Whoever waits finishes the work; and is told before the work's error is raised."""
+        self._failed: Callable[[], None] | None = failed
         self._error: BaseException | None = None
         self._lock = threading.Lock()
         self._finish: Callable[[], None] | None = finish
@@ -59,7 +61,16 @@ class TransferHandle:
             self._thread = threading.Thread(target=self._run, args=(work, as_here()), name="shardwise transfer")
             self._thread.start()
         else:
-            work()
+            self._run(work, nullcontext)
+            self._raise()
+
+    def _raise(self) -> None:
+        """What went wrong, if something did."""
+        if self._error is not None:
+            failed, self._failed = self._failed, None
+            if failed is not None:
+                failed()
+            raise self._error
 
     def _run(self, work: Callable[[], None], context: Callable[[], AbstractContextManager[object]]) -> None:
         try:
@@ -83,13 +94,12 @@ class TransferHandle:
             self._thread.join()
         with self._lock:
             finish, self._finish = self._finish, None
-            if self._error is not None:
-                raise self._error
+            self._raise()
             if finish is not None:
                 try:
                     finish()
                 except BaseException as error:
-                    self._error = error
+                    self._error, self._failed = error, None
                     raise
 
 
@@ -271,7 +281,10 @@ class StateTransfer:
             self._wire.begin({"verb": "StateTransfer.run", "identity": self._known_as, **_told(version)})
         background = self._other is not None or self._wire.device.type == "cpu"
         return TransferHandle(
-            lambda: self._carry(given), lambda: self._finish(given, _told(version)), threaded=threaded and background
+            lambda: self._carry(given),
+            lambda: self._finish(given, _told(version)),
+            (lambda: None) if self._other is not None else self._wire.end,
+            threaded=threaded and background,
         )
 
     @contextmanager
@@ -281,9 +294,8 @@ class StateTransfer:
         try:
             yield
         except BaseException as error:
-            group = None if self._other is not None else self._meeting.ranks.group
-            if not isinstance(error, Exception) and group is not None and talks(group):
-                leave_word(group, self._interrupted(error))
+            if not isinstance(error, Exception) and self._other is None:
+                self._wire.tell(self._interrupted(error))
             raise
         finally:
             self._mover = None
