@@ -130,9 +130,10 @@ def test_a_failure_in_the_background_at_any_moment(here: int) -> None:
             assert torch.equal(x.full_tensor(), PLAIN)
 
 
-def fails_alone(x: Any) -> None:
-    """An op in which something is wrong on one rank."""
+def fails_alone(x: Any, then: Callable[[], object]) -> None:
+    """An op in which something is wrong on one rank, and what the other rank does after it."""
     torch.gather(x, 1, shardwise.from_local(torch.full((4, 1), 99 if dist.get_rank() == FAILS else 0)))
+    then()
 
 
 @ranks(2)
@@ -142,8 +143,7 @@ def test_a_rank_that_fails_before_a_run_does_not_begin_it() -> None:
     transfer = StateTransfer({"a": x}, {"a": target})
     with impatient():
         with pytest.raises((RuntimeError, IndexError)):
-            fails_alone(x)
-            transfer.run(wait=False).wait()
+            fails_alone(x, lambda: transfer.run(wait=False).wait())
         shardwise.check()
         transfer.run()
     assert torch.equal(target.full_tensor(), PLAIN)
@@ -164,8 +164,7 @@ def test_an_error_in_a_call_does_not_end_a_run_that_all_have_begun() -> None:
     handle = transfer.run(wait=False)
     with impatient():
         with pytest.raises((RuntimeError, IndexError)):
-            fails_alone(x)
-            x.full_tensor()
+            fails_alone(x, x.full_tensor)
         assert torch.equal(x.full_tensor(), PLAIN)
         goes_on.set()
         handle.wait()

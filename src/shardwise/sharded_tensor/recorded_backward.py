@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -22,25 +23,39 @@ def tie(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-_passed: dict[int, torch.Tensor] = {}  # of each backward that is recorded: tied to what it has come through
-_wanted: dict[int, list[torch.Tensor]] = {}  # those of which somebody wants to know it at the end
+class _Passage:
+    """What one backward that is recorded has come through."""
+
+    def __init__(self) -> None:
+        self.tied = torch.zeros((), requires_grad=True)  # to all of it
+        self.wanted: list[torch.Tensor] | None = None  # by somebody, at the end
+
+    def end(self) -> None:
+        """At the end of the backward, unless it fails."""
+        if self.wanted is not None:
+            self.wanted.append(self.tied)
+
+
+# Each is kept by the callback at the end of its backward, which torch drops with the backward, also if that fails.
+_running: WeakValueDictionary[int, _Passage] = WeakValueDictionary()
+
+
+def _passage() -> _Passage:
+    """That of the running backward."""
+    task = torch._C._current_graph_task_id()
+    passage = _running.get(task)
+    if passage is None:
+        passage = _running[task] = _Passage()
+        torch.autograd.Variable._execution_engine.queue_callback(passage.end)
+    return passage
 
 
 def passed(anchor: torch.Tensor | None = None) -> torch.Tensor:
     """A scalar zero that depends on all that the running backward has come through, and from now on on this anchor."""
-    task = torch._C._current_graph_task_id()
-    if task not in _passed:
-        _passed[task] = torch.zeros((), requires_grad=True)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _end(task))
+    passage = _passage()
     if anchor is not None:
-        _passed[task] = tie([_passed[task], anchor])
-    return _passed[task]
-
-
-def _end(task: int) -> None:
-    last = _passed.pop(task)
-    if task in _wanted:
-        _wanted[task].append(last)
+        passage.tied = tie([passage.tied, anchor])
+    return passage.tied
 
 
 def depending(grad: torch.Tensor, anchor: torch.Tensor | None = None) -> torch.Tensor:
@@ -62,13 +77,9 @@ def all_depending(grads: Sequence[torch.Tensor], ctx: object) -> list[torch.Tens
 def what_is_passed(roots: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Fill a list with what a backward from these roots, that runs within this context, has come through."""
     found: list[torch.Tensor] = []
-    tasks: list[int] = []
 
     def begin(grad: torch.Tensor) -> None:
-        task = torch._C._current_graph_task_id()
-        if task not in _wanted:
-            _wanted[task] = found
-            tasks.append(task)
+        _passage().wanted = found
 
     handles = [root.register_hook(begin) for root in roots if root.requires_grad]  # type: ignore[no-untyped-call] # torch's
     try:
@@ -76,5 +87,3 @@ def what_is_passed(roots: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]
     finally:
         for handle in handles:
             handle.remove()
-        for task in tasks:
-            del _wanted[task]

@@ -113,25 +113,27 @@ def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> tuple[Any, 
     with torch.enable_grad():
         asked = [_locals(one) or [one._anchored()] for one in inputs]
     leaves = [leaf for each in asked for leaf in each]
-    with capturing(), what_is_passed(roots if records else []) as came_through:
-        found = iter(torch.autograd.grad(roots, leaves, grads, allow_unused=True, **given))
-    pieces = [_filled([next(found) for _ in each], each) for each in asked]
-    shared = [k for k, one in enumerate(inputs) if _adds_up_replicas(one)]
-    for k in shared:
-        pieces[k] = _filled_if_any(inputs[k], pieces[k], asked[k])
-    if any(each[0] is None for each in pieces) and not (unused or given.get("materialize_grads")):
-        raise PropertyError(
-            "torch.autograd.grad was asked for the gradient of a tensor that the outputs do not depend on: "
-            "allow_unused=True gives None for it"
-        )
-    if records:
-        pieces = _alike([*inputs, *outputs], pieces, [*roots, *(g for g in grads if g is not None), *came_through])
-    for k in shared:
-        pieces[k] = _summed(inputs[k], pieces[k])
-    made: list[Any] = []
-    for one, each in zip(inputs, pieces, strict=True):
-        is_sharded = isinstance(one, ShardedTensorBase) and each[0] is not None
-        made.append(changed_by_hooks(one, _gradient(one, each)) if is_sharded else each[0])
+    with capturing(records=records) as end:
+        with what_is_passed(roots if records else []) as came_through:
+            found = iter(torch.autograd.grad(roots, leaves, grads, allow_unused=True, **given))
+        pieces = [_filled([next(found) for _ in each], each) for each in asked]
+        shared = [k for k, one in enumerate(inputs) if _adds_up_replicas(one)]
+        for k in shared:
+            pieces[k] = _filled_if_any(inputs[k], pieces[k], asked[k])
+        if any(each[0] is None for each in pieces) and not (unused or given.get("materialize_grads")):
+            raise PropertyError(
+                "torch.autograd.grad was asked for the gradient of a tensor that the outputs do not depend on: "
+                "allow_unused=True gives None for it"
+            )
+        if records:
+            pieces = _alike([*inputs, *outputs], pieces, [*roots, *(g for g in grads if g is not None), *came_through])
+        for k in shared:
+            pieces[k] = _summed(inputs[k], pieces[k])
+        made: list[Any] = []
+        for one, each in zip(inputs, pieces, strict=True):
+            is_sharded = isinstance(one, ShardedTensorBase) and each[0] is not None
+            made.append(changed_by_hooks(one, _gradient(one, each)) if is_sharded else each[0])
+    end.finish()
     return tuple(made)
 
 

@@ -149,20 +149,18 @@ class _Several:
 
     def __init__(self, tensors: Sequence[torch.Tensor], hook: Hook, *, first: bool) -> None:
         self.count, self.hook, self.first = len(tensors), hook, first
-        self.came: dict[int, dict[int, torch.Tensor]] = {}
         registered = [tensor.register_hook(functools.partial(self.note, k)) for k, tensor in enumerate(tensors)]  # type: ignore[no-untyped-call] # torch's
         self.handles = tuple(registered)
 
     def note(self, k: int, grad: torch.Tensor) -> None:
         """One gradient has come."""
-        came = self.came.setdefault(at_the_end(self), {})
+        came = at_the_end(self)
         if self.first and not came:
             self.hook(grad)
         came[k] = grad
 
-    def finish(self, task: int) -> None:
+    def finish(self, came: dict[int, torch.Tensor]) -> None:
         """All have come that will."""
-        came = self.came.pop(task)
         if not self.first:
             self.hook([came.get(k) for k in range(self.count)])
 

@@ -15,6 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch.utils.hooks import RemovableHandle, unserializable_hook
@@ -36,53 +37,88 @@ class Ending(Protocol):
     """Something to be done at the end of a backward."""
 
     number: float  # in this order
-    came: dict[int, Any]  # what has come of it, by backward: another may run within one
 
-    def finish(self, task: int) -> None:
-        """Do it."""
-
-
-class _Running(threading.local):
-    """The backward whose end is now being worked on."""
-
-    task = -1
+    def finish(self, came: dict[int, torch.Tensor]) -> None:
+        """Do it, given the gradients that have come, by number."""
 
 
-_running = _Running()
-_pending: dict[int, list[Ending]] = {}  # of each backward
+class BackwardEnd:
+    """What is to be done at the end of one backward: another may run within it."""
+
+    def __init__(self, *, records: bool) -> None:
+        self._records = records  # as the backward does, not as its caller does
+        self._came: dict[Ending, dict[int, torch.Tensor]] = {}
+
+    def came(self, ending: Ending) -> dict[int, torch.Tensor]:
+        """What has come for this, which is to be done. All ranks keep the same order."""
+        return self._came.setdefault(ending, {})
+
+    def finish(self) -> None:
+        """Do all of it, also what is added meanwhile."""
+        before, _working.end = _working.end, self
+        try:
+            with torch.set_grad_enabled(self._records):
+                while self._came:
+                    ending = min(self._came, key=lambda one: one.number)
+                    ending.finish(self._came.pop(ending))
+        finally:
+            _working.end = before
 
 
-def at_the_end(ending: Ending) -> int:
-    """Let this be done when the backward that is running ends; gives its number. All ranks keep the same order."""
-    task = _running.task if _running.task != -1 else torch._C._current_graph_task_id()
-    if task not in _pending:
-        _pending[task], records = [], torch.is_grad_enabled()  # as the backward does, not as its caller does
-        torch.autograd.Variable._execution_engine.queue_callback(settings.carried(lambda: _finish(task, records)))
-    if ending not in _pending[task]:
-        _pending[task].append(ending)
-    return task
+class _Working(threading.local):
+    """The end of a backward that is now being worked on."""
+
+    end: BackwardEnd | None = None
 
 
-def _finish(task: int, records: bool) -> None:
+_working = _Working()
+# Each is kept by the callback at the end of its backward, which torch drops with the backward, also if that fails.
+_running: WeakValueDictionary[int, BackwardEnd] = WeakValueDictionary()
+
+
+def at_the_end(ending: Ending) -> dict[int, torch.Tensor]:
+    """Let this be done when the backward that is running ends; gives what has come for it, to be added to."""
+    end = _capture.get() or _working.end
+    if end is None:
+        task = torch._C._current_graph_task_id()
+        end = _running.get(task)
+        if end is None:
+            end = _running[task] = BackwardEnd(records=torch.is_grad_enabled())
+            finish = functools.partial(_finish, task, end)
+            torch.autograd.Variable._execution_engine.queue_callback(settings.carried(finish))
+    return end.came(ending)
+
+
+def _finish(task: int, end: BackwardEnd) -> None:
     finish_buckets(task)  # what hooks look at is there
-    before, _running.task = _running.task, task
-    try:
-        with torch.set_grad_enabled(records):
-            while _pending[task]:
-                ending = min(_pending[task], key=lambda one: one.number)
-                _pending[task].remove(ending)
-                ending.finish(task)
-    finally:
-        _running.task = before
-        for left in _pending.pop(task):  # where a hook has raised
-            left.came.pop(task, None)
+    end.finish()
+
+
+# Gradients that are asked for -------------------------------------------------------------------------------------
+
+
+# The end of the `torch.autograd.grad` that is running, which gives gradients to its caller and accumulates none.
+_capture: Ambient[BackwardEnd | None] = Ambient("shardwise.capture", None)
+
+
+@contextlib.contextmanager
+def capturing(*, records: bool) -> Iterator[BackwardEnd]:
+    """Leave gradients of leaves within it to the caller, who calls `changed_by_hooks`, and finishes the end."""
+    end = BackwardEnd(records=records)
+    with _capture.set(end):
+        yield end
+
+
+def changed_by_hooks(leaf: ShardedTensorBase, grad: Any) -> Any:
+    """What the hooks of a leaf, if it has any, make of its gradient."""
+    return grad if leaf._hooks is None else leaf._hooks.changed(grad)
 
 
 # Leaves -----------------------------------------------------------------------------------------------------------
 
 
 class LeafHooks:
-    """The hooks of one leaf, and what has come of its gradient in the backward that is now running."""
+    """The hooks of one leaf."""
 
     numbers = itertools.count()
 
@@ -91,7 +127,6 @@ class LeafHooks:
         self.number: float = next(self.numbers)
         self.before: OrderedDict[int, Hook] = OrderedDict()
         self.after: OrderedDict[int, Hook] = OrderedDict()
-        self.came: dict[int, dict[int, torch.Tensor]] = {}
         self.attached: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
     @staticmethod
@@ -122,14 +157,14 @@ class LeafHooks:
 
     def note(self, k: int, local: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
         """Keep a gradient for the end, and let zeros be accumulated if it may yet be changed."""
-        if self.tensor() is None or _capture.get() or not (self.before or self.after):
+        if self.tensor() is None or _capture.get() is not None or not (self.before or self.after):
             return None
-        self.came.setdefault(at_the_end(self), {})[k] = grad
+        at_the_end(self)[k] = grad
         return torch.zeros_like(local) if self.before else None
 
-    def finish(self, task: int) -> None:
+    def finish(self, came: dict[int, torch.Tensor]) -> None:
         """Call the hooks, and accumulate what they leave."""
-        tensor, came = self.tensor(), self.came.pop(task)
+        tensor = self.tensor()
         if tensor is None:
             return
         if self.before:
@@ -159,22 +194,3 @@ def _accumulate(local: torch.Tensor, piece: torch.Tensor) -> None:
     if local.grad is None:
         local.grad = torch.zeros_like(local)
     local.grad = local.grad + piece if torch.is_grad_enabled() else local.grad.add_(piece)
-
-
-# Gradients that are asked for -------------------------------------------------------------------------------------
-
-
-# Whether `torch.autograd.grad` is running, which gives gradients to its caller and accumulates none.
-_capture: Ambient[bool] = Ambient("shardwise.capture", False)
-
-
-@contextlib.contextmanager
-def capturing() -> Iterator[None]:
-    """Leave gradients of leaves within it to the caller, who calls `changed_by_hooks`."""
-    with _capture.set(True):
-        yield
-
-
-def changed_by_hooks(leaf: ShardedTensorBase, grad: Any) -> Any:
-    """What the hooks of a leaf, if it has any, make of its gradient."""
-    return grad if leaf._hooks is None else leaf._hooks.changed(grad)
