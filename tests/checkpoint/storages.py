@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from shardwise.checkpoint import LocalStorage
 from shardwise.errors import CheckpointError
@@ -92,3 +93,30 @@ class Waiting(LocalStorage):
         """As before, when it is let."""
         assert self.let.wait(60)
         super().write(name, buffers)
+
+
+class Unheld(LocalStorage):
+    """Holds no file open, as an object store does not: what is removed cannot be read any more."""
+
+    def open(self, name: str) -> Any:
+        """A file that is opened for each read."""
+        return UnheldFile(super().open(name), lambda: super(Unheld, self).open(name))
+
+
+class UnheldFile:
+    """A file of such a storage."""
+
+    def __init__(self, file: OpenFile, again: Callable[[], OpenFile]) -> None:
+        self.size, self.worth, self._again = file.size, file.worth, again
+        file.close()
+
+    def read(self, begin: int, buffers: Sequence[memoryview]) -> None:
+        """If it is still there."""
+        file = self._again()
+        try:
+            file.read(begin, buffers)
+        finally:
+            file.close()
+
+    def close(self) -> None:
+        """Nothing is held."""

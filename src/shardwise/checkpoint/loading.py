@@ -67,8 +67,12 @@ def load(
     every rank. Then tensors are read, straight into their place, and the checksum of each block is compared, unless
     ``verify`` is False. If a block is damaged or a disk fails, the tensors are partly loaded: every rank raises, and
     the values and objects are untouched. Then one object after the other is given its state; if one refuses it on any
-    rank, every rank raises, and neither the objects after it nor the values change. A checkpoint that is replaced
-    while it is read is read as it was. With ``progress``, the first rank shows a bar.
+    rank, every rank raises, and neither the objects after it nor the values change. With ``progress``, the first rank
+    shows a bar.
+
+    A checkpoint that is replaced while it is read is read as it was; in an object store, where its files are gone then,
+    the new one is read instead, from the beginning. Either way the state is that of one checkpoint, whole. Only if the
+    new one does not hold this state, every rank raises, and the tensors are partly those of the old one.
 
     >>> import tempfile, torch, shardwise
     >>> path = tempfile.mkdtemp()
@@ -83,12 +87,18 @@ def load(
     ranks = Ranks.of(process_group, "load")
     progress = progress and ranks.first
     opening = _Opening(state, path, ranks, only=only, rename=rename, progress=progress)
-    target, stored, filling = opening.opened(strict=strict, convert=convert, verify=verify)
-    bar = Progress("loading", filling.nbytes) if progress else silent()
-    with filling.archive, bar as shown:
-        filling.archive.told = shown.advance
-        filling.fill()
-    return settle(target, stored, opening.together)
+    for _ in range(TRIES):
+        target, stored, filling = opening.opened(strict=strict, convert=convert, verify=verify)
+        bar = Progress("loading", filling.nbytes) if progress else silent()
+        try:
+            with filling.archive, bar as shown:
+                filling.archive.told = shown.advance
+                filling.fill()
+        except FileGoneError as error:  # on all ranks; only where files are not held open, as in an object store
+            opening.begin_again(error)
+        else:
+            return settle(target, stored, opening.together)
+    raise CheckpointError(f"'{path}' is replaced again and again while it is read")
 
 
 class _Opening:
@@ -97,20 +107,27 @@ class _Opening:
     def __init__(self, state: Any, path: Any, ranks: Ranks, *, only: Only, rename: Rename, progress: bool) -> None:
         self._state, self._path, self._ranks = state, path, ranks
         self._only, self._rename, self._progress = only, rename, progress
+        self._seen: list[str] = []  # the checkpoints that the ranks found last
+        self._gone: str | None = None  # which file was missing while they were read
+
+    def begin_again(self, error: FileGoneError) -> None:
+        """A file was removed before all of it was read: the checkpoint has been replaced, or else is damaged."""
+        self._gone = str(error)
 
     def opened(self, *, strict: bool, convert: bool, verify: bool) -> _Loading:
         """The load, checked. Where the checkpoint is replaced in the middle of it, begin again with the new one."""
-        seen: list[str] = []
         for _ in range(TRIES):
             (archive, stored, owners), told = self._ranks.in_step(self._find)
             ids, hosts = [checkpoint for checkpoint, *_ in told], len({host for _, host, _ in told})
+            is_known, self._seen = ids == self._seen, ids
             try:
                 if len(set(ids)) > 1:
-                    if ids == seen:
+                    if is_known:
                         raise _mixed(ids, self._ranks)
-                    seen = ids
                     archive.close()
                     continue
+                if is_known and self._gone is not None:
+                    raise DamageError(f"'{archive.storage}' is damaged: {self._gone}")
                 for owner in owners:
                     self.together(owner.init_state)
                 if any(lacks_memory for *_, lacks_memory in told):
@@ -125,12 +142,11 @@ class _Opening:
                         return loading
                     if gone:
                         break
-                if ids == seen:
+                if is_known:
                     raise DamageError(f"'{archive.storage}' is damaged: {gone[0]}")
             except BaseException:
                 archive.close()
                 raise
-            seen = ids
             archive.close()
         raise CheckpointError(f"'{self._path}' is replaced again and again while it is opened")
 
@@ -176,6 +192,11 @@ class _Opening:
         match = Match(convert)
         target = fitted(self._state, stored, match)
         said = f"'{archive.storage}' does not hold this state; nothing was loaded"
+        if self._gone is not None:
+            said = (
+                f"'{archive.storage}' was replaced while it was loaded, by a checkpoint that does not hold this state; "
+                "the tensors are partly those of the one before"
+            )
         match.require(said, strict=strict, part=self._only is not None)
         require_data_of(target)
         return target, match
