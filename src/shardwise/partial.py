@@ -190,8 +190,7 @@ class ReplicatedTensor(torch.Tensor):
         if any(issubclass(kind, Distributed) for kind in types):
             return NotImplemented  # theirs to compute
         refuse_mixed(func, args, kwargs, "ReplicatedTensor")
-        operands = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        groups = [one._process_group for one in operands if isinstance(one, ReplicatedTensor)]
+        groups = [one._process_group for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, ReplicatedTensor)]
         if any(group is not groups[0] for group in groups):
             name = getattr(func, "__name__", func)
             raise ProcessGroupError(f"ReplicatedTensor operands must be in the same process group, here of {name}")
@@ -199,8 +198,10 @@ class ReplicatedTensor(torch.Tensor):
             result = func(*args, **(kwargs or {}))
         if func in get_default_nowrap_functions():
             return result
-        # Where a plain tensor may be each rank's own, what is computed with one is each rank's own too.
-        alike = len(groups) == len(operands) or not settings.current().own_batches
+        # Where a plain tensor may be each rank's own, what is computed with one is each rank's own too; and by that
+        # rule, which is the old one, so is what is computed with a number.
+        old_rule = settings.current().own_batches
+        alike = not old_rule or all(isinstance(one, ReplicatedTensor) for one in (*args, *(kwargs or {}).values()))
         return pytree.tree_map_only(torch.Tensor, lambda one: _marked(one, groups[0] if alike else None), result)
 
 

@@ -26,6 +26,7 @@ class Settings:
     own_draws: bool = False  # whether each rank draws for its shards as for plain tensors of their sizes
     shared_files: bool = False  # whether ranks may `torch.save` their shards to one file, as in the old system
     mutable_specs: bool = False  # whether new specs can be changed, as in the old system
+    outsiders_compare: bool = False  # whether a rank outside of tensors' group finds them equal, as in the old system
 
 
 class _Within(NamedTuple):

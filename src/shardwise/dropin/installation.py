@@ -15,6 +15,10 @@ from shardwise.errors import DropinError
 SHOWN = 6  # importers in an error
 
 
+# Settings by which the old system differs from this library, in the whole process.
+OLD_RULES = ("own_batches", "own_draws", "shared_files", "mutable_specs", "outsiders_compare")
+
+
 def install(*, for_children: bool = True) -> None:
     """From now on, importing `torch.distributed._shard` gives shardwise: here, and in processes started from here.
 
@@ -24,7 +28,7 @@ def install(*, for_children: bool = True) -> None:
 
     With the old names comes the old rule of `own_batches`, in this whole process: a plain input of `linear` and of the
     embeddings is each rank's own. Code that means the same batch everywhere says `own_batches(False)`. Sharding specs
-    that are made from now on can be changed, as the old ones can.
+    that are made from now on can be changed, as the old ones can. A rank outside of a tensor's group may compare it.
     """
     if not is_installed():
         if loaded(ROOT):
@@ -35,7 +39,7 @@ def install(*, for_children: bool = True) -> None:
         finder.start()
         corrections.start()
         old_pickles.start()
-        settings.set_outside(own_batches=True, own_draws=True, shared_files=True, mutable_specs=True)
+        settings.set_outside(**dict.fromkeys(OLD_RULES, True))
     if for_children:
         children.include()
 
@@ -46,7 +50,7 @@ def uninstall() -> None:
     Modules that were imported meanwhile keep what they have.
     """
     if is_installed():
-        settings.set_outside(own_batches=False, own_draws=False, shared_files=False, mutable_specs=False)
+        settings.set_outside(**dict.fromkeys(OLD_RULES, False))
         old_pickles.stop()
         corrections.stop()
         finder.stop()
