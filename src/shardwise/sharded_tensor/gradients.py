@@ -308,22 +308,29 @@ def note_write(tensor: Wrapper, anchor: torch.Tensor) -> None:
     """Let a tensor into which recorded values were written, and all that it is a view of, be recorded on every rank.
 
     The shards that were written to are. All others are made to depend on the anchor, which leads to the backward of the
-    write; a tensor without shards here takes the anchor on. Else a rank that holds nothing of a view would not run that
-    backward, and ranks would not agree on which parts of the tensor want a gradient. Every rank calls it.
+    write; a tensor without shards here takes the anchor on. Else a rank that holds nothing of a view, or uses only what
+    was not written, would not run that backward, and ranks would not agree on which parts of the tensor want a
+    gradient. Every rank calls it.
     """
     one: Wrapper | None = tensor
-    reached = bool(tensor._local_tensors())  # whether a shard here leads to the backward of the write
+    written = [_memory(local) for local in tensor._local_tensors()]
     while one is not None:
         tensors = one._local_tensors()
         for local in tensors:
-            if not local.requires_grad or not reached:
-                reached = True
+            memory = _memory(local)
+            if not local.requires_grad or not any(memory is other for other in written):
+                written.append(memory)
                 nothing = local[:0] if local.ndim else local.view(1)[:0]
                 nothing.copy_(anchor.to(nothing.device, nothing.dtype).expand(nothing.shape))
         if not tensors:
             before = one._anchored()
             one._wants_grad, one._anchor = True, anchor if before is None else before + anchor.to(before.device)
         one = one._view_of
+
+
+def _memory(local: torch.Tensor) -> torch.Tensor:
+    """The tensor that autograd takes a local tensor for a view of, or the local tensor itself."""
+    return local if local._base is None else local._base
 
 
 def moved_tensors(tensor: Wrapper, plan: TransferPlan, way: Way) -> tuple[list[torch.Tensor], torch.Tensor | None]:

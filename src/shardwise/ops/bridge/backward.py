@@ -23,10 +23,20 @@ from shardwise.sharded_tensor.gradients import sum_of_replicas
 from shardwise.sharded_tensor.recorded_backward import tie, what_is_passed
 
 
-def _locals(tensors: Any) -> list[torch.Tensor]:
-    """The local tensors of one tensor or several, plain ones as they are."""
-    each = tensors if isinstance(tensors, list | tuple) else [tensors]
-    return [local for one in each for local in (one._local_tensors() if isinstance(one, ShardedTensorBase) else [one])]
+def _reached_for(tensor: Any) -> list[Any]:
+    """What the backward must reach on this rank where the gradient of a tensor is asked for.
+
+    These are the local tensors; on a rank without any, the anchor. Autograd runs only the nodes that lead to what is
+    asked for, and each local part of a result leads to every operand, by a local tensor or by its anchor. So the same
+    collectives run on every rank, whatever it holds.
+    """
+    if not isinstance(tensor, ShardedTensorBase):
+        return [tensor]
+    if tensor._local_tensors():
+        return tensor._local_tensors()
+    with torch.enable_grad():  # also if nothing is recorded now
+        anchor = tensor._anchored()
+    return [torch.zeros((), device=tensor.device) if anchor is None else anchor]  # torch refuses both alike
 
 
 def _roots(tensor: ShardedTensorBase, gradient: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -62,10 +72,23 @@ def _all_roots(tensors: Any, gradients: Any) -> tuple[list[torch.Tensor], list[A
 def backward(tensors: Any, grad_tensors: Any = None, **options: Any) -> None:
     """`torch.autograd.backward` from several tensors at once, sharded or plain. Every rank calls it."""
     roots, grads = _all_roots(tensors, grad_tensors)
-    if options.get("inputs") is not None:
-        options["inputs"] = _locals(options["inputs"])
+    inputs = options.get("inputs")
+    asked = [] if inputs is None else _listed(inputs)
+    if inputs is not None:
+        options["inputs"] = [leaf for one in asked for leaf in _reached_for(one)]
     if roots:
         _backward_plain(roots, grads, **options)
+    for one in asked:
+        _take_from_anchor(one)
+
+
+def _take_from_anchor(tensor: Any) -> None:
+    """Give the result of an op its gradient on a rank without shards, where torch has given one to the anchor."""
+    if not isinstance(tensor, ShardedTensorBase) or tensor._local_tensors() or tensor.is_leaf:
+        return
+    anchor = tensor._anchor
+    if anchor is not None and anchor.grad is not None:
+        tensor._shardless_grad, anchor.grad = tensor._like([]).detach(), None
 
 
 _backward_plain: Any = torch.autograd.backward  # torch's own
@@ -109,9 +132,7 @@ def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> tuple[Any, 
     inputs, outputs = _listed(given.pop("inputs")), _listed(given.pop("outputs"))
     roots, grads = _all_roots(outputs, given.pop("grad_outputs", None))
     unused, records = given.pop("allow_unused", None), bool(given.get("create_graph"))
-    # A rank without shards of an input asks for its anchor's gradient, to take part; also if nothing is recorded now.
-    with torch.enable_grad():
-        asked = [_locals(one) or [one._anchored()] for one in inputs]
+    asked = [_reached_for(one) for one in inputs]
     leaves = [leaf for each in asked for leaf in each]
     with capturing(records=records) as end:
         with what_is_passed(roots if records else []) as came_through:
