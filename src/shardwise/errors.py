@@ -35,6 +35,7 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     │   └── NoAttributeError(AttributeError)
     │                                       an attribute of tensors that sharded ones do not have
     ├── ViewWriteError(RuntimeError)        a write that would not reach what it is meant for
+    ├── LeafWriteError(RuntimeError)        a recorded write into a leaf that requires grad
     ├── MixedOperandsError(RuntimeError)    a sharded tensor and a DTensor in one op
     ├── SignatureError(TypeError)           an op handler with the wrong signature
     ├── NoDistributedTensorError(TypeError, ValueError)
@@ -175,6 +176,10 @@ class NoAttributeError(UnsupportedOpError, AttributeError):
 
 class ViewWriteError(ShardwiseError, RuntimeError):
     """A write into a tensor that would not reach, on every rank, what it is meant for."""
+
+
+class LeafWriteError(ShardwiseError, RuntimeError):
+    """A write into a leaf that requires grad, or into a view of one, while autograd records: as torch refuses it."""
 
 
 class MixedOperandsError(ShardwiseError, RuntimeError):

@@ -348,8 +348,6 @@ def copy_into(into: Any, source: Any, non_blocking: bool = False) -> None:
         require_movable(into)
         require_movable(source)
         records = torch.is_grad_enabled() and (source.requires_grad or into.requires_grad)
-        if records and into.requires_grad and into.is_leaf:
-            raise PropertyError("copy_ into a leaf that requires grad: use torch.no_grad()")
         said = {"verb": "copy_", **about(into, "into"), **about(source, "source")}
         return records, {**said, "requires_grad": wants_graph(source)}
 

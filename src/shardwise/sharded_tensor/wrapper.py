@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ProcessGroup, rpc
 
 from shardwise.dispatch import summary
-from shardwise.errors import PropertyError, ViewWriteError
+from shardwise.errors import LeafWriteError, PropertyError, ViewWriteError
 from shardwise.layout import Layout
 from shardwise.metadata import ShardedTensorMetadata
 from shardwise.placement import same_device
@@ -108,10 +108,11 @@ class Wrapper(Entrance):
         base = self
         while base._view_of is not None:
             base = base._view_of
-        count_write(base)
-        if base is not self and torch.is_grad_enabled() and base.requires_grad and base.is_leaf:
-            raise ViewWriteError(
-                "a view of a leaf that requires grad cannot be written into while that is recorded: use torch.no_grad()"
+        if torch.is_grad_enabled() and base.requires_grad and base.is_leaf:
+            what = "a leaf Variable" if base is self else "a view of a leaf Variable"
+            raise LeafWriteError(
+                f"{what} that requires grad is being used in an in-place operation: use torch.no_grad() to change it "
+                "without recording that, or change a clone()"
             )
         if self._shares and torch.is_grad_enabled():
             raise ViewWriteError(
@@ -123,6 +124,7 @@ class Wrapper(Entrance):
                 "this tensor would be a view, but its shards had to be moved to make it: what is written into it would "
                 "not reach the tensor it was made from. Write into that one, or into a clone()"
             )
+        count_write(base)
 
     def _become(self, frame: Frame, tensors: list[torch.Tensor]) -> None:
         """Take on another frame and other local tensors, in place."""

@@ -71,9 +71,9 @@ def _is_recorded(row: Sequence[Any]) -> bool:
 
 def _together(op: Op, lists: list[Any], rest: dict[str, Any], *, in_place: bool) -> list[Any]:
     """The function on the shards of all tensors at once; a result for each entry of the first list."""
-    first = lists[0]
+    first, recording = lists[0], torch.is_grad_enabled()
     for one in first if in_place else ():
-        if isinstance(one, ShardedTensorBase) and (one._view_of is not None or one._copy_of_view):
+        if isinstance(one, ShardedTensorBase) and (recording or one._view_of is not None or one._copy_of_view):
             one._require_writable()
     for one in pytree.tree_leaves((lists, rest)) if in_place else ():  # an optimizer's state is written into as well
         if isinstance(one, ShardedTensorBase):

@@ -21,6 +21,7 @@ from shardwise.sharded_tensor.entrance import call_directly
 from shardwise.sharded_tensor.moved_once import count_write
 
 aten = torch.ops.aten
+_grad_enabled = torch.is_grad_enabled
 
 # Pointwise, though their tags do not say so.
 ALSO = [
@@ -119,8 +120,11 @@ def _register(op: Op, *, in_place: bool) -> None:
         if asked is not None and (kwargs.get("inplace") or (len(args) > asked and args[asked])):
             return descend(op, args, kwargs)
         frame = first._frame
-        through_view = in_place and (first._view_of is not None or first._moved or first._copy_of_view)
-        if frame.single and not kwargs and first._shards is None and not through_view:
+        simple = frame.single and not kwargs and first._shards is None
+        if simple and in_place:
+            is_view = first._view_of is not None or first._moved or first._copy_of_view
+            simple = not is_view and not (first._tensors[0].requires_grad and _grad_enabled())
+        if simple:
             # The most frequent calls, as short as can be: one shard here, alone or with a number or another like it.
             mine, other = first._tensors[0], args[1] if len(args) == 2 else None
             one = None
