@@ -176,6 +176,20 @@ def _along_index(call: Call) -> Rule | None:
     return labels.rule(operands, [dims])
 
 
+def _index_fill(call: Call) -> Any:
+    """Along a whole dim; else by a mask of the places that are filled, each counted once however often it is named."""
+    rule = _along_index(call)
+    found = NotImplemented if rule is None else compute(call, rule)
+    x, index = call["self"], call["index"]
+    if found is not NotImplemented or not x.ndim or index.ndim > 1:
+        return found
+    dim, extent = call["dim"] % x.ndim, x.shape[call["dim"]]
+    index = torch.where(index < 0, index + extent, index).reshape(-1).long()
+    counts = torch.zeros(extent, dtype=torch.int64, device=x.device)
+    named = torch.scatter_add(counts, 0, index, torch.ones_like(index)) > 0
+    return x.masked_fill(named.reshape([extent if k == dim else 1 for k in range(x.ndim)]), call["value"])
+
+
 def _take_along(call: Call) -> Any:
     rule = _shared_dims(call, call["dim"])
     return NotImplemented if rule is None else compute(call, rule)
@@ -268,7 +282,6 @@ add_rules(
         aten.index_select: _index_select,
         aten.index_add: _along_index,
         aten.index_copy: _along_index,
-        aten.index_fill: _along_index,
         aten.index_reduce: _along_index,
         aten.bucketize.Tensor: _searched,
         aten.isin.Tensor_Tensor: _isin,
@@ -281,3 +294,4 @@ TABLE.update(dict.fromkeys((aten.index.Tensor, aten._unsafe_index.Tensor), _inde
 TABLE[aten.index_put] = _index_put
 TABLE.update(dict.fromkeys((aten.scatter, aten.scatter_reduce), _take_along))
 TABLE[aten.scatter_add] = _scatter_add
+TABLE[aten.index_fill] = _index_fill

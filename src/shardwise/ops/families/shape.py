@@ -205,9 +205,14 @@ def _complex(call: Call) -> Rule:
 
 
 def _repeat(call: Call) -> Any:
-    """Dims that are repeated must be whole; others go apart."""
+    """Dims that are repeated must be whole; others go apart. By 0, a dim is repeated as its part of no elements."""
     x, times = call.operands[0], call["repeats"]
     skip = len(times) - x.ndim
+    if 0 in times:
+        nothing = x[(None,) * skip]
+        for dim in (k for k, count in enumerate(times) if not count):
+            nothing = nothing.narrow(dim, 0, 0)
+        return nothing.repeat([max(count, 1) for count in times])
     (size, _), *_ = expect(call)
     labels = Labels()
     dims = [labels.new(extent, whole=times[skip + k] != 1) for k, extent in enumerate(x.shape)]
