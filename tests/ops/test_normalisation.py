@@ -103,3 +103,19 @@ def test_short_floats_are_averaged_in_longer_ones() -> None:
     found = F.layer_norm(tensor, (512,))
     assert found.dtype == torch.bfloat16
     assert bool((found.full_tensor() == 0).all())
+
+
+@ranks(2)
+def test_running_variances_of_small_values() -> None:
+    """A variance that is far below eps, which one over the standard deviation holds nothing of."""
+    x = normal(*SIZE) * 1e-6
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        statistics = torch.float64 if dtype == torch.float64 else torch.float32
+        expected = [torch.zeros(8, dtype=statistics), torch.ones(8, dtype=statistics)]
+        F.batch_norm(x.to(dtype), *expected, training=True, momentum=1.0)
+        for dim in range(3):
+            tensor = shard_tensor(x.to(dtype), shardwise.ChunkShardingSpec(dim, ["rank:0/cpu", "rank:1/cpu"]))
+            buffers = [torch.zeros_like(expected[0]), torch.ones_like(expected[1])]
+            F.batch_norm(tensor, *buffers, training=True, momentum=1.0)
+            # Sums of 15 squares or so, in another order: 2 * 15 * eps apart, relative to their size.
+            torch.testing.assert_close(buffers[1], expected[1], rtol=32 * torch.finfo(statistics).eps, atol=0)

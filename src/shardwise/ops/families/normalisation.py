@@ -25,13 +25,14 @@ def _is_cut(x: torch.Tensor, dims: Sequence[int]) -> bool:
     return isinstance(x, ShardedTensorBase) and any(x._layout.cuts(dim) for dim in dims)
 
 
-def _by_moments(x: Any, dims: list[int], eps: float) -> tuple[Any, Any, Any]:
-    """The input with mean 0 and variance 1 over these dims, the mean, and one over the standard deviation."""
+def _by_moments(x: Any, dims: list[int], eps: float) -> tuple[Any, Any, Any, Any]:
+    """The input with mean 0 and variance 1 over these dims, the mean, 1 / sqrt(variance + eps), and the variance."""
     wide = x.to(accumulated(x.dtype))
     mean = wide.mean(dims, keepdim=True)
     centred = wide - mean
-    scale = (centred.square().mean(dims, keepdim=True) + eps).rsqrt()
-    return centred * scale, mean, scale
+    variance = centred.square().mean(dims, keepdim=True)
+    scale = (variance + eps).rsqrt()
+    return centred * scale, mean, scale, variance
 
 
 def _affine(made: Any, weight: Any, bias: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
@@ -112,7 +113,7 @@ def _group_norm(given: Call) -> Any:
     rest = list(range(1, x.ndim))
     shape = (-1, *[1] * (x.ndim - 2))
     if groups == 1 and _is_cut(x, rest):
-        made, *moments = _by_moments(x, rest, call["eps"])
+        made, *moments, _ = _by_moments(x, rest, call["eps"])
         return _affine(made, call["weight"], call["bias"], shape, x.dtype), *(
             one.reshape(x.shape[0], 1).to(x.dtype) for one in moments
         )
@@ -149,9 +150,10 @@ def _batch_norm(call: Call) -> Any:
     running = [call.arguments.get(name) for name in ("running_mean", "running_var")]
     rest = [dim for dim in range(x.ndim) if dim != 1]
     expect(call)
+    variance = None
     if _is_cut(x, rest):
         shape = (-1, *[1] * (x.ndim - 2))
-        made, *moments = _by_moments(x, rest, call["eps"])
+        made, *moments, variance = _by_moments(x, rest, call["eps"])
         result = _affine(made, call["weight"], call["bias"], shape, x.dtype)
         made = (result, *(one.reshape(-1) for one in moments))
     else:
@@ -160,19 +162,25 @@ def _batch_norm(call: Call) -> Any:
         bare = Call(aten.native_batch_norm.default, [given[name] for name in order], {})
         made = compute(bare, _channels(bare))
     if made is not NotImplemented and any(one is not None for one in running):
-        _keep_statistics(call, running, made[1].detach(), made[2].detach())
+        _keep_statistics(call, running, made[1], variance)
     return made
 
 
-def _keep_statistics(call: Call, running: Sequence[Any], mean: Any, scale: Any) -> None:
+def _keep_statistics(call: Call, running: Sequence[Any], mean: Any, variance: Any) -> None:
+    """Bring running statistics up to date. The variance is not worked out from one over the standard deviation: where
+    it is much smaller than eps, nothing of it is left in that."""
     x, momentum = call["input"], call["momentum"]
     count = x.numel() // x.shape[1]
     with torch.no_grad():
-        variance = (scale**-2 - call["eps"]) * (count / max(count - 1, 1))
-        for one, value in zip(running, (mean, variance), strict=True):
+        if variance is None:
+            rest = [dim for dim in range(x.ndim) if dim != 1]
+            variance = x.detach().to(accumulated(x.dtype)).var(rest, correction=0)
+        unbiased = variance.detach().reshape(-1) * (count / max(count - 1, 1))
+        for one, value in zip(running, (mean.detach(), unbiased), strict=True):
             if one is not None:
                 now = value if isinstance(one, ShardedTensorBase) else value.full_tensor()
-                one.mul_(1 - momentum).add_(now.to(one.dtype) * momentum)
+                wide = accumulated(one.dtype)
+                one.copy_(one.detach().to(wide) * (1 - momentum) + now.to(wide) * momentum)
 
 
 def _with_running_statistics(call: Call) -> Any:
