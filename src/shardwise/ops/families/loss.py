@@ -11,7 +11,7 @@ from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import compute
 from shardwise.ops.engine.rule import Labels, Rule, broadcast
 from shardwise.ops.engine.table import TABLE
-from shardwise.ops.families.reduction import mean_of
+from shardwise.ops.families.reduction import accumulated, mean_of
 
 aten = torch.ops.aten
 
@@ -55,6 +55,10 @@ def _classes(call: Call) -> Rule | None:
     return labels.rule(operands, [[sample]])
 
 
+def _meta(like: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="meta", requires_grad=requires_grad)
+
+
 def _nll(call: Call) -> Any:
     """Negative log likelihood: x[N, C, ...], target[N, ...], weight[C]; and the total weight, which is its divisor."""
     x, target, weight = call["self"], call["target"], call["weight"]
@@ -62,24 +66,28 @@ def _nll(call: Call) -> Any:
     labels = Labels()
     if x.ndim == 1:
         return NotImplemented
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+        call.run([_meta(one, requires_grad=one is weight) for one in call.operands])  # raises, also without shards
     dims = labels.along(x.shape, whole=[1])
     elements = [dims[0], *dims[2:]]
     rule = labels.rule([dims, elements] + [[dims[1]] for _ in call.operands[2:]], [elements, []])
     losses = compute(each, rule)
     if losses is NotImplemented:
         return NotImplemented
-    loss = losses[0]
+    loss, wide = losses[0], accumulated(x.dtype)
     counted = target != call["ignore_index"]
     if weight is None:
-        total = counted.sum().to(x.dtype)
+        total = counted.sum().to(wide)
     else:
         if isinstance(weight, torch.Tensor) and weight.ndim != 1:
             return NotImplemented
         chosen = torch.where(counted, target, torch.zeros((), dtype=target.dtype))
-        total = torch.where(counted, weight[chosen], torch.zeros((), dtype=x.dtype)).sum()
+        total = torch.where(counted, weight[chosen], torch.zeros((), dtype=x.dtype)).sum(dtype=wide)
     if call["reduction"] == 0:
-        return loss, total.new_zeros(())
-    return (loss.sum() / total if call["reduction"] == 1 else loss.sum()), total
+        return loss, total.new_zeros((), dtype=x.dtype)
+    # Both sums are rounded to a short float at the end: the sum of many losses overflows where their mean does not.
+    summed = loss.sum(dtype=wide)
+    return (summed / total if call["reduction"] == 1 else summed).to(x.dtype), total.to(x.dtype)
 
 
 TABLE.update({getattr(aten, name): _elementwise for name in POINTWISE})
