@@ -56,6 +56,45 @@ def move_conjugated() -> None:
             assert_close(torch.view_as_real(found.full_tensor()), torch.view_as_real(expected))
 
 
+def compare_inverse_transforms() -> None:
+    """Of real tensors, whose result torch conjugates only when it is looked at: any cut, any dim, both widths."""
+    for dtype in (torch.float32, torch.float64):
+        real = values(5, 6, 7, dtype=dtype)
+        eps = torch.finfo(dtype).eps
+        for function in (torch.fft.ifft, torch.fft.ihfft, torch.fft.fft, torch.fft.rfft, torch.fft.ifftn):
+            for cut in range(3):
+                for dim in range(3):
+                    where = {"dim": (dim,)} if function is torch.fft.ifftn else {"dim": dim}
+                    expected = function(real, **where).resolve_conj()
+                    for _ in range(2):  # the second call may be done as is remembered of the first
+                        made = function(shardwise.shard(real, cut), **where)
+                        # Sums of at most 7 terms of at most 5: 2 * 7 * 35 eps apart, however they are added up.
+                        for found in (made.full_tensor(), made.redistribute((cut + 1) % 3).full_tensor()):
+                            torch.testing.assert_close(found, expected, rtol=0, atol=490 * eps)
+                        on_host = made.cpu().full_tensor()
+                        torch.testing.assert_close(on_host, expected.cpu(), rtol=0, atol=490 * eps)
+        for change in (torch.conj, lambda x: x.conj().imag, lambda x: x.conj().transpose(0, 2)):
+            plain = torch.complex(real, real.flip(0))
+            expected = change(plain).resolve_conj().resolve_neg()
+            for cut in range(3):
+                found = change(shardwise.shard(plain, cut))
+                assert torch.equal(found.full_tensor(), expected)
+                target = change(shardwise.shard(torch.zeros_like(plain), cut))  # a view that is conjugated later
+                assert torch.equal(target.copy_(shardwise.shard(expected, (cut + 1) % 3)).full_tensor(), expected)
+
+
+@ranks(2, timeout=300, backend="gloo")
+def test_inverse_transforms_through_memory_of_the_host() -> None:
+    """On gloo ranks, which copy shards into pinned memory before they send them."""
+    compare_inverse_transforms()
+
+
+@ranks(2, timeout=300, backend="nccl")
+def test_inverse_transforms_on_nccl() -> None:
+    """On NCCL ranks, whose shards stay on the GPU."""
+    compare_inverse_transforms()
+
+
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "LSTM": (lambda: nn.LSTM(6, 8, num_layers=2, bidirectional=True, batch_first=True), (5, 3, 6)),
     "GRU": (lambda: nn.GRU(6, 8, batch_first=True), (5, 3, 6)),
