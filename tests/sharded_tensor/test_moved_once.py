@@ -12,6 +12,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.errors import RankMismatchError
 from shardwise.sharded_tensor import shard_tensor
+from shardwise.sharded_tensor.moved_once import MOST, kept_layout
 from shardwise.testing import ranks
 
 A = torch.linspace(-1, 1, 64, dtype=torch.float64).reshape(8, 8)
@@ -121,3 +122,28 @@ def test_a_program_knows_a_leaf() -> None:
             torch.hypot(x, leaf if is_leaf else leaf * 2).sum().backward()
             torch.hypot(A, plain if is_leaf else plain * 2).sum().backward()
         torch.testing.assert_close(leaf.grad, plain.grad, rtol=1e-12, atol=1e-12)
+
+
+@ranks(3)
+def test_collected_activations_do_not_keep_their_copies() -> None:
+    """Only the last few of them do, the same on every rank, also where some of the tensors are gone; the rest is moved
+    again if it is wanted again."""
+    w, rank = shard_tensor(W, chunks(1, 0, 1, 2)), torch.distributed.get_rank()
+    with torch.no_grad():
+        first = shard_tensor(A, chunks(0, 0, 1)) * 3
+        kept: list[Any] = []
+        for number in range(3 * MOST):
+            x = shard_tensor(A, chunks(0, 0, 1)) * number
+            same(x @ w, A * number @ W)
+            same(first @ w, A * 3 @ W)  # one that is used again and again stays
+            if rank != number % 3:  # what a rank holds on to does not matter to the others
+                kept.append((number, x))
+        assert kept_layout(first) is not None
+        assert all((kept_layout(x) is None) == (number <= 2 * MOST) for number, x in kept)
+        assert sum(len(x._arrived.tensors) for _, x in kept) <= MOST
+        for number in range(3 * MOST):  # also with those that some ranks have dropped
+            have = torch.tensor([any(number == other for other, _ in kept)] * 1)
+            torch.distributed.all_reduce(have, torch.distributed.ReduceOp.MIN)
+            assert not bool(have)
+        x = shard_tensor(A, chunks(0, 0, 1)) * 2
+        same(x @ w + x.t().t() @ w, A * 4 @ W)

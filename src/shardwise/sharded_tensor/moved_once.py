@@ -1,16 +1,23 @@
 """What ops make on their way: it is moved once for all ops that want it in the same other layout.
 
 The layers that read one activation want it in one layout. The first of them moves it; what arrived is kept with the
-tensor, for as long as that lives, and the others take it. So their gradients add up before they go back, once. Every
-rank finds whether something is kept by what all ranks know: what was called, in which order. Of parameters nothing is
-kept, for they outlive what is computed with them.
+tensor, and the others take it. So their gradients add up before they go back, once. Of parameters nothing is kept, for
+they outlive what is computed with them.
+
+A copy is kept as long as the tensor lives and is among the last few of its group that were moved or taken in this
+thread: whoever collects activations does not collect copies of them. Every rank finds whether something is kept by what
+all ranks know: what was called, in which order. So copies are counted whether or not their tensors still live here.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise.errors import RankMismatchError
@@ -25,14 +32,42 @@ if TYPE_CHECKING:
 hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # such as a checkpoint's
 
 
-class Arrived(NamedTuple):
+MOST = 8  # copies that are kept at a time, of all tensors of a group
+
+
+@dataclass(eq=False)
+class Arrived:
     """What arrived in another layout, and when it was moved."""
 
     layout: Layout
-    when: tuple[Any, ...]
+    when: tuple[Any, ...] | None  # None: it is no longer kept
     versions: list[int]  # of the local tensors that were moved
     tensors: list[torch.Tensor]
     anchor: torch.Tensor | None
+
+    def drop(self) -> None:
+        """Keep it no longer."""
+        self.when, self.tensors, self.anchor = None, [], None
+
+
+class _Recent(threading.local):
+    """The copies that were last moved or taken in this thread, by group, the oldest first."""
+
+    def __init__(self) -> None:
+        self.of: WeakKeyDictionary[ProcessGroup, list[ref[Arrived]]] = WeakKeyDictionary()
+
+    def use(self, arrived: Arrived, group: ProcessGroup) -> None:
+        """This copy is the last one now; one that is too many is dropped, if its tensor still lives."""
+        before = self.of.get(group, [])
+        now = [*(one for one in before if one() is not arrived), ref(arrived)]
+        self.of[group] = now[-MOST:]
+        for one in now[:-MOST]:
+            old = one()
+            if old is not None:
+                old.drop()
+
+
+_recent = _Recent()
 
 
 def root_of(tensor: Wrapper) -> Wrapper:
@@ -90,11 +125,13 @@ def moved_once(
             )
             leave_word(way.group, error)  # those without shards do not find it
             raise error
+        _recent.use(kept, way.group)
         return kept.tensors, kept.anchor
     tensors, anchor = recorded(tensor)
     moved, anchor = moved_locals(tensors, anchor, plan, way, tensor.dtype, record=record)
     if keeps and passes(tensor):
         tensor._arrived = Arrived(plan.dst, _now(tensor), _versions(tensor), moved, anchor)
+        _recent.use(tensor._arrived, way.group)
     return moved, anchor
 
 
