@@ -28,6 +28,7 @@ from shardwise.ops.embedding.portion import flat, outlines, portion_of, wrapped
 from shardwise.ops.embedding.unknown import unknown_rows
 from shardwise.ops.engine.descent import descend
 from shardwise.ops.engine.gathered import is_everywhere, require_budget
+from shardwise.ops.engine.program import without_autocast
 from shardwise.partial import ReplicatedTensor
 from shardwise.sharded_tensor import ShardedTensor
 from shardwise.sharded_tensor.gradients import counted_once
@@ -247,7 +248,10 @@ def _register(op: Op, function: Callable[..., Any]) -> None:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         """A sharded table; a plain one, in which sharded ids are looked up, is an operand as any other."""
         weight = signature.bind(*args, **kwargs).arguments["weight"]
-        return function(*args, **kwargs) if isinstance(weight, ShardedTensor) else descend(op, args, kwargs)
+        if not isinstance(weight, ShardedTensor):
+            return descend(op, args, kwargs)
+        with without_autocast():  # which leaves lookups alone
+            return function(*args, **kwargs)
 
     registry.built_in[op] = handler
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from shardwise.ops.engine.carried import carry, holds_carried, put_down
 from shardwise.ops.engine.compute import UnknownResultError
 from shardwise.ops.engine.gathered import compute_gathered, needs_whole
 from shardwise.ops.engine.kind import BLIND, STEADY
+from shardwise.ops.engine.program import AUTOCAST
 from shardwise.ops.engine.programs import remembered
 from shardwise.ops.engine.recorder import watching
-from shardwise.ops.engine.table import handler_of
+from shardwise.ops.engine.table import CAST_WITHIN, handler_of
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.entrance import call_directly
 from shardwise.sharded_tensor.movement import copy_into
@@ -35,6 +37,7 @@ _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) 
     torch._C.DispatchKey.ADInplaceOrView
 )
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_casts = torch._C._is_any_autocast_enabled
 
 
 def _dispatch_state() -> tuple[Any, Any]:
@@ -43,10 +46,15 @@ def _dispatch_state() -> tuple[Any, Any]:
 
 
 class _Outside(threading.local):
-    """The dispatch state in which the op was called that is now broken down; shards are computed on in that state."""
+    """The dispatch state in which the op was called that is now broken down; shards are computed on in that state.
+
+    Autocast is no longer part of it: on their way here, ops have come by autocast, which has cast their operands where
+    it casts. What an op that it runs in float32 comes down to must not be cast again.
+    """
 
     def __init__(self) -> None:
         self.state = _AT_IMPORT
+        self.casts: Any = None  # the keys of autocast that ops come by on their way, if any
         self.carries = False  # whether any of its operands is carried
         self.given: tuple[Any, ...] = ()  # what it was called with
         self.decomposed: tuple[Any, ...] = ()  # the kinds of calls that torch is breaking down
@@ -54,6 +62,35 @@ class _Outside(threading.local):
 
 _AT_IMPORT = _dispatch_state()
 _outside = _Outside()
+
+
+def _broken_down(op: Aten, work: Callable[[], Any]) -> Any:
+    """What an op is broken down into: it comes by autocast, too, unless the op itself was cast.
+
+    Torch leaves autocast out where it calls Python, so that it would not see what the op comes down to.
+    """
+    casts = _outside.casts
+    if casts is None:
+        return work()
+    _outside.casts = None if _is_cast(op, casts.raw_repr()) else casts
+    included, excluded = _dispatch_state()
+    try:
+        with torch._C._ForceDispatchKeyGuard(included, excluded if _outside.casts is None else excluded - casts):
+            return work()
+    finally:
+        _outside.casts = casts
+
+
+@lru_cache(maxsize=4096)
+def _is_cast(op: Aten, casts: int) -> bool:
+    """Whether one of these keys of autocast casts the operands of an op."""
+    keys = torch._C.DispatchKeySet.from_raw_repr(casts)
+    return any(
+        keys.has(getattr(torch._C.DispatchKey, name))
+        and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), name)
+        for name in dir(torch._C.DispatchKey)
+        if name.startswith("Autocast")
+    )
 
 
 def descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -71,8 +108,10 @@ def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         return op(*_whole(args), **_whole(kwargs))
     given, named = (carry(args), carry(kwargs)) if torch.is_grad_enabled() else (args, kwargs)
     carries = given is not args or named is not kwargs
-    before, before_carries, before_given = _outside.state, _outside.carries, _outside.given
-    _outside.state, _outside.carries = _dispatch_state(), carries
+    before = _outside.state, _outside.casts, _outside.carries, _outside.given
+    included, excluded = _dispatch_state()
+    _outside.state, _outside.carries = (included, excluded | AUTOCAST), carries
+    _outside.casts = AUTOCAST - excluded if _casts() else None
     _outside.given = (tuple(args), kwargs)
     outermost = function.called is None
     if outermost:
@@ -86,7 +125,7 @@ def _descend(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     except (UnsupportedOpError, ViewWriteError) as error:
         refused = error
     finally:
-        _outside.state, _outside.carries, _outside.given = before, before_carries, before_given
+        _outside.state, _outside.casts, _outside.carries, _outside.given = before
         if outermost:
             function.called = None
     name = getattr(op, "__name__", "")
@@ -126,14 +165,20 @@ def aten(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     refuse_collective(op, args, kwargs)
     in_python = op.py_kernels.get(_COMPOSITE)
     known = handler_of(op) is not None
+    if known and _outside.casts is not None and op in CAST_WITHIN:
+        known = _is_cast(op, _outside.casts.raw_repr())
     if not known and in_python is None and op._can_decompose():
-        return op.decompose(*args, **kwargs)
+        return _broken_down(op, lambda: op.decompose(*args, **kwargs))
     if _outside.carries and holds_carried(args, kwargs):
         return _put_down_for(op, args, kwargs)
+    if not known and in_python is not None:
+        with torch._C._EnableTorchFunction(), torch._C._ForceDispatchKeyGuard(*_outside.state), watching():
+            return _broken_down(op, lambda: in_python(*args, **kwargs))
     with torch._C._EnableTorchFunction(), torch._C._ForceDispatchKeyGuard(*_outside.state), watching():
-        if not known and in_python is not None:
-            return in_python(*args, **kwargs)
-        found = _compute(op, args, kwargs)
+        if _outside.casts is not None and op._can_decompose():  # as torch would, beneath autocast
+            found = _broken_down(op, lambda: _compute(op, args, kwargs))
+        else:
+            found = _compute(op, args, kwargs)
         must_alias = op.is_view and op.overloadpacket not in NO_ALIASES
         return _marked(found, args[0]) if must_alias and args else found
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +21,32 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 
 class Slot(int):
     """The number of a slot, in the place of an argument."""
+
+
+AUTOCAST = functools.reduce(  # the dispatch keys of autocast, one for each type of device
+    operator.or_,
+    (
+        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+        for name in dir(torch._C.DispatchKey)
+        if name.startswith("Autocast")
+    ),
+)
+
+
+def without_autocast() -> AbstractContextManager[Any]:
+    """Within this context, autocast casts nothing: around what stands for an op that it does not cast."""
+    return torch._C._ExcludeDispatchKeyGuard(AUTOCAST) if torch._C._is_any_autocast_enabled() else nullcontext()
+
+
+class Uncast(NamedTuple):
+    """An op whose operands autocast has cast already, if at all: it is called without autocast."""
+
+    op: Any
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:  # an argument of an op may be called self
+        """What the op gives."""
+        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+            return self.op(*args, **kwargs)
 
 
 class Step(NamedTuple):

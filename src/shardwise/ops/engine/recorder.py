@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shardwise.dispatch import registry
-from shardwise.ops.engine.program import Made, Program, Slot, Step, filled, tensors_in
+from shardwise.ops.engine.program import Made, Program, Slot, Step, Uncast, filled, tensors_in
 from shardwise.sharded_tensor import ShardedTensorBase
 
 HARMLESS = {"size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "__len__"}
@@ -28,6 +28,8 @@ ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}  # that are tensors
 ORDINARY = {"_frame", "_tensors", "_shards", "_pinned", "_wants_grad", "_anchor", "_view_of", "_passes"}
 MARKS = ("_moved", "_copy_of_view")
 
+
+_casts = torch._C._is_any_autocast_enabled
 
 IN_PYTHON = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn)  # where functions of ops are
 
@@ -80,7 +82,7 @@ class Recorder(TorchFunctionMode):
         self.plainly = len(self.given) == sum(isinstance(arg, torch.Tensor) for arg in args)
         if self.plainly:
             self.given = list(args)
-        self.pure, self.grad = True, torch.is_grad_enabled()
+        self.pure, self.grad, self.casts = True, torch.is_grad_enabled(), _casts()
         self.slots: dict[int, int] = {}  # by the tensor's id
         self.kept: list[Any] = []  # so that no id is given twice
         self.steps: list[Step] = []
@@ -155,6 +157,8 @@ class Recorder(TorchFunctionMode):
         """The call as it can be made again, as quickly as can be."""
         if isinstance(func, torch._ops.OpOverload):
             func, args, kwargs = _in_python(func, args, kwargs)
+        if self.casts and not _casts():
+            func = Uncast(func)
         by_position, by_name = (self._with_slots(part) for part in (list(args), kwargs))
         at = [k for k, arg in enumerate(by_position) if arg.__class__ is Slot]
         flat = len(at) == sum(1 for _ in tensors_in(args, kwargs))

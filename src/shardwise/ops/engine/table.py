@@ -17,6 +17,7 @@ Handler = Callable[[Call], Any]  # gives NotImplemented for a call that it canno
 RuleMaker = Callable[[Call], Rule | None]
 
 TABLE: dict[Any, Handler] = {}
+CAST_WITHIN: set[Any] = set()  # overloads that are broken down where autocast is on, which casts what they come down to
 
 
 def handler_of(op: Aten) -> Handler | None:

@@ -14,7 +14,7 @@ from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.chunking import one_behind_another, own_chunk
 from shardwise.ops.engine.compute import compute, expect
 from shardwise.ops.engine.rule import Along, Dims, Labels, Rule, broadcast_shapes
-from shardwise.ops.engine.table import TABLE, RuleMaker, add_rules, by_rule
+from shardwise.ops.engine.table import CAST_WITHIN, TABLE, RuleMaker, add_rules, by_rule
 
 aten = torch.ops.aten
 
@@ -203,6 +203,8 @@ for _name in MATRIX:
 for _name, _dims in SPACE.items():
     if hasattr(aten, _name):
         TABLE[getattr(aten, _name)] = by_rule(spatial(_dims))
+        if hasattr(getattr(aten, _name), "vec"):  # which comes down to the op itself
+            CAST_WITHIN.add(getattr(aten, _name).vec)
 add_rules(
     {
         aten.sort: same(named()),

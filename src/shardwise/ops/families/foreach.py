@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.dispatch import Op, registry
 from shardwise.errors import PropertyError
+from shardwise.ops.engine.program import without_autocast
 from shardwise.ops.engine.rule import broadcast_shapes
 from shardwise.ops.families.pointwise import is_pointwise
 from shardwise.sharded_tensor import ShardedTensor, ShardedTensorBase
@@ -150,7 +151,8 @@ def _register(name: str, alone: Callable[..., Any], *, on_shards: bool) -> None:
                 results[k] = found
         for k, row in enumerate(rows):
             if apart[k]:
-                results[k] = alone(*row, **rest)
+                with without_autocast():  # which leaves foreach functions alone
+                    results[k] = alone(*row, **rest)
         return given[0] if in_place else tuple(results)
 
     registry.built_in[op] = handler

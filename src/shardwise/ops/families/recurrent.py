@@ -23,7 +23,7 @@ from shardwise.ops.engine.chunking import in_chunks
 from shardwise.ops.engine.compute import compute, expect
 from shardwise.ops.engine.gathered import compute_gathered, needs_whole
 from shardwise.ops.engine.rule import Labels, Rule
-from shardwise.ops.engine.table import TABLE
+from shardwise.ops.engine.table import CAST_WITHIN, TABLE
 from shardwise.sharded_tensor import ShardedTensorBase
 
 aten = torch.ops.aten
@@ -232,3 +232,4 @@ for _name, _kind in {"lstm": LSTM, "gru": GRU, "rnn_tanh": RNN_TANH, "rnn_relu":
     TABLE[getattr(aten, _name).input] = _recurrence(_kind)
     TABLE[getattr(aten, _name).data] = _packed(_kind)
     TABLE[getattr(aten, f"{_name}_cell")] = _single(_kind)
+    CAST_WITHIN.add(getattr(aten, f"{_name}_cell").default)
