@@ -1,9 +1,9 @@
 """How all tests run: Hypothesis makes the same examples every time, and takes its time on a busy machine."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("steady", derandomize=True, deadline=None)
+settings.register_profile("steady", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("steady")
 
 # Files that take longest: whoever has one of them last would keep all others waiting.

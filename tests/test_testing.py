@@ -9,10 +9,12 @@ import threading
 import unittest
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.patience import until
 
 from shardwise.process_group import in_step, raises_alone
 from shardwise.testing import RankFailure, pool, ranks, run_on_ranks
@@ -38,8 +40,9 @@ def dies_on(rank: int) -> None:
         os._exit(3)
 
 
-def hangs() -> None:
-    """Nobody ever returns."""
+def hangs(folder: str) -> None:
+    """Nobody ever returns; who is here leaves a file."""
+    (Path(folder) / str(dist.get_rank())).touch()
     threading.Event().wait()
 
 
@@ -127,10 +130,18 @@ def test_a_rank_that_dies_is_noticed() -> None:
     assert run_on_ranks(2, rank_and_size) == [(0, 2), (1, 2)]
 
 
-def test_a_hang_ends_at_the_time_limit_with_every_stack() -> None:
+def test_a_hang_ends_at_the_time_limit_with_every_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose stacks show where they were."""
+    run_on_ranks(2, rank_and_size)  # so that there is a pool
+    wait = pool.wait
+
+    def wait_for_both(*given: Any) -> Any:
+        until(lambda: len(list(tmp_path.iterdir())) == 2)
+        return wait(*given)
+
+    monkeypatch.setattr(pool, "wait", wait_for_both)
     with pytest.raises(RankFailure) as caught:
-        run_on_ranks(2, hangs, timeout=0.5)
+        run_on_ranks(2, hangs, str(tmp_path), timeout=0.5)
     report = str(caught.value)
     for rank in range(2):
         assert f"rank {rank} of 2 did not finish within 0.5 s" in report

@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-PATIENCE = 15.0  # seconds without work after which a rank is taken to hang
+PATIENCE = 60.0  # seconds without work after which a rank is taken to hang
 WORK = 0.3  # seconds of processor time that count as work
 MOST_WORK = 20.0  # seconds of processor time after which a rank is taken never to end
 EXIT_CODE = 86

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
-from shardwise.testing.pool import run_on_ranks
+from shardwise.testing.pool import TIMEOUT, run_on_ranks
 
 P = ParamSpec("P")
 
 
 def ranks(
-    world_size: int, *, timeout: float = 60, fresh: bool = False, bare: bool = False, backend: str = "gloo"
+    world_size: int, *, timeout: float = TIMEOUT, fresh: bool = False, bare: bool = False, backend: str = "gloo"
 ) -> Callable[[Callable[P, Any]], Callable[P, None]]:
     """Decorator: call the function on so many ranks, where the default process group is already there.
 

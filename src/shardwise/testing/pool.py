@@ -33,7 +33,9 @@ from shardwise.testing.worker import Outcome, serve
 PRELOADED = ["torch", "torch.distributed", "shardwise", "shardwise.testing.worker", "torch._dynamo"]
 # What takes long too, and what ranks are likely to need where the process that starts them has it.
 PRELOADED_IF_HERE = ["pytest", "_pytest.assertion.rewrite", "hypothesis", "transformers", "accelerate", "peft"]
-START_TIMEOUT = 60.0
+TIMEOUT = 300.0  # seconds after which a task hangs: far more than it takes, also on a machine that is busy
+START_TIMEOUT = 300.0  # the same for ranks that start
+ENDING = 30.0  # the same for a process that ends, and for one that writes its stack
 GRACE = 6.0  # seconds that the other ranks get to fail too, once one has
 MACHINERY = (
     "/multiprocessing/",
@@ -41,6 +43,7 @@ MACHINERY = (
     "<string>",
     "Extension modules",
 )  # frames that are in every stack
+OUTERMOST = ('"<string>", line 1 in <module>\n', "  ...\n")  # how the stack of a main thread ends, which comes last
 BEFORE_JOINING = "a script that starts ranks must do so under `if __name__ == '__main__':`"
 MOST_POOLS = 4  # kept alive at once, each of another kind
 
@@ -130,7 +133,7 @@ class Pool:
             outcome: Outcome = self.connections[rank].recv()
         except (EOFError, ConnectionError):
             process = self.processes[rank]
-            process.join(1)
+            process.join(ENDING)
             hint = "" if self._joined else f"; {BEFORE_JOINING}"
             stack = self._told(rank)
             words = f"; it was here:\n{stack}" if stack else f", without a word{hint}\n"
@@ -161,11 +164,10 @@ class Pool:
     def _stack(self, rank: int) -> str:
         """Where a hung rank is, asked of its fault handler."""
         process, file = self.processes[rank], self._file(rank, "stack")
-        if process.pid is not None and process.is_alive():
+        if process.pid is not None and process.is_alive() and file.exists():
             os.kill(process.pid, signal.SIGUSR1)
-            for _ in range(100):
-                if file.stat().st_size and file.read_text().endswith("\n"):
-                    break
+            end = time.monotonic() + ENDING
+            while not file.read_text(errors="replace").endswith(OUTERMOST) and time.monotonic() < end:
                 time.sleep(0.01)
         return self._told(rank) or "(it gave no stack)\n"
 
@@ -227,7 +229,7 @@ def run_on_ranks(
     world_size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 60,
+    timeout: float = TIMEOUT,
     fresh: bool = False,
     bare: bool = False,
     echo: bool = False,

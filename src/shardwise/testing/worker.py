@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from shardwise.meeting import begin_anew, ledger_of, put_away
+from shardwise.meeting import begin_anew, ledger_of, post, put_away
 from shardwise.testing.task import Task
 
 _start_folder = os.getcwd()
 # NCCL refuses ranks that share a GPU, unless it takes them for different hosts: then they talk through the loopback.
 APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
-COLLECTIVE_TIMEOUT = timedelta(seconds=300)  # the pool's own time limits come long before
+LOOKS_AFTER = 0.1  # seconds that a rank waits before it looks why others do not come: all are on one machine
+COLLECTIVE_TIMEOUT = timedelta(hours=1)  # the pool's own time limits come long before
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def _prepare(rank: int, world_size: int, folder: Path, backend: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started the pool
     torch.set_num_threads(1)
+    post.PATIENCE = LOOKS_AFTER
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
