@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,6 +13,7 @@ from tests.cases import chunks
 
 from shardwise import ChunkShardingSpec, check, meeting, validation
 from shardwise.errors import RankMismatchError, RpcError, ShardCountError, TransferError
+from shardwise.meeting import post
 from shardwise.placement import parse
 from shardwise.process_group import (
     current_process_group,
@@ -380,12 +380,44 @@ def test_texts_name_a_few_of_many_ranks() -> None:
 
 
 @ranks(2)
-def test_a_rank_waits_as_long_as_the_group_allows_and_no_longer() -> None:
-    """However seldom it looks what the other does, which never comes."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=1.2))
-    done, begun = dist.new_group([0, 1]), time.monotonic()
+def test_a_rank_waits_as_long_as_the_group_allows() -> None:
+    """For another that never comes."""
+    group, done = dist.new_group([0, 1]), dist.new_group([0, 1])
     if dist.get_rank() == 0:
-        with pytest.raises(TransferError, match="taken longer than the group's timeout"):
-            check(group)
-        assert 1.1 < time.monotonic() - begun < 2.3
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(post, "timeout_of", lambda _: timedelta(seconds=0.1))
+            with pytest.raises(TransferError, match="taken longer than the group's timeout"):
+                check(group)
     dist.barrier(done)
+
+
+class Clock:
+    """A clock, and a lock that nobody releases: to wait for it is all that takes time."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        """Seconds."""
+        return self.now
+
+    def acquire(self, timeout: float) -> bool:
+        """In vain."""
+        self.now += timeout
+        return False
+
+
+@pytest.mark.parametrize("allowed", [1.2, 5.0, 1800.0])
+@ranks(1)
+def test_a_rank_waits_no_longer_than_the_group_allows(allowed: float) -> None:
+    """However seldom it looks what the other does, which is every two seconds at most."""
+    clock, looks, job = Clock(), list[float](), post._Job(None, [])
+    job.done = clock
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(post, "time", clock)
+        patch.setattr(post, "timeout_of", lambda _: timedelta(seconds=allowed))
+        clock.acquire(post.PATIENCE)  # as whoever calls it has
+        with pytest.raises(TimeoutError):
+            post.Post(dist.group.WORLD)._wait_long(job, lambda _: looks.append(clock.now), post.PATIENCE)
+    assert clock.now == pytest.approx(100.0 + allowed)
+    assert max(np.diff(looks), default=0.0) <= post.AT_MOST + 1e-9

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import chunks
+from tests.patience import until
 from torch import nn
 from torch.nn import functional
 
@@ -187,3 +188,27 @@ def impatient() -> Iterator[None]:
         patch.setattr(meeting.post, "PATIENCE", 0.05)
         patch.setattr(meeting.post, "AT_MOST", 0.08)
         yield
+
+
+@contextmanager
+def looked_for() -> Iterator[Callable[[], None]]:
+    """Ranks that wait look soon what the others are doing. Gives what a rank calls to be late: it comes back when all
+    others have looked for word of it."""
+    store, find_verdict = dist.distributed_c10d._get_default_store(), meeting.aside.find_verdict
+
+    def counted(*given: Any) -> Exception | None:
+        found = find_verdict(*given)
+        store.add(f"looks of rank {rank()}", 1)
+        return found
+
+    def looks() -> list[int]:
+        others = set(range(dist.get_world_size())) - {rank()}
+        return [store.add(f"looks of rank {other}", 0) for other in others]
+
+    def be_late() -> None:
+        before = looks()
+        until(lambda: all(now > then + 1 for now, then in zip(looks(), before, strict=True)))
+
+    with impatient(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting.aside, "find_verdict", counted)
+        yield be_late

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import chunks
-from tests.disagreement.given import impatient
+from tests.disagreement.given import impatient, looked_for
 
 import shardwise
 from shardwise import ShardedOptimizer
@@ -39,7 +38,7 @@ def message_of(function: Callable[[], object]) -> str:
 def test_late_after_an_error() -> None:
     """A rank that caught its error and comes late is waited for, and nobody raises again."""
     x = sharded()
-    with impatient():
+    with looked_for() as be_late:
         for everywhere in (True, False):
             bad = torch.full((4, 3), 99 if everywhere or dist.get_rank() == 1 else 0)
             if everywhere or dist.get_rank() == 1:
@@ -47,7 +46,7 @@ def test_late_after_an_error() -> None:
             if not everywhere and dist.get_rank() == 0:
                 assert "found on rank 1" in message_of(x.full_tensor)
             if dist.get_rank() == 1:
-                time.sleep(0.5)
+                be_late()
             assert torch.equal(x.full_tensor().detach(), PLAIN)
             assert torch.equal((x + 1).sum(0).full_tensor().detach(), (PLAIN + 1).sum(0))
 

@@ -9,14 +9,25 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.disagreement.given import COLUMNS, ODD, PLAIN, ROWS, WORLD, backward_of, impatient, rank, recorded
+from tests.deaths import all_are_heard
+from tests.disagreement.given import (
+    COLUMNS,
+    ODD,
+    PLAIN,
+    ROWS,
+    WORLD,
+    backward_of,
+    impatient,
+    looked_for,
+    rank,
+    recorded,
+)
 from tests.disagreement.verbs import VERBS, Verb, filed
 
 import shardwise
@@ -91,15 +102,12 @@ def test_one_rank_that_does_otherwise_stops_all_of_a_large_group() -> None:
 def test_a_rank_that_is_late_is_waited_for() -> None:
     """Longer than it takes until the others look for word of it, in the forward and in the backward."""
     leaf, result = recorded()
-
-    def come() -> None:
+    with looked_for() as be_late:
         if rank() == ODD:
-            time.sleep(0.4)
-
-    with impatient():
-        come()
+            be_late()
         assert torch.equal(leaf.full_tensor(), PLAIN)
-        come()
+        if rank() == ODD:
+            be_late()
         backward_of((leaf, result))
         assert torch.equal(leaf.grad.full_tensor(), torch.full_like(PLAIN, 2))
 
@@ -133,7 +141,7 @@ def dies(where: str) -> None:
 @pytest.mark.parametrize("where", ["before", "exchange", "rounds", "backward"])
 def test_a_rank_that_dies_is_named(where: str) -> None:
     """By all others, at once."""
-    with pytest.raises(RankFailure) as caught:
+    with all_are_heard(), pytest.raises(RankFailure) as caught:
         run_on_ranks(WORLD, dies, where, fresh=True)
     report = str(caught.value)
     assert "exit code -9" in report

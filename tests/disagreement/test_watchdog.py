@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.patience import PATIENT, until
 
 from shardwise.errors import RankMismatchError, TransferError
 from shardwise.meeting import Said, lost, post, watch, watchdog
@@ -18,17 +18,19 @@ from shardwise.testing import ranks
 
 
 class Endless:
-    """Stands for a collective that never ends, unless somebody ends it."""
+    """Stands for a collective that never ends, unless somebody ends it, and counts who asks."""
+
+    looks = 0
 
     def is_completed(self) -> bool:
         """No."""
+        self.looks += 1
         return False
 
 
 def wait_for_a_verdict(group: dist.ProcessGroup) -> None:
     """Ask until the watchdog has one, which is raised."""
-    while require_sound(group):
-        time.sleep(post.PATIENCE)
+    until(lambda: not require_sound(group))
 
 
 @ranks(2)
@@ -36,8 +38,8 @@ def test_ranks_in_different_collectives_end_them_together() -> None:
     """Both raise what differs, once, and then that the group is of no use; neither ends it before both know."""
     group, together = dist.new_group([0, 1]), threading.Event()
 
-    def patiently(group: dist.ProcessGroup, seconds: float) -> None:
-        wait_to_end(group, 60 * seconds)
+    def patiently(group: dist.ProcessGroup, _: float) -> None:
+        wait_to_end(group, PATIENT)
         together.set()
 
     wait_to_end = watchdog.wait_to_end
@@ -50,7 +52,7 @@ def test_ranks_in_different_collectives_end_them_together() -> None:
             wait_for_a_verdict(group)
         with pytest.raises(TransferError, match="cannot be used any more"):
             require_sound(group)
-        assert together.wait(30)
+        assert together.wait(PATIENT)
 
 
 class Failed:
@@ -87,8 +89,7 @@ class Known(Endless):
 
 def forgotten(group: dist.ProcessGroup) -> None:
     """Wait until nothing of a group is looked after."""
-    while group in watchdog._watched:
-        time.sleep(post.PATIENCE)
+    until(lambda: group not in watchdog._watched)
 
 
 @pytest.mark.parametrize(
@@ -141,25 +142,56 @@ def test_groups_that_are_destroyed_do_not_end_the_watchdog() -> None:
             wait_for_a_verdict(group)
 
 
+class FailedLater(Failed):
+    """Stands for a collective that is over when an event says so."""
+
+    def __init__(self, over: threading.Event) -> None:
+        super().__init__()
+        self._over = over
+
+    def is_completed(self) -> bool:
+        """Once it is."""
+        return self._over.is_set()
+
+
+class Queue:
+    """A lock that says when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self._lock, self.waited_for = threading.Lock(), threading.Event()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self.waited_for.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 @ranks(1)
 def test_a_loss_is_raised_once_and_after_all_is_ended() -> None:
     """Also if the watchdog and the host find it at the same time."""
-    group, ended = dist.new_group([0]), threading.Event()
+    group, queue = dist.new_group([0]), Queue()
+    found, ending, ended = threading.Event(), threading.Event(), threading.Event()
 
-    def slowly(*given: Any) -> TransferError:
-        time.sleep(1)
+    def while_the_watchdog_ends(*given: Any) -> TransferError:
+        found.set()
+        assert ending.wait(PATIENT)
         return told_of_loss(*given)
 
-    def patiently(*_: object) -> None:
-        time.sleep(2)
-        ended.set()
+    def while_the_host_waits(*_: object) -> None:
+        ending.set()
+        if queue.waited_for.wait(PATIENT):
+            ended.set()
 
     told_of_loss = lost.told_of_loss
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lost, "told_of_loss", slowly)
-        patch.setattr(watchdog, "wait_to_end", patiently)
+        patch.setattr(lost, "told_of_loss", while_the_watchdog_ends)
+        patch.setattr(watchdog, "wait_to_end", while_the_host_waits)
+        patch.setattr(watchdog, "_ending", queue)
         follow(group, Said({"verb": "something"}))
-        watch(Failed(), group)
+        watch(FailedLater(found), group)
         with pytest.raises(TransferError, match="could not compare"):
             lost.raise_lost("compare", RuntimeError("Connection closed by peer"), group)
         assert ended.is_set()
@@ -168,14 +200,15 @@ def test_a_loss_is_raised_once_and_after_all_is_ended() -> None:
 
 
 class Dropped:
-    """Stands for a collective that was well, which says who drops it."""
+    """Stands for a collective that was well, which says who drops it; to ask for it takes until an event."""
 
-    def __init__(self, by: list[str], slow: float = 0) -> None:
-        self._by, self._slow = by, slow
+    def __init__(self, by: list[str], asked: threading.Event, go_on: threading.Event) -> None:
+        self._by, self._asked, self._go_on = by, asked, go_on
 
     def is_completed(self) -> bool:
         """It is over."""
-        time.sleep(self._slow)
+        self._asked.set()
+        assert self._go_on.wait(PATIENT)
         return True
 
     def wait(self) -> None:
@@ -189,12 +222,23 @@ class Dropped:
 def test_the_watchdog_does_not_drop_collectives_while_others_are_under_way() -> None:
     """To drop one may wait for the device, as whoever waits for the next one does."""
     one, other, by = dist.new_group([0]), dist.new_group([0]), list[str]()
-    watch(Endless(), other)
-    watch(Dropped(by), one)  # over before anything else begins
+    endless, asked, go_on = Endless(), threading.Event(), threading.Event()
+    go_on.set()
+    watch(endless, other)
+    watch(Dropped(by, asked, go_on), one)  # over before anything else begins
     forgotten(one)
-    watch(Dropped(by, slow=1), one)  # replaced while the thread looks at it
-    time.sleep(0.5)
+    asked.clear()
+    go_on.clear()
+    watch(Dropped(by, asked, go_on), one)  # replaced while the thread looks at it
+    assert asked.wait(PATIENT)
     watch(Endless(), one)
-    time.sleep(1.5)
-    watch(Endless(), one)
+    go_on.set()
+    before = endless.looks
+    until(lambda: endless.looks > before + 1)  # the thread has gone on
+
+    def all_dropped() -> bool:
+        watch(Endless(), one)  # drops nothing where the thread looks just then
+        return len(by) == 2
+
+    until(all_dropped)
     assert by == ["MainThread"] * 2

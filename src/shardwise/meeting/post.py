@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,7 @@ from shardwise.meeting.group import gloo_of, timeout_of
 
 PATIENCE = 1.0  # seconds after which a rank that waits looks what the others are doing
 AT_MOST = 2.0  # between two looks
+AT_THE_END = 10.0  # that threads get to come back before Python ends, which takes long on a busy machine only
 FOREVER = timedelta(days=365)
 NOBODYS = 1  # the tag of a message that nobody sends
 
@@ -171,7 +172,7 @@ os.register_at_fork(after_in_child=_idle.clear)
 os.register_at_fork(after_in_child=_waited_for.clear)
 
 
-def let_go(jobs: Iterable[_Job]) -> None:
+def let_go(jobs: Sequence[_Job]) -> None:
     """End waits that were given up, before Python ends: a thread that comes back later would abort the process.
 
     gloo has one way for that: a wait whose time limit passes breaks the connection.
@@ -180,7 +181,9 @@ def let_go(jobs: Iterable[_Job]) -> None:
         for peer in job.peers():
             with suppress(RuntimeError, ValueError):
                 job.gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, NOBODYS).wait(timedelta(milliseconds=1))
-        job.done.acquire(timeout=1)
+    end = time.monotonic() + AT_THE_END
+    for job in jobs:
+        job.done.acquire(timeout=max(end - time.monotonic(), 0))
 
 
 atexit.register(lambda: let_go(tuple(_waited_for)))
