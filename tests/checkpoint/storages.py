@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PATIENT
+
 from shardwise.checkpoint import LocalStorage
 from shardwise.errors import CheckpointError
 from shardwise.storage import OpenFile
@@ -91,7 +93,7 @@ class Waiting(LocalStorage):
 
     def write(self, name: str, buffers: Iterable[memoryview]) -> None:
         """As before, when it is let."""
-        assert self.let.wait(60)
+        assert self.let.wait(PATIENT)
         super().write(name, buffers)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import s3fs
+from tests.patience import PATIENT
 
 BUCKET = "bucket"
 KEYS = {"key": "tests", "secret": "tests", "client_kwargs": {"region_name": "us-east-1"}}
@@ -122,7 +123,7 @@ class ProxyHandler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         fault = proxy.fault(f"{self.command} {self.path}")
         if fault == "silent":
-            proxy.over.wait(20)
+            proxy.over.wait(PATIENT)
         if fault in ("cut", "silent"):
             self.close_connection = True
             return

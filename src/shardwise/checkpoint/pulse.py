@@ -20,7 +20,7 @@ from shardwise.meeting.group import store_of
 
 EVERY = 1.0  # seconds between two signs
 AT_ONCE = 1000  # ranks of which a store takes one in a second
-MISSED = 4  # so many in a row, of a rank to which the connection is broken: it is gone
+MISSED = 10  # so many in a row, of a rank to which the connection is broken: it is gone
 
 
 class Pulse:
