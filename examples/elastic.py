@@ -29,10 +29,10 @@ import shardwise
 
 STEPS, EVERY, DIES_AT = 20, 5, 12  # a checkpoint after the steps 0, 5, 10 and so on
 TOLERANCE = 1e-12  # in float64; a sum of parts rounds differently than the whole sum
-LIMIT = 300  # seconds: eight processes are started one after another, which takes long on a machine that is busy
+LIMIT = 600  # seconds: eight processes are started one after another, which takes long on a machine that is busy
 
 # How long agents wait: for a machine that may still come, and for a sign of life of one that is there.
-RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+RENDEZVOUS = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=6"
 
 
 def model_and_optimizer(sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:

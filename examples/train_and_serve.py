@@ -107,7 +107,7 @@ def main() -> None:
     """Use the ranks that torchrun started, or start six here."""
     fsdp = "--fsdp" in sys.argv
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        show(run_on_ranks(len(TRAINERS + SERVERS), work, fsdp=fsdp, echo=True, timeout=120)[0])
+        show(run_on_ranks(len(TRAINERS + SERVERS), work, fsdp=fsdp, echo=True)[0])
         return
     dist.init_process_group("gloo")
     report = work(fsdp=fsdp)

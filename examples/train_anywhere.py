@@ -204,10 +204,7 @@ def main() -> int:
     twin, losses = train_twin(LEGS[-1][1])
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = str(Path(folder) / "checkpoint")
-        legs = [
-            run_on_ranks(ranks, train, checkpoint, until, losses, terminal, timeout=120, echo=True)[0]
-            for ranks, until in LEGS
-        ]
+        legs = [run_on_ranks(ranks, train, checkpoint, until, losses, terminal, echo=True)[0] for ranks, until in LEGS]
         return 0 if verdict(legs, twin, losses, checkpoint) else 1
 
 

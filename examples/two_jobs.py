@@ -30,7 +30,7 @@ def trainer(address: str) -> None:
     torch.manual_seed(0)
     model = shard_module(new_model(), {"0.*": 0, "2.weight": 1})  # tensor parallel, over the ranks of this job
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    transfer = StateTransfer.between(source=model, address=address, timeout=30)
+    transfer = StateTransfer.between(source=model, address=address, timeout=300)
     for step in range(1, STEPS + 1):
         x = torch.randn(32, 16, dtype=torch.float64)
         optimizer.zero_grad()
@@ -49,7 +49,7 @@ def trainer(address: str) -> None:
 
 def engine(address: str) -> None:
     model = new_model()  # whole, in this process
-    transfer = StateTransfer.between(target=model, address=address, timeout=30)
+    transfer = StateTransfer.between(target=model, address=address, timeout=300)
     while transfer.version < STEPS:
         try:
             transfer.run()  # or, while it serves: run(wait=False), and wait() once the handle is done()

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tests.patience import PATIENT, until
 
 import shardwise
 from shardwise.errors import ShardwiseError
@@ -25,7 +26,6 @@ from shardwise.testing.pool import _context
 
 NAMES = ("embed", "mlp", "norm")
 SIZES = {"embed": (96, 40), "mlp": (64, 80), "norm": (40,)}
-PATIENT = 60.0  # seconds after which a test is lost
 
 
 def values(version: int) -> dict[str, torch.Tensor]:
@@ -128,16 +128,24 @@ class Rank:
             tensor = values(version)[name]
             mine.copy_(tensor if mine.__class__ is torch.Tensor else shardwise.shard(tensor, mine.sharding_spec()))
 
-    def run(self, version: int | None = None) -> tuple[int, float]:
-        """Run; gives the version that it says, and the seconds that it took."""
+    def reach_store(self) -> None:
+        """Connect with it, however long that takes."""
         assert self.transfer is not None
-        begun = time.monotonic()
-        try:
-            self.transfer.run(version=version)
-        except Exception as error:
-            error.seconds = time.monotonic() - begun
-            raise
-        return self.transfer.version, time.monotonic() - begun
+        assert self.transfer._other is not None
+        client = self.transfer._other._renewed()
+        until(lambda: not client.is_connecting)
+
+    def wait_at_most(self, seconds: float) -> None:
+        """For the other job and the store, from the next run on."""
+        assert self.transfer is not None
+        assert self.transfer._other is not None
+        self.transfer._other._timeout = seconds
+
+    def run(self, version: int | None = None) -> int:
+        """Run; gives the version that it says."""
+        assert self.transfer is not None
+        self.transfer.run(version=version)
+        return self.transfer.version
 
     def begin_run(self) -> None:
         """Run in the background."""
@@ -147,8 +155,7 @@ class Rank:
     def end_run(self) -> tuple[int | None, bool, int | None]:
         """Wait for it; gives which version the state was of when all had arrived, and which it is then."""
         assert self.transfer is not None
-        while not self.handle.done():
-            time.sleep(0.01)
+        until(self.handle.done)
         before = self.holds()
         self.handle.wait()
         return before, self.handle.done(), self.holds()
@@ -166,32 +173,42 @@ class Rank:
         assert self.transfer is not None
         return self.transfer.poll()
 
+    def _stand_still(self) -> None:
+        """Say so, and do not go on before a word comes: for how many seconds to wait for others in this run, if any."""
+        self._connection.send("stalled")
+        seconds = self._connection.recv()
+        if seconds is not None:
+            assert self.transfer is not None
+            assert self.transfer._other is not None
+            meeting = self.transfer._other.meeting
+            assert meeting is not None
+            assert meeting._wire is not None
+            meeting._timeout = meeting._wire._timeout = seconds
+
     def stall(self, messages: int) -> None:
-        """In the next run, say so before the exchange of this number, and do not go on before a word comes."""
+        """In the next run stand still, before the exchange of this number."""
         exchange, left = self._exchange, [messages]
 
         def stalled(wire: JobWire, *given: Any) -> Any:
             left[0] -= 1
             if left[0] == 0:
-                self._connection.send("stalled")
-                self._connection.recv()
+                self._stand_still()
             return exchange(wire, *given)
 
         JobWire.exchange = stalled
 
-    def stall_decision(self) -> None:
-        """In the next run, when all has arrived: the first rank, before it reads in the store what was decided."""
+    def stall_at(self, method: str) -> None:
+        """In the next run stand still, on the first rank alone: before this method of its meeting."""
         if dist.get_rank():
             return
-        verdict = JobMeeting._verdict
+        real = getattr(JobMeeting, method)
 
-        def stalled(meeting: JobMeeting) -> bytes:
-            JobMeeting._verdict = verdict
-            self._connection.send("stalled")
-            self._connection.recv()
-            return verdict(meeting)
+        def stalled(meeting: JobMeeting) -> Any:
+            setattr(JobMeeting, method, real)
+            self._stand_still()
+            return real(meeting)
 
-        JobMeeting._verdict = stalled
+        setattr(JobMeeting, method, stalled)
 
     def keep(self) -> None:
         """Copy what lies on this rank."""
@@ -205,11 +222,9 @@ class Rank:
         sharded = [tensor for tensor in self.state.values() if isinstance(tensor, shardwise.ShardedTensor)]
         return [shard.tensor.clone() for tensor in sharded for shard in tensor.local_shards()]
 
-    def rejoin(self, times: int) -> list[tuple[int, int]]:
-        """Run and part, and be broken off in the middle by the target, again and again.
-
-        Gives how many files were open, and how many threads there were, after each.
-        """
+    def rejoin(self, times: int) -> None:
+        """Run and part, and be broken off in the middle by the target, again and again. Then wait until no more files
+        are open than in the beginning, nor are there more threads: some end a little later."""
         assert self.transfer is not None
         other, found = self.transfer._other, []
         assert other is not None
@@ -221,8 +236,14 @@ class Rank:
             with mock.patch.object(JobWire, "exchange", broken), pytest.raises(ShardwiseError, match="broken off"):
                 self.transfer.run()
             other.went_well()
-            found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
-        return found
+            found.append(self._held())
+        most = [max(counts) for counts in zip(*found[: times // 3], strict=True)]
+        until(lambda: all(now <= before for now, before in zip(self._held(), most, strict=True)))
+
+    @staticmethod
+    def _held() -> tuple[int, int]:
+        """Open files and threads."""
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
     @staticmethod
     def broken_off(wire: JobWire, *given: Any) -> Any:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import chunks
+from tests.patience import PATIENT
 
 import shardwise
 from shardwise import StateTransfer
@@ -23,7 +24,7 @@ from shardwise.state_transfer import jobs
 from shardwise.testing import ranks
 
 WEIGHT = torch.arange(12.0).reshape(4, 3)
-TIMEOUT = 20.0  # of what should come
+TIMEOUT = PATIENT  # of what should come
 
 
 def free_port() -> int:

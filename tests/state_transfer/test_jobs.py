@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.state_transfer.apart import PATIENT, Job
+from tests.patience import PATIENT
+from tests.state_transfer.apart import Job
 
 from shardwise.errors import RankMismatchError, RecipeError, TransferError
 
-TIMEOUT = 10.0
-LATE = 10.0  # seconds that a busy machine may take on top
+LONG = 10 * PATIENT  # a timeout that never passes: what ranks raise they have found out
+SHORT = 1.0  # one that passes, where nobody comes
 SMALL = 16 * 1024  # max_bytes: a transfer has several rounds
 
 
@@ -40,7 +41,7 @@ class Pair:
         job = Job(self.folder, ranks, self.namespaces[side])
         self.jobs.append(job)
         job.call("hold", (None if ranks == 1 else side) if side else 0)
-        given = {"address": self.address, "timeout": TIMEOUT, "max_bytes": SMALL, **options}
+        given = {"address": self.address, "timeout": LONG, "max_bytes": SMALL, **options}
         job.call("between", ("source", "target")[side], **given)
         return job
 
@@ -50,8 +51,8 @@ class Pair:
         self.engine.begin("run")
         while not all(self.trainer.call("poll")):
             pass
-        assert {each[0] for each in self.trainer.call("run", version)} == {version}
-        assert {raised(each)[0] for each in self.engine.told()} == {version}
+        assert set(self.trainer.call("run", version)) == {version}
+        assert {raised(each) for each in self.engine.told()} == {version}
         assert set(self.engine.call("holds")) == {version}
 
     def close(self) -> None:
@@ -67,10 +68,9 @@ def raised(answer: Any) -> Any:
     return answer
 
 
-def failures(answers: list[Any], kind: type[Exception] = TransferError, within: float = TIMEOUT) -> set[str]:
-    """What all ranks have raised, in time."""
+def failures(answers: list[Any], kind: type[Exception] = TransferError) -> set[str]:
+    """What all ranks have raised."""
     assert all(type(answer) is kind for answer in answers), answers
-    assert all(answer.seconds < within + LATE for answer in answers), [answer.seconds for answer in answers]
     return {str(answer) for answer in answers}
 
 
@@ -98,14 +98,14 @@ def test_versions_arrive_and_either_job_may_die(pair: Pair) -> None:
     pair.engine.kill(len(survivors))
     pair.engine.connections = survivors
     for connection in survivors:
-        connection.send("go on")
+        connection.send(None)
     failures(pair.engine.told())
     assert pair.engine.call("is_kept") == [True] * len(survivors)
     killed.close()
     pair.engine.kill()
     (said,) = failures(pair.trainer.told())
     assert "of the target" in said
-    (said,) = failures(pair.trainer.begin("run", 9).told(), within=1)
+    (said,) = failures(pair.trainer.begin("run", 9).told())
     assert "still gone" in said
 
     pair.engine = pair.start(1, len(pair.engine.processes))
@@ -131,14 +131,14 @@ def test_an_engine_serves_while_it_receives(pair: Pair) -> None:
     pair.move(1)
     pair.engine.call("begin_run")
     pair.trainer.call("fill", 2)
-    assert [version for version, _ in pair.trainer.call("run")] == [2, 2]
+    assert pair.trainer.call("run") == [2, 2]
     assert pair.engine.call("end_run") == [(1, True, 2)]
     pair.trainer.call("fill", 3)
     pair.trainer.begin("run")
     while not all(pair.engine.call("poll")):
         pass
-    assert pair.engine.call("run")[0][0] == 3
-    assert [raised(each)[0] for each in pair.trainer.told()] == [3, 3]
+    assert pair.engine.call("run") == [3]
+    assert [raised(each) for each in pair.trainer.told()] == [3, 3]
     assert pair.engine.call("holds") == [3]
 
 
@@ -167,7 +167,7 @@ def test_both_jobs_hear_what_does_not_fit(pair: Pair) -> None:
 
 
 def test_nobody_waits_for_who_is_not_there(tmp_path: Path) -> None:
-    """No store at the address, another name, or a job of its own: an error in time that says who is missed."""
+    """No store at the address, another name, or a job of its own: an error that says who is missed."""
     jobs = [Job(tmp_path, 1) for _ in range(3)]
     try:
         trainer, other, lost = jobs
@@ -178,11 +178,12 @@ def test_nobody_waits_for_who_is_not_there(tmp_path: Path) -> None:
             (lost, "target", "policy", free_address()),
         ):
             job.call("hold", None)
-            job.call("between", side, name=name, address=where, timeout=2.0)
-            job.begin("run")
-        said = [failures(job.told(), within=2.0).pop() for job in jobs]
-        assert "waited 2 s for the target of 'policy'" in said[0]
-        assert "waited 2 s for the source of 'critic'" in said[1]
+            job.call("between", side, name=name, address=where, timeout=SHORT)
+        trainer.call("reach_store")
+        other.call("reach_store")
+        said = [failures(job.begin("run").told()).pop() for job in jobs]
+        assert f"waited {SHORT:g} s for the target of 'policy'" in said[0]
+        assert f"waited {SHORT:g} s for the source of 'critic'" in said[1]
         assert "cannot be reached" in said[2]
         with pytest.raises(TransferError, match="to host the store"):
             other.call("between", "source", address=address)
@@ -198,9 +199,7 @@ def test_meeting_again_and_again_leaves_nothing_behind(pair: Pair) -> None:
     """Neither open files nor threads."""
     pair.engine.begin("rejoin", 25)
     for rank in [*pair.trainer.begin("rejoin", 25).told(), *pair.engine.told()]:
-        files, threads = zip(*raised(rank), strict=True)
-        assert min(files[-5:]) <= max(files[5:10]), files  # some end a little later
-        assert min(threads[-5:]) <= max(threads[5:10]), threads
+        assert raised(rank) is None
 
 
 # Two hosts -----------------------------------------------------------------------------------------------------------
@@ -255,37 +254,42 @@ def hosts() -> Iterator[Hosts]:
 
 
 def test_a_link_between_two_hosts_is_cut(hosts: Hosts, tmp_path: Path) -> None:
-    """In the middle of a transfer: both jobs raise in time, the engine's ranks have the old version, and meet later.
+    """In the middle of a transfer: both jobs raise, the engine's ranks have the old version, and meet later.
 
     When all has arrived, and the engine cannot find out any more that the trainer knows it: it has the old one, too.
     """
     pair = Pair(tmp_path, free_address("10.213.7.1"), 2, hosts.names)
     try:
         pair.move(1)
-        pair.engine.begin("stall", 2).told()
+        for job in pair.trainer, pair.engine:
+            job.begin("stall", 2).told()
         pair.engine.begin("run")
         pair.trainer.call("fill", 2)
         pair.trainer.begin("run", 2)
-        assert set(pair.engine.told()) == {"stalled"}
+        for job in pair.trainer, pair.engine:
+            assert set(job.told()) == {"stalled"}
         hosts.link("down")
-        for connection in pair.engine.connections:
-            connection.send("go on")
+        for connection in pair.trainer.connections + pair.engine.connections:
+            connection.send(SHORT)
         failures(pair.trainer.told())
         failures(pair.engine.told())
         assert pair.engine.call("holds") == [1, 1]
         hosts.link("up")
         pair.move(3)
 
-        pair.engine.begin("stall_decision").told()
+        pair.engine.begin("stall_at", "_verdict").told()
+        pair.trainer.begin("stall_at", "_read").told()
         pair.engine.begin("run")
         pair.trainer.call("fill", 4)
         pair.trainer.begin("run", 4)
-        first = pair.engine.connections[0]
-        assert first.poll(PATIENT)
-        assert first.recv() == "stalled"
+        first = [job.connections[0] for job in (pair.trainer, pair.engine)]
+        for connection in first:
+            assert connection.poll(PATIENT)
+            assert connection.recv() == "stalled"
         hosts.link("down")
-        first.send("go on")
-        assert [raised(each)[0] for each in pair.trainer.told()] == [4, 4]
+        for connection in first:
+            connection.send(SHORT)
+        assert [raised(each) for each in pair.trainer.told()] == [4, 4]
         failures(pair.engine.told())
         assert pair.engine.call("holds") == [3, 3]
         hosts.link("up")
@@ -297,7 +301,7 @@ def test_a_link_between_two_hosts_is_cut(hosts: Hosts, tmp_path: Path) -> None:
 def test_the_engine_hosts_the_store_and_starts_anew(tmp_path: Path) -> None:
     """The store goes with it; the trainer, whose run is in the background, finds the next one."""
     jobs = [Job(tmp_path, 1), Job(tmp_path, 1)]
-    given = {"address": free_address(), "timeout": TIMEOUT, "max_bytes": SMALL}
+    given = {"address": free_address(), "timeout": LONG, "max_bytes": SMALL}
     try:
         trainer, engine = jobs
         for job, side in ((trainer, "source"), (engine, "target")):
@@ -309,13 +313,15 @@ def test_the_engine_hosts_the_store_and_starts_anew(tmp_path: Path) -> None:
             while not all(trainer.call("poll")):
                 pass
             trainer.call("begin_run")
-            assert raised(engine.told()[0])[0] == version
+            assert raised(engine.told()[0]) == version
             assert trainer.call("end_run") == [(version, True, version)]
             assert engine.call("holds") == [version]
             if version == 1:
                 engine.kill()
+                trainer.call("wait_at_most", SHORT)
                 (said,) = failures(trainer.begin("run").told())
                 assert "cannot be reached" in said
+                trainer.call("wait_at_most", LONG)
                 engine = Job(tmp_path, 1)
                 jobs.append(engine)
                 engine.call("hold", None)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.patience import PATIENT
 from tests.state_transfer.trainings import IN_HALVES, SGD, group_of, made, spec, train, whole, whole_here
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -20,7 +21,7 @@ from shardwise.errors import ProcessGroupError, ShardwiseError, StateLostError
 from shardwise.testing import ranks
 
 
-@ranks(4, timeout=25)
+@ranks(4)
 def test_a_lost_rank_whose_boxes_others_have() -> None:
     """Rank 2 is gone: what it had comes from replicas, optimizer state with it, to ranks of which one is new."""
     here, left = dist.get_rank(), [0, 1, 3]
@@ -61,7 +62,7 @@ def test_a_lost_rank_whose_boxes_others_have() -> None:
             shardwise.resize(old, new, lost=wrong if here == 1 else [2], process_group=survivors)
 
 
-@ranks(4, timeout=25)
+@ranks(4)
 def test_without_replicas_one_error_says_what_is_lost() -> None:
     """On every rank, the new ones too, and nothing has changed; the checkpoint is the way out."""
     here = dist.get_rank()
@@ -125,5 +126,5 @@ def test_a_rank_that_was_killed() -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(PATIENT)
     assert [process.exitcode for process in processes] == [0, 0, -signal.SIGKILL, 0]

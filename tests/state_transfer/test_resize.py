@@ -30,7 +30,7 @@ ROUTES = [
         (torch.optim.Adafactor, {"lr": 1e-2}, 1e-7),  # it updates whole parameters, and keeps rows and columns
     ],
 )
-@ranks(4, timeout=25)
+@ranks(4)
 def test_training_goes_on_as_if_it_had_never_moved(optimizer: Any, options: dict[str, Any], most: float) -> None:
     """With fewer ranks, with more, with others, in other layouts: the gradients are those of one process; so are the
     options of each group, the scheduler and the plain values. The old state is as it was."""
@@ -61,7 +61,7 @@ def test_training_goes_on_as_if_it_had_never_moved(optimizer: Any, options: dict
         close(found, expected, most)
 
 
-@ranks(3, timeout=25)
+@ranks(3)
 def test_what_has_not_stepped_yet_moves_too() -> None:
     """Neither the old nor the new one has state; or only the new one has some, which is dropped."""
     _, expected = twin(torch.optim.SGD, 2, **SGD)
@@ -76,7 +76,7 @@ def test_what_has_not_stepped_yet_moves_too() -> None:
             close(train(new, 2), expected, 1e-12)
 
 
-@ranks(4, timeout=25)
+@ranks(4)
 def test_plain_models_and_values_of_every_kind() -> None:
     """A plain tensor goes to each new rank, and a model that stays where it is may be given twice; torch's optimizers
     get their state; tuples, numbers and bytes are what they were; the state need not be a dict."""
@@ -108,7 +108,7 @@ def test_plain_models_and_values_of_every_kind() -> None:
     assert sums[1][1] == 1
 
 
-@ranks(3, timeout=25)
+@ranks(3)
 def test_what_cannot_be_is_told_before_anything_changes() -> None:
     """All ranks raise the same error, and the group still works."""
     here = dist.get_rank()
@@ -186,7 +186,7 @@ class Lazy:
         self.given += 1
 
 
-@ranks(3, timeout=25)
+@ranks(3)
 def test_objects_that_make_room_or_refuse() -> None:
     """Objects in objects, given one after the other on all ranks; if one refuses on one rank, all ranks raise, and the
     objects behind it have not changed."""

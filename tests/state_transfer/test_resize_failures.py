@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.patience import PATIENT
 from tests.state_transfer.short_training import train, training, twin_losses
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +28,6 @@ from shardwise.testing import ranks
 # The rows in two halves, each on two ranks.
 IN_HALVES = GridShardingSpec([None, 0], [["rank:0/cpu", "rank:1/cpu"], ["rank:2/cpu", "rank:3/cpu"]])
 PLAIN = torch.arange(12.0).reshape(6, 2)
-WAIT = 90  # seconds for all processes, which is far less than the timeout of their groups
 
 
 def spec(dim: int, *members: int) -> ChunkShardingSpec:
@@ -35,7 +35,7 @@ def spec(dim: int, *members: int) -> ChunkShardingSpec:
     return ChunkShardingSpec(dim, [f"rank:{rank}/cpu" for rank in members])
 
 
-@ranks(3, timeout=25)
+@ranks(3)
 def test_a_process_is_known_by_its_boxes() -> None:
     """Whatever its number is now. Two that have the same are one too many; one that has none is not asked."""
     here = dist.get_rank()
@@ -153,7 +153,7 @@ def test_ranks_that_die_while_tensors_move() -> None:
         process.start()
     try:
         for process in processes:
-            process.join(WAIT)
+            process.join(PATIENT)
         assert [process.exitcode for process in processes] == [0, 0, -signal.SIGKILL, -signal.SIGKILL, 0]
     finally:
         for process in processes:
@@ -177,7 +177,7 @@ def test_workers_of_torchrun_leave_and_join(tmp_path: Path) -> None:
     jobs = [start(2, "trainers"), start(1, "newcomers")]
     try:
         for job, _ in jobs:
-            job.wait(WAIT)
+            job.wait(PATIENT)
     finally:
         for job, _ in jobs:
             job.terminate()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
+from tests.patience import PATIENT
 
 from shardwise.state_transfer.threads import within
-
-PATIENT = 30.0  # seconds after which a test is lost
 
 
 def test_what_ends_in_time_is_as_if_done_here() -> None:

@@ -20,9 +20,6 @@ from shardwise.errors import TransferError
 from shardwise.state_transfer.job_meeting import SIDES, JobMeeting, Terms, failure, read, require_fine
 from shardwise.state_transfer.job_store import SLACK, Address, StoreClient
 
-AFTER = 0.2  # of the timeout, that other ranks wait longer than the one that speaks for them
-AT_MOST = 1.0  # the same in seconds
-SOON = 1.0  # seconds that a look may take
 LONGEST_LIMIT = 366 * 24 * 3600.0  # seconds: torch's stores count milliseconds
 PROTOCOL = 1  # of what jobs say to each other here and in their meetings: it changes with that
 
@@ -121,7 +118,7 @@ class OtherJob:
         return bool(self._ranks.in_step(look)[1][0])
 
     def _look(self) -> bool:
-        client, limit = self._client, min(self._timeout, SOON)
+        client, limit = self._client, SLACK
         if client is None or not client.sound:
             client = self._renewed()
         if client.is_connecting:
@@ -187,7 +184,7 @@ class OtherJob:
                 patient = all(each[1] for each in told)
                 found = self._found(client, answer, same, version, patient, end)
         else:
-            limit = self._timeout + min(AFTER * self._timeout, AT_MOST)
+            limit = self._timeout + SLACK  # longer than the one that speaks for them, whose error says more
             found = client.wait(answer, limit) or self._given_up(client, answer, "the other ranks of this job")
         words = read(found)
         require_fine(words)

@@ -183,7 +183,7 @@ class StateTransfer:
         ``name`` tells several pairs of jobs in one store apart. Nobody is waited for here: the jobs meet when both
         `run`, exchange their layouts then, and keep to that plan until one of them is started anew.
 
-        No wait for a rank of either job takes longer than ``timeout`` seconds, give or take one. What arrives is kept
+        No wait for a rank of either job takes longer than ``timeout`` seconds, give or take a few. What arrives is kept
         in copies, which become the target when all ranks have all of it (``staged=False`` does without the copies: a
         transfer that breaks off then leaves part of the new values in the target). ``rename``, ``recipe``,
         ``max_bytes``, ``staged``, ``strict`` and ``backend`` are the same in both jobs.
