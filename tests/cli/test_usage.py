@@ -125,7 +125,6 @@ def test_a_real_process_gives_json_ends_quietly_with_its_reader_and_is_interrupt
         ],
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 

@@ -174,7 +174,7 @@ def run_launched(script: str, folder: str) -> None:
         run_script(script, folder)
 
 
-@ranks(2, timeout=120)
+@ranks(2)
 def test_other_strategies_say_what_to_do(tmp_path: Path) -> None:
     """DDP wraps a model that needs none; with one device each, every rank would write the same file."""
     with launched():

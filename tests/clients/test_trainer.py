@@ -47,7 +47,7 @@ def step(plain: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor) 
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@ranks(2, timeout=120)
+@ranks(2)
 def test_the_trainer_trains_a_model_in_pieces(tmp_path: Path, accumulation: int) -> None:
     """With nothing but the usual arguments: losses, norms and parameters of the twin that gets all ranks' batches."""
     model, plain = twins()
@@ -67,7 +67,7 @@ def test_the_trainer_trains_a_model_in_pieces(tmp_path: Path, accumulation: int)
         assert found == pytest.approx(float(plain(input_ids=IDS, labels=IDS).loss.detach()), rel=1e-5)
 
 
-@ranks(2, timeout=120)
+@ranks(2)
 def test_the_trainer_saves_and_resumes_in_pieces(tmp_path: Path) -> None:
     """With Adam: a run that is interrupted ends as one that is not, and its folders are transformers' own."""
     with launched():
@@ -99,7 +99,7 @@ def evaluated(plain: nn.Module, ids: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"even_batches": False}, {"dispatch_batches": True}])
-@ranks(2, timeout=120)
+@ranks(2)
 def test_losses_over_rows_that_cannot_be_divided(tmp_path: Path, options: dict[str, bool]) -> None:
     """Seven rows on two ranks: in training and evaluation each counts once, as in one process."""
     model, plain = twins()
@@ -123,7 +123,7 @@ def test_losses_over_rows_that_cannot_be_divided(tmp_path: Path, options: dict[s
     assert found == pytest.approx(evaluated(plain, IDS[:7]), rel=1e-5)
 
 
-@ranks(2, timeout=120)
+@ranks(2)
 def test_the_trainer_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     """After the first and the third step of two epochs of two steps each: the losses go on as without a stop."""
     plain = llama()
@@ -140,7 +140,7 @@ def test_the_trainer_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
             same_parameters(model, plain)
 
 
-@ranks(2, timeout=120)
+@ranks(2)
 def test_the_trainer_predicts_for_every_row_once(tmp_path: Path) -> None:
     """Seven rows in batches of two on two ranks: the last batch of one of them has one row."""
     model, plain = twins()

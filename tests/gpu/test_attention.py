@@ -46,7 +46,7 @@ def variants(kernel: str) -> dict[str, tuple[int, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@ranks(4, timeout=180, backend="nccl")
+@ranks(4, backend="nccl")
 def test_each_kernel(kernel: str) -> None:
     """Samples and heads cut, uneven and with ranks that hold nothing: as on plain tensors, with every gradient."""
     backend, dtype = KERNELS[kernel]
@@ -72,7 +72,7 @@ def test_each_kernel(kernel: str) -> None:
                 torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=off, atol=off * scale, msg=name)
 
 
-@ranks(4, timeout=180, backend="nccl")
+@ranks(4, backend="nccl")
 def test_dropout_does_not_depend_on_the_layout() -> None:
     """Samples, heads, queries or keys may be cut; plain draws after it are the same on every rank."""
     size = (4, HEADS, WORDS, WIDTH)
@@ -93,7 +93,7 @@ def test_dropout_does_not_depend_on_the_layout() -> None:
     assert all(not torch.equal(sums[0], one) for one in sums[1:])
 
 
-@ranks(4, timeout=180, backend="nccl")
+@ranks(4, backend="nccl")
 def test_a_remembered_call_follows_the_choice_of_kernels() -> None:
     """The same call under another setting is made by that kernel, as its backward tells."""
     query = shard_tensor(

@@ -16,21 +16,21 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@ranks(2, timeout=600, backend="nccl")
+@ranks(2, backend="nccl")
 def test_ops_of_the_database(dtype: torch.dtype) -> None:
     """Every op that autocast treats there."""
     assert compare_database(names_of("cuda"), "cuda", dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@ranks(2, timeout=300, backend="nccl")
+@ranks(2, backend="nccl")
 def test_other_calls(dtype: torch.dtype) -> None:
     """Calls that the database lacks."""
     compare_calls("cuda", dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@ranks(2, timeout=120, backend="nccl")
+@ranks(2, backend="nccl")
 def test_losses_over_many_targets(dtype: torch.dtype) -> None:
     """As the plain kernel, which adds up losses and weights in float32."""
     many = 70_000

@@ -33,7 +33,7 @@ def values(*size: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_tables_and_layers(dim: int) -> None:
     """embedding, embedding_bag and linear of plain and of joined batches, with gradients of weights and inputs."""
     with torch.device("cuda:0"):
@@ -67,7 +67,7 @@ def test_tables_and_layers(dim: int) -> None:
         assert_close(whole.grad.full_tensor(), 2 * values(5, 6))
 
 
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_values_are_compared() -> None:
     """Also of tensors in the memory of a GPU."""
     with torch.device("cuda:0"), shardwise.validation(values=True):
@@ -78,7 +78,7 @@ def test_values_are_compared() -> None:
 
 
 @pytest.mark.parametrize("name", small.MODELS)
-@ranks(2, timeout=120, backend="nccl")
+@ranks(2, backend="nccl")
 def test_a_model_trains_as_its_twin(name: str) -> None:
     """Loss and every gradient, from plain inputs and from each rank's own."""
     with torch.device("cuda:0"):

@@ -24,7 +24,7 @@ PLAIN = torch.arange(7 * 6.0).reshape(7, 6)
 
 
 @pytest.mark.parametrize("staged", [16, 2**24])
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_to_and_from_a_gpu(tmp_path: Path, staged: int) -> None:
     """Any layout, from the GPU to the host and back, a few bytes at a time or all at once."""
     with pytest.MonkeyPatch.context() as patch:
@@ -58,7 +58,7 @@ def test_large_tensors_go_through_a_small_buffer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_bytes", [None, 1])
-@ranks(2, timeout=120, backend="nccl")
+@ranks(2, backend="nccl")
 def test_in_the_background(tmp_path: Path, max_bytes: int | None) -> None:
     """What is saved is what was there when it returned, through few pinned buffers or many; twice over."""
     rows, columns = (ChunkShardingSpec(dim, [f"rank:{rank}/cuda:0" for rank in range(2)]) for dim in (0, 1))
@@ -76,7 +76,7 @@ def test_in_the_background(tmp_path: Path, max_bytes: int | None) -> None:
     assert streams._pool.free[True]
 
 
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_what_is_read_once_and_sent(tmp_path: Path) -> None:
     """Over NCCL, from and to the host and the GPU, in several rounds."""
     plain = torch.arange(64 * 48.0).reshape(64, 48)

@@ -52,13 +52,13 @@ def holds(tensor: ShardedTensor, plain: torch.Tensor) -> bool:
     return True
 
 
-@ranks(4, timeout=120)
+@ranks(4)
 def test_gloo_ranks_share_a_gpu() -> None:
     """Every verb, staged through host memory."""
     _move_all()
 
 
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_nccl_ranks_share_a_gpu() -> None:
     """Every verb, by the GPU's own library."""
     assert dist.get_backend() == "nccl"
@@ -84,7 +84,7 @@ def _move_all() -> None:
     assert holds(tensor.grad, torch.full(SIZE, 2.0))
 
 
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_to_and_from_the_gpu() -> None:
     """Every rank learns where the others' shards went."""
     tensor = shard_tensor(PLAIN, specs("cpu")["uneven"])
@@ -98,7 +98,7 @@ def test_to_and_from_the_gpu() -> None:
     assert there.to("cuda") is there
 
 
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_random_values_do_not_depend_on_the_sharding() -> None:
     """On the GPU's own generator."""
     found = []
@@ -108,7 +108,7 @@ def test_random_values_do_not_depend_on_the_sharding() -> None:
     assert all(torch.equal(value, found[0]) for value in found)
 
 
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_a_module_goes_to_the_device_by_any_of_its_names() -> None:
     """From the CPU to cuda; there, cuda and the current cuda device are the same, and nothing is copied."""
     layer = torch.nn.Linear(6, 8)

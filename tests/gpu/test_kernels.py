@@ -33,7 +33,7 @@ def values(*size: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
 def test_what_is_conjugated_or_negated_later(backend: str) -> None:
     """Torch puts off conjugation and negation: shards on which it did so are moved as what they stand for."""
-    run_on_ranks(4, move_conjugated, timeout=120, backend=backend)  # gloo takes them through the memory of the host
+    run_on_ranks(4, move_conjugated, backend=backend)  # gloo takes them through the memory of the host
 
 
 def move_conjugated() -> None:
@@ -83,13 +83,13 @@ def compare_inverse_transforms() -> None:
                 assert torch.equal(target.copy_(shardwise.shard(expected, (cut + 1) % 3)).full_tensor(), expected)
 
 
-@ranks(2, timeout=300, backend="gloo")
+@ranks(2, backend="gloo")
 def test_inverse_transforms_through_memory_of_the_host() -> None:
     """On gloo ranks, which copy shards into pinned memory before they send them."""
     compare_inverse_transforms()
 
 
-@ranks(2, timeout=300, backend="nccl")
+@ranks(2, backend="nccl")
 def test_inverse_transforms_on_nccl() -> None:
     """On NCCL ranks, whose shards stay on the GPU."""
     compare_inverse_transforms()
@@ -117,7 +117,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_modules(name: str) -> None:
     """With sharded inputs, and with sharded parameters: results and gradients as of the plain twin."""
     make, size = MODULES[name]
@@ -173,7 +173,7 @@ LOSSES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 }
 
 
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_losses() -> None:
     """Fused or not."""
     x, y = values(9, 6), values(9, 6).flip(0)
@@ -189,7 +189,7 @@ def test_losses() -> None:
             assert_close(_whole(sharded.grad), plain.grad, name)
 
 
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_batch_norm_with_running_statistics_gives_what_was_used() -> None:
     """As the kernel of a GPU does, and that of a CPU does not."""
     x, weight, bias, mean = values(5, 6, 4), values(6), values(6) + 1, values(6) * 2
@@ -202,7 +202,7 @@ def test_batch_norm_with_running_statistics_gives_what_was_used() -> None:
             assert_close(_whole(one), other)
 
 
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_kernels_that_ask_nobody() -> None:
     """A kernel that torch compiles and starts without dispatching it raises; the device is as well as before."""
     square = torch.cuda.jiterator._create_jit_fn("template <typename T> T square(T x) { return x * x; }")

@@ -29,7 +29,7 @@ SPECS = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", SPECS)
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_the_matrix_on_a_gpu(layout: str, family: str) -> None:
     """Forward and backward, compared with the plain tensor on the same GPU."""
     # Torch compiles some kernels at their first call; ranks that make the folder for them all at once get a warning.

@@ -28,7 +28,7 @@ COLUMNS = ChunkShardingSpec(1, [f"rank:{rank}/cuda:0" for rank in (1, 0, 1)])
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@ranks(2, timeout=120, backend="nccl")
+@ranks(2, backend="nccl")
 def test_training_on_a_gpu(kind: str) -> None:
     """With loss scaling, and the state moved to another layout in between: as on the plain twin."""
     name, options = OPTIMIZERS[kind]

@@ -36,7 +36,7 @@ CHUNKED = {
 
 
 @pytest.mark.parametrize("name", FILLS)
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_small_tensors_are_filled_as_plain_ones(name: str) -> None:
     """The same bits for every layout, and the generator goes on as after the plain draw."""
     torch.manual_seed(5)
@@ -50,7 +50,7 @@ def test_small_tensors_are_filled_as_plain_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_large_tensors_have_the_numbers_of_plain_ones(dtype: torch.dtype) -> None:
     """Read from the middle of the plain draw, for rows and columns."""
     fills = CHUNKED if dtype.is_floating_point else {"random_ of a wide range": lambda x: x.random_(2**40)}
@@ -64,7 +64,7 @@ def test_large_tensors_have_the_numbers_of_plain_ones(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("name", [*DRAWS, "rrelu"])
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_draws_do_not_depend_on_the_layout(name: str) -> None:
     """And leave the generator alike."""
     function = {**DRAWS, "rrelu": lambda x: functional.rrelu(x, training=True)}[name]
@@ -81,7 +81,7 @@ def test_draws_do_not_depend_on_the_layout(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [(64, 24), (3, 4), (2048, 1536), (1500, 1537)])
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_dropout_is_that_of_a_plain_tensor(size: tuple[int, int], dtype: torch.dtype) -> None:
     """Forward and gradient, where the number of elements is a multiple of four."""
     values = torch.randn(size, device="cuda", dtype=dtype, generator=torch.Generator("cuda").manual_seed(0))
@@ -99,7 +99,7 @@ def test_dropout_is_that_of_a_plain_tensor(size: tuple[int, int], dtype: torch.d
         assert torch.equal(x.grad.full_tensor(), plain.grad), sharding
 
 
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_masks_of_large_tensors_keep_as_many_as_they_should() -> None:
     """Within five standard errors, in every shard, and no shard repeats another."""
     torch.manual_seed(0)
@@ -111,7 +111,7 @@ def test_masks_of_large_tensors_keep_as_many_as_they_should() -> None:
         assert not torch.equal(rows[0], rows[k])
 
 
-@ranks(2, timeout=120, backend="nccl")
+@ranks(2, backend="nccl")
 def test_a_checkpoint_draws_the_same_again() -> None:
     """torch gives back the state of the GPU's generator."""
     x = shardwise.ones(0, 64, 64).requires_grad_()
@@ -124,7 +124,7 @@ def test_a_checkpoint_draws_the_same_again() -> None:
     assert torch.equal(x.grad.full_tensor(), expected)
 
 
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_a_model_that_is_initialised_after_it_is_sharded_is_the_plain_one() -> None:
     """On the meta device, sharded, given memory, then initialised."""
     torch.manual_seed(7)

@@ -48,7 +48,7 @@ def plan_for(members: list[int], leg: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_training_goes_on_with_other_ranks_of_a_gpu(kind: str) -> None:
     """With fewer, with more, in uneven parts: the losses are those of one process, and the scheduler goes on."""
     options = OPTIMIZERS[kind]
@@ -68,7 +68,7 @@ def test_training_goes_on_with_other_ranks_of_a_gpu(kind: str) -> None:
                 assert found == pytest.approx(expected[2 * leg : 2 * leg + 2], rel=CLOSE)
 
 
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_a_lost_rank_of_a_gpu_whose_boxes_others_have() -> None:
     """Rank 2 takes no part: what it had comes from its replicas, to fewer ranks, of which one had none of it."""
     expected = twin_losses(4, device=DEVICE)
@@ -104,7 +104,6 @@ def in_the_middle() -> None:
     assert all(map(torch.equal, before, old["model"][0].weight._local_tensors()))
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_a_rank_of_a_gpu_that_dies_in_the_middle(backend: str) -> None:
     """The others raise, and their old state is as it was."""

@@ -26,7 +26,7 @@ def chunks(dim: int, *some: int) -> ChunkShardingSpec:
 
 
 @pytest.mark.parametrize("max_bytes", [2**12, 2**24])
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_a_state_moves_over_nccl(max_bytes: int) -> None:
     """On all ranks, cut otherwise, fused, turned and in another dtype; twice, with what was changed between; staged and
     in the background."""
@@ -52,7 +52,7 @@ def test_a_state_moves_over_nccl(max_bytes: int) -> None:
     assert f"rank {dist.get_rank()} sends" in transfer.explain()
 
 
-@ranks(4, timeout=120, fresh=True, backend="cpu:gloo,cuda:nccl")
+@ranks(4, fresh=True, backend="cpu:gloo,cuda:nccl")
 def test_ranks_that_have_no_part_in_it() -> None:
     """NCCL connects all ranks of a group in the first batch, which here is one of two of them; all else is by gloo."""
     plain = torch.arange(48.0, device="cuda").reshape(8, 6)

@@ -46,7 +46,7 @@ class _Seen(torch.autograd.Function):
         return torch.linalg.svd(grads[0]).S.sum() * 0 + grads[0]
 
 
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_settings_hold_in_a_backward() -> None:
     """Of the call of `backward`: a budget of nothing refuses on every rank, validation is off."""
     _Seen.seen.clear()
@@ -62,7 +62,7 @@ def test_settings_hold_in_a_backward() -> None:
     assert torch.equal(x.grad.full_tensor(), torch.full((3, 6), 2.0, dtype=torch.float64, device="cuda:0"))
 
 
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_settings_hold_where_a_checkpoint_computes_again() -> None:
     """And for hooks of leaves, which are called at the end."""
     seen = []
@@ -78,7 +78,7 @@ def test_settings_hold_where_a_checkpoint_computes_again() -> None:
     assert seen == [77, 77, 77]
 
 
-@ranks(4, timeout=120, backend="nccl")
+@ranks(4, backend="nccl")
 def test_grad_with_hooks() -> None:
     """`autograd.grad` gives what the hooks make of the gradient, calls each once, and accumulates nothing."""
     x, called = leaf(), []

@@ -23,7 +23,7 @@ def run_page(folder: str) -> None:
 
 def test_the_page_runs_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Asserts included; it prints what it says, and leaves the folders that it names."""
-    run_on_ranks(2, run_page, str(tmp_path), fresh=True, echo=True, timeout=110)
+    run_on_ranks(2, run_page, str(tmp_path), fresh=True, echo=True)
     printed = capsys.readouterr().out
     assert PAGE.not_in(printed) == []
     assert "torch.Size([2, 10])" in printed

@@ -12,7 +12,7 @@ from shardwise.testing import ranks
 
 
 @pytest.mark.parametrize("name", ZOO)
-@ranks(2, timeout=100)
+@ranks(2)
 def test_a_model_trains_as_its_twin(name: str) -> None:
     """Loss and every gradient, from plain inputs and from a batch of each rank's own, however it is cut."""
     plain, inputs, tolerance = made(name), ZOO[name].inputs(), ZOO[name].tolerance
@@ -21,7 +21,7 @@ def test_a_model_trains_as_its_twin(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "T5", "Llama", "CLIP"])
-@ranks(4, timeout=100)
+@ranks(4)
 def test_on_four_ranks(name: str) -> None:
     """Heads are cut, and some ranks hold nothing of a parameter."""
     plain, inputs, tolerance = made(name), ZOO[name].inputs(), ZOO[name].tolerance
@@ -30,7 +30,7 @@ def test_on_four_ranks(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ZOO)
-@ranks(2, timeout=100)
+@ranks(2)
 def test_nothing_is_gathered_for_a_model(name: str) -> None:
     """At a gather budget of zero, as it must be for models of real size."""
     plain, inputs, tolerance = made(name), ZOO[name].inputs(), ZOO[name].tolerance
@@ -40,7 +40,7 @@ def test_nothing_is_gathered_for_a_model(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama"])
-@ranks(2, timeout=100)
+@ranks(2)
 def test_reentrant_checkpoints_of_a_model(name: str) -> None:
     """What is computed again in the backward lies as ranks' own samples do, and takes gradients that lie elsewhere."""
     plain, inputs, tolerance = made(name), ZOO[name].inputs(), ZOO[name].tolerance

@@ -13,7 +13,7 @@ SHARES = 4  # of the database, so that each test is short
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("share", range(SHARES))
-@ranks(2, timeout=600)
+@ranks(2)
 def test_ops_of_the_database(share: int, dtype: torch.dtype) -> None:
     """Ops that autocast runs in float32, in the widest type of their operands, and in a short one."""
     names = names_of("cpu")
@@ -22,7 +22,7 @@ def test_ops_of_the_database(share: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@ranks(2, timeout=600)
+@ranks(2)
 def test_other_calls(dtype: torch.dtype) -> None:
     """Larger ones, ops that come down to others which autocast treats, and ops that it leaves alone."""
     compare_calls("cpu", dtype)

@@ -66,7 +66,7 @@ def cut_of(model: nn.Module, ending: str, **options: Any) -> tuple[str, str]:
     return next((one.cut, one.why) for one in tensor_parallel(model, **options).reasons if one.name.endswith(ending))
 
 
-@ranks(2, timeout=100)
+@ranks(2)
 def test_models_train_as_their_twins() -> None:
     """Loss and every gradient; the models of the zoo are tried among its own tests."""
     torch.manual_seed(0)
@@ -81,7 +81,7 @@ def test_models_train_as_their_twins() -> None:
             assert_trains_alike(twin, plain, inputs, inputs, lambda model, **given: model(**given))
 
 
-@ranks(4, timeout=100)
+@ranks(4)
 def test_replicas_along_the_other_axis_of_a_mesh() -> None:
     """Data parallel by tensor parallel is one plan: each line of the mesh holds the whole model, and logits and
     gradients are the plain model's; in the group of one line, it holds that line alone."""

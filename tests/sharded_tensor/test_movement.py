@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import ALL, PLAIN, SIZE, SPECS, boxes, chunks, holds, places, whole
+from tests.patience import PATIENT
 
 import shardwise
 from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardingSpec, make_plan
@@ -252,7 +253,7 @@ def test_asynchronous_rounds_that_nobody_waits_for_end_by_themselves() -> None:
         if step == 1 and rank == 0:
             assert torch.equal(pending.wait().local_tensor(), torch.from_numpy(values[:, :3]))
         del mine, pending
-    assert all(event.wait(60) for event in over)
+    assert all(event.wait(PATIENT) for event in over)
     assert torch.equal(shard_tensor(PLAIN, chunks(0, 0, 1)).full_tensor(), PLAIN)
 
 

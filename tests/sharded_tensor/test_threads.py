@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from tests.cases import ALL, PLAIN, SIZE, assert_close, chunks, holds, places
+from tests.patience import PATIENT
 from torch import nn
 
 import shardwise
@@ -44,7 +45,7 @@ def on_threads(count: int, body: Callable[[], None]) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENT)
         alive = [thread.is_alive() for thread in threads]
     finally:
         threaded.ProcessLocalGroup.reset()
