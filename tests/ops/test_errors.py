@@ -131,8 +131,7 @@ def test_a_replicated_tensor_keeps_its_promise_or_raises() -> None:
 
 @ranks(2)
 def test_what_is_computed_with_replicated_tensors() -> None:
-    """Is replicated, with whatever else; where a plain tensor is each rank's own, as in the old system, only if all that
-    the function is given is."""
+    """Is replicated, with whatever else. In the old system, only if everything that the function is given is."""
     group = dist.new_group([0, 1])
     same = ReplicatedTensor(PLAIN.clone(), group)
     for setting, kind in ((False, ReplicatedTensor), (True, torch.Tensor)):

@@ -72,7 +72,8 @@ class Looks:
 
         def looks_when_told(peers: Any) -> None:
             if self._free:
-                return look(peers)
+                look(peers)
+                return
             self._asked.acquire()
             try:
                 look(peers)

@@ -244,6 +244,7 @@ class ShardedTensorBase(Checkpointable, Wrapper):
         keeps_grad = not isinstance(self, torch.nn.Parameter)  # as torch does: a parameter's copy has no gradient
         new = self._like([_copied(tensor, memo, keeps_grad=keeps_grad) for tensor in self._local_tensors()])
         memo[id(self)] = new
+        new._strides = self._strides
         new._anchor, new._wants_grad = None, self._wants_grad
         shardless = self.grad if keeps_grad and not new._tensors else None
         new._shardless_grad = copy.deepcopy(shardless, memo)

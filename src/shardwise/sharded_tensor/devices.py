@@ -15,6 +15,7 @@ from shardwise.process_group import Fields, in_step_sharing, locate_all
 from shardwise.sharded_tensor.frame import Frame
 from shardwise.sharded_tensor.gradients import recorded
 from shardwise.sharded_tensor.movement import about
+from shardwise.sharded_tensor.strides import Strides, is_contiguous, stand_in, strides_of
 from shardwise.sharding_spec import placed
 
 if TYPE_CHECKING:
@@ -24,25 +25,33 @@ if TYPE_CHECKING:
 Made = tuple[Frame, list[torch.Tensor], torch.Tensor | None]  # with the anchor
 
 
-def converted(tensor: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | None:
-    """What `torch.Tensor.to` makes of a tensor when it is given these arguments; None where nothing changes."""
+def converted(
+    tensor: ShardedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Made, Strides | None] | None:
+    """What `torch.Tensor.to` makes of a tensor when it is given these arguments; None where nothing changes.
+
+    And the strides of the whole, where it is not contiguous.
+    """
     process_group, copy = kwargs.pop("process_group", None), kwargs.pop("copy", False)
     if len(args) > 2 and isinstance(args[-1], bool) and isinstance(args[-2], bool):  # non_blocking and copy
         args, copy = args[:-1], args[-1]
     if args and isinstance(args[0], torch.Tensor):  # as that tensor is
         args = (args[0].device, args[0].dtype, *args[1:])
-    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    memory_format = torch.preserve_format if memory_format is None else memory_format
+    strides = strides_of(stand_in(tensor).clone(memory_format=memory_format))  # raises as torch does
     dtype = tensor.dtype if dtype is None else dtype
     stays = device is None or (device.type == tensor.device.type and _stays(tensor, device))
     same = dtype == tensor.dtype and not copy and process_group is None
+    same = same and (memory_format is torch.preserve_format or is_contiguous(tensor, memory_format))
     if stays and same:
         return None
 
     def convert(local: torch.Tensor, target: torch.device | None) -> torch.Tensor:
-        return local.to(target or local.device, dtype, non_blocking, copy)
+        return local.to(target or local.device, dtype, non_blocking, copy, memory_format=memory_format)
 
     made = _moved(tensor, None if stays else device, dtype, process_group, convert)
-    return None if same and made[0].layout == tensor._layout else made
+    return None if same and made[0].layout == tensor._layout else (made, strides)
 
 
 def _moved(

@@ -288,7 +288,8 @@ class ShardedTensor(ShardedTensorBase):
         made = devices.converted(self, args, kwargs)
         if made is None:
             return self
-        new: ShardedTensor = self._derived(*made)
+        new: ShardedTensor = self._derived(*made[0])
+        new._strides = made[1]
         return new
 
     def cpu(

@@ -24,6 +24,7 @@ from shardwise.sharded_tensor.gradients import new_anchor
 from shardwise.sharded_tensor.moved_once import count_write
 from shardwise.sharded_tensor.shard import Shard
 from shardwise.sharded_tensor.sparse_gradient import make_dense
+from shardwise.sharded_tensor.strides import Strides
 from shardwise.sharding_spec import ShardingSpec
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -51,6 +52,7 @@ class Wrapper(Entrance):
     _view_of: Wrapper | None = None  # the tensor whose memory it shows, or a part of
     _passes = True  # whether an op has made it, and nobody to keep it
     _writes: list[int] | None = None  # how often it was changed in place, or a view of it, since somebody counts
+    _strides: Strides | None = None  # those of the whole tensor, where it is not contiguous
     _arrived: Any = None  # what came of it in another layout, for which an op has moved it
     _init_rrefs = False
     _sharded_tensor_id: int | None = None
@@ -130,7 +132,7 @@ class Wrapper(Entrance):
         """Take on another frame and other local tensors, in place."""
         self._wants_grad, self._anchor, self._shardless_grad, self._root = self.requires_grad, None, None, None
         self._frame, self._tensors, self._shards, self._known_metadata = frame, tensors, None, None
-        self._passes, self._arrived = False, None
+        self._passes, self._arrived, self._strides = False, None, None
         if self._hooks is not None:
             self._hooks.follow(self)
 

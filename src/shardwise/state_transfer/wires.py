@@ -157,7 +157,7 @@ class _Posted(_InGroup):
         sends: Iterable[Message],
     ) -> None:
         super().__init__(group)
-        self._post, self._run = Post(group), run
+        self._post, self._run, self._look = Post(group), run, run.look
         for post, messages in ((self._post.receive, receives), (self._post.send, sends)):
             for rank, memory in messages:
                 try:  # of many messages; a context for each would take as long again
@@ -169,7 +169,7 @@ class _Posted(_InGroup):
     def wait(self) -> None:
         """Until all has come and gone."""
         with self._losing():
-            self._post.wait(self._run.look)
+            self._post.wait(self._look)
 
 
 class _Each(_InGroup):

@@ -29,6 +29,7 @@ from shardwise.sharded_tensor.frame import Frame, Parts
 from shardwise.sharded_tensor.gradients import new_anchor, note_write
 from shardwise.sharded_tensor.moved_once import kept_layout, passes
 from shardwise.sharded_tensor.recorded_backward import tie
+from shardwise.sharded_tensor.strides import Strides, strides_of
 from shardwise.tracing import record
 from shardwise.transfer import make_plan
 
@@ -332,6 +333,42 @@ def expect(call: Call) -> list[tuple[torch.Size, torch.dtype]]:
 
 _expected: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}  # a cache, by what the answer depends on
 MOST_EXPECTED = 4096
+
+
+def results_strides(call: Call, count: int) -> list[Strides | None]:
+    """The strides that each result would have as a plain tensor, None where that is contiguous. The same everywhere."""
+    lying = tuple(one._strides if isinstance(one, ShardedTensorBase) else strides_of(one) for one in call.operands)
+    try:
+        key = call.key(), lying
+        found = _lying.get(key)
+    except TypeError:  # an argument that cannot be hashed
+        key, found = None, None
+    if found is None:
+        found = _strides_on_meta(call, lying)
+        if key is not None:
+            if len(_lying) > MOST_EXPECTED:
+                _lying.clear()
+            _lying[key] = found
+    return found if len(found) == count else [None] * count
+
+
+_lying: dict[Any, list[Strides | None]] = {}  # a cache, by what the answer depends on
+
+
+def _strides_on_meta(call: Call, lying: Sequence[Strides | None]) -> list[Strides | None]:
+    stand_ins = [
+        torch.empty(one.shape, dtype=one.dtype, device="meta")
+        if strides is None
+        else torch.empty_strided(one.shape, strides, dtype=one.dtype, device="meta")
+        for one, strides in zip(call.operands, lying, strict=True)
+    ]
+    changes = {"device": "meta"} if call.arguments.get("device") is not None else {}
+    try:
+        with torch.no_grad():
+            result = call.run(stand_ins, **changes)
+    except Exception:  # of an op that torch cannot compute so: a view that copies, say
+        return []
+    return [strides_of(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
 class UnknownResultError(Exception):

@@ -22,7 +22,7 @@ from shardwise.dispatch import Distributed, refuse_collective, refuse_mixed, reg
 from shardwise.errors import CollectiveOpError, PropertyError, UnsupportedOpError, ViewWriteError
 from shardwise.ops.engine.call import Aten, Call, function
 from shardwise.ops.engine.carried import carry, holds_carried, put_down
-from shardwise.ops.engine.compute import UnknownResultError
+from shardwise.ops.engine.compute import UnknownResultError, results_strides
 from shardwise.ops.engine.gathered import compute_gathered, needs_whole
 from shardwise.ops.engine.kind import BLIND, STEADY
 from shardwise.ops.engine.program import AUTOCAST
@@ -32,6 +32,7 @@ from shardwise.ops.engine.table import CAST_WITHIN, handler_of
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.entrance import call_directly
 from shardwise.sharded_tensor.movement import copy_into
+from shardwise.sharded_tensor.strides import PLAIN_FORMATS
 
 _AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.ADInplaceOrView
@@ -207,6 +208,23 @@ def _marked(views: Any, base: Any) -> Any:
 
 def _compute(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     call = Call(op, args, kwargs)
+    found = _computed(op, call)
+    if _may_lie_apart(call):
+        made = [one for one in pytree.tree_leaves(found) if isinstance(one, ShardedTensorBase)]
+        for one, strides in zip(made, results_strides(call, len(made)), strict=True):
+            if not any(one is operand for operand in call.operands):
+                one._strides = strides
+    return found
+
+
+def _may_lie_apart(call: Call) -> bool:
+    """Whether results may not be contiguous: those of views, of operands that are not, or in a format that is asked."""
+    if call.op.is_view or call.arguments.get("memory_format") not in PLAIN_FORMATS:
+        return True
+    return any(isinstance(one, ShardedTensorBase) and one._strides is not None for one in call.operands)
+
+
+def _computed(op: Aten, call: Call) -> Any:
     elementwise = torch.Tag.pointwise in op.tags or op.overloadpacket is torch.ops.aten.copy_
     if not elementwise and any(one.numel() == 0 for one in call.sharded()):
         return _without_rule(call)  # nothing to gather

@@ -130,7 +130,7 @@ class _Teller:
         records = self.grad and (tensors[0].requires_grad if frame.single else value.requires_grad)
         self.tensors += tensors
         self.parts += (frame.layout, frame.dtype, frame.process_group, frame.spec_class, records, value._copy_of_view)
-        self.parts += (passes(value), None if value._arrived is None else kept_layout(value))
+        self.parts += (passes(value), None if value._arrived is None else kept_layout(value), value._strides)
         self.parts.append(records and frame.layout.has_replicas and value.is_leaf)
 
     def _tell_plain(self, value: torch.Tensor) -> None:

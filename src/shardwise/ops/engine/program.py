@@ -88,7 +88,7 @@ class Made(NamedTuple):
     frame: Frame
     like: int | None  # the number of that tensor among those given
     slots: list[int]
-    marks: dict[str, bool]
+    marks: dict[str, Any]
     base: int | None  # the number of the tensor that it is a view of
 
 

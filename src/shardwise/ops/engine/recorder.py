@@ -26,7 +26,7 @@ TELLING = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_le
 ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}  # that are tensors
 # Of a wrapper with shards here.
 ORDINARY = {"_frame", "_tensors", "_shards", "_pinned", "_wants_grad", "_anchor", "_view_of", "_passes"}
-MARKS = ("_moved", "_copy_of_view")
+MARKS = ("_moved", "_copy_of_view", "_strides")
 
 
 _casts = torch._C._is_any_autocast_enabled
@@ -199,7 +199,7 @@ class Recorder(TorchFunctionMode):
         if not tensors or None in numbers or not ordinary or vars(one).keys() - ORDINARY - set(MARKS):
             return None
         like = next((k for k, tensor in enumerate(self.given) if _lies_as(tensor, one)), None)
-        marks = {name: True for name in MARKS if getattr(one, name)}
+        marks = {name: value for name in MARKS if (value := getattr(one, name))}
         slots = [number for number in numbers if number is not None]
         return Made(type(one), one._frame, like, slots, marks, self._base_of(one))
 

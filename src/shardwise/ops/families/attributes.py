@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.dispatch import Handler, Op, register_default_op, registry
+from shardwise.sharded_tensor.strides import is_contiguous, stand_in
 
 # Answered by the class itself; these entries serve calls by the unbound name, such as `torch.Tensor.size(st)`.
 OWN_PROPERTIES = (
@@ -51,8 +52,6 @@ WRAPPER_PROPERTIES = [
     "nbytes",
 ]
 WRAPPER_METHODS = [
-    "is_contiguous",
-    "stride",
     "storage_offset",
     "is_floating_point",
     "is_complex",
@@ -63,7 +62,6 @@ WRAPPER_METHODS = [
     "element_size",
     "nelement",
     "ndimension",
-    "contiguous",
     "__dir__",
 ]
 WRAPPER_FUNCTIONS = (
@@ -82,6 +80,20 @@ def _built_in(op: Op) -> Any:
         return handler
 
     return decorator
+
+
+def _is_contiguous(types: Any, args: Any, kwargs: Any, process_group: Any) -> bool:
+    return is_contiguous(*args, **kwargs)
+
+
+def _stride(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    return stand_in(args[0]).stride(*args[1:], **kwargs)
+
+
+def _contiguous(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+    """The tensor itself, or a copy whose shards are contiguous."""
+    tensor, memory_format = args[0], kwargs.get("memory_format", torch.contiguous_format)
+    return tensor if is_contiguous(tensor, memory_format) else tensor.clone(memory_format=memory_format)
 
 
 def _own_property(name: str) -> None:
@@ -103,6 +115,9 @@ for _name in OWN_METHODS:
 registry.built_in[torch.numel] = registry.built_in[torch.Tensor.numel]
 for _name in WRAPPER_PROPERTIES:
     register_default_op(getattr(torch.Tensor, _name).__get__, _built_in)
+registry.built_in[torch.Tensor.is_contiguous] = _is_contiguous
+registry.built_in[torch.Tensor.stride] = _stride
+registry.built_in[torch.Tensor.contiguous] = _contiguous
 for _name in WRAPPER_METHODS:
     register_default_op(getattr(torch.Tensor, _name), _built_in)
 for _same_size in (torch.is_same_size, torch.Tensor.is_same_size):

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch import Op, registry, unsupported
+from shardwise.dispatch import Op, registry
 from shardwise.ops.engine.descent import descend
 from shardwise.ops.engine.table import TABLE
 from shardwise.sharded_tensor import ShardedTensorBase
 from shardwise.sharded_tensor.entrance import call_directly
 from shardwise.sharded_tensor.moved_once import writes_of
 from shardwise.sharded_tensor.movement import copy_into
+from shardwise.sharded_tensor.strides import stand_in, strides_of
 from shardwise.sharding_spec import ShardingSpec
 
 
@@ -21,13 +22,14 @@ def _on_each_shard(op: Op) -> None:
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         tensor = args[0]
-        if kwargs.get("memory_format") not in (None, torch.preserve_format, torch.contiguous_format):
-            raise unsupported(op, args, kwargs, "sharded tensors are contiguous")
         if tensor._layout.has_replicas and tensor.requires_grad:
             return descend(op, args, kwargs)
-        if kwargs or len(args) > 1:
-            return tensor._like([op(local, *args[1:], **kwargs) for local in tensor._local_tensors()])
-        return tensor._like([op(local) for local in tensor._local_tensors()])
+        if not kwargs and len(args) == 1 and tensor._strides is None:
+            return tensor._like([op(local) for local in tensor._local_tensors()])
+        strides = strides_of(op(stand_in(tensor), *args[1:], **kwargs))  # raises as torch does
+        made = tensor._like([op(local, *args[1:], **kwargs) for local in tensor._local_tensors()])
+        made._strides = strides
+        return made
 
     registry.built_in[op] = handler
 
@@ -36,7 +38,7 @@ def _detach(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     tensor = args[0]
     tensors = [local.detach() for local in tensor._local_tensors()]
     detached = tensor._like(tensors)
-    detached._writes = writes_of(tensor)
+    detached._writes, detached._strides = writes_of(tensor), tensor._strides
     if not tensors:
         detached._wants_grad, detached._anchor = False, None
     return detached
@@ -82,6 +84,7 @@ def _set_data(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined] # a property to Python
     tensor._frame, tensor._known_metadata, tensor._arrived = data._frame.with_spec(spec), None, None
+    tensor._strides = data._strides
 
 
 def _data_of(tensor: Any, data: Any) -> tuple[ShardingSpec, list[torch.Tensor]]:

@@ -18,6 +18,7 @@ from shardwise.ops.engine.table import TABLE
 from shardwise.placement import rank_device
 from shardwise.random import NORMAL, UNIFORM, Draw
 from shardwise.sharded_tensor.drawing import draw_for
+from shardwise.sharded_tensor.strides import stand_in, strides_of
 
 LIKE = (
     torch.empty_like,
@@ -30,7 +31,6 @@ LIKE = (
 )
 
 RANDOM = {torch.rand_like: UNIFORM, torch.randn_like: NORMAL, torch.randint_like: Draw(torch.Tensor.random_)}
-FORMATS = (None, torch.preserve_format, torch.contiguous_format)
 
 
 def _placed(layout: Layout, device: Any) -> Layout:
@@ -46,8 +46,10 @@ def _placed(layout: Layout, device: Any) -> Layout:
 def _register(op: Op) -> None:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         tensor, *rest = args
-        if kwargs.get("layout") not in (None, torch.strided) or kwargs.get("memory_format") not in FORMATS:
-            raise unsupported(op, args, kwargs, "sharded tensors are strided and contiguous")
+        if kwargs.get("layout") not in (None, torch.strided):
+            raise unsupported(op, args, kwargs, "sharded tensors are strided")
+        memory_format = kwargs.get("memory_format", torch.preserve_format)
+        strides = strides_of(torch.empty_like(stand_in(tensor), memory_format=memory_format))  # raises as torch does
         frame, dtype = tensor._frame, kwargs.get("dtype") or tensor.dtype
         options = {name: value for name, value in kwargs.items() if name != "device"}
         layout = _placed(frame.layout, kwargs.get("device"))
@@ -64,6 +66,7 @@ def _register(op: Op) -> None:
             draw_for(frame.with_dtype(dtype), tensors, draw._replace(args=tuple(map(int, bounds))), generator)
         new = tensor._derived(frame.with_dtype(dtype), tensors, None)
         new._wants_grad, new._anchor = bool(kwargs.get("requires_grad", False)), None
+        new._strides = strides
         return new
 
     registry.built_in[op] = handler

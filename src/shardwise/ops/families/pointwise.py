@@ -120,6 +120,8 @@ def _register(op: Op, *, in_place: bool) -> None:
         if asked is not None and (kwargs.get("inplace") or (len(args) > asked and args[asked])):
             return descend(op, args, kwargs)
         frame = first._frame
+        if first._strides is not None and not in_place:
+            return descend(op, args, kwargs)
         simple = frame.single and not kwargs and first._shards is None
         if simple and in_place:
             is_view = first._view_of is not None or first._moved or first._copy_of_view
