@@ -21,7 +21,7 @@ from shardwise.ops.engine.program import Made, Program, Slot, Step, Uncast, fill
 from shardwise.sharded_tensor import ShardedTensorBase
 
 HARMLESS = {"size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "__len__"}
-HARMLESS |= {"stride", "storage_offset"}
+HARMLESS |= {"stride", "storage_offset", "is_contiguous"}
 TELLING = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_meta", "grad_fn", "itemsize"}
 ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}  # that are tensors
 # Of a wrapper with shards here.
