@@ -23,7 +23,7 @@ from shardwise.process_group import check
 from shardwise.random import layout_independent
 from shardwise.settings import gather_budget
 from shardwise.sharded_optim import ShardedOptimizer
-from shardwise.sharded_tensor import ShardedTensor, empty, from_local, full, ones, rand, randn, zeros
+from shardwise.sharded_tensor import ShardedTensor, empty, from_local, full, join, ones, rand, randn, zeros
 from shardwise.sharded_tensor.sharding import replicate, shard
 from shardwise.sharding_plan import ShardingPlan
 from shardwise.sharding_spec import (
@@ -64,6 +64,7 @@ __all__ = [
     "full",
     "gather_budget",
     "huggingface",
+    "join",
     "layout_independent",
     "load",
     "make_plan",

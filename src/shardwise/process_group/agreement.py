@@ -30,6 +30,7 @@ from shardwise.meeting import (
     is_large,
     is_tagged,
     leave_word,
+    ledger_of,
     listed,
     look,
     require_sound,
@@ -320,8 +321,26 @@ def raises_alone(process_group: ProcessGroup | None, error: Exception) -> None:
     What the library finds wrong by what all ranks know, all ranks raise. Any other error may be of this rank alone. If
     all ranks have raised the same error, one round of headers says so before they talk next.
     """
-    if process_group is None or isinstance(error, ShardwiseError):
-        return
+    if process_group is not None and not isinstance(error, ShardwiseError):
+        _tell(process_group, error)
+
+
+def mark_of(process_group: ProcessGroup) -> int:
+    """A mark of now, for `leaves_together`."""
+    return ledger_of(process_group).epoch if talks(process_group) else 0
+
+
+def leaves_together(process_group: ProcessGroup, error: Exception, mark: int) -> None:
+    """This rank leaves what all ranks do together; if the others do not, they raise this error.
+
+    Not if the ranks have all raised an error since the mark: then all leave it, for that.
+    """
+    if process_group in distributed_c10d._world.pg_map and mark == mark_of(process_group):
+        _tell(process_group, error)
+
+
+def _tell(process_group: ProcessGroup, error: Exception) -> None:
+    """Leave word of an error, unless all ranks know it."""
     if process_group not in distributed_c10d._world.pg_map:
         return  # it has been destroyed
     if settings.current().validate and talks(process_group) and not _is_told(error, process_group):

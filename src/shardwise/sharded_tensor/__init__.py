@@ -1,6 +1,7 @@
 """ShardedTensor: its class, its factories, and how it is put together from pieces."""
 
 from shardwise.sharded_tensor.base import ShardedTensorBase
+from shardwise.sharded_tensor.batches import join
 from shardwise.sharded_tensor.creation import empty, full, init_from_local_shards, ones, rand, randn, zeros
 from shardwise.sharded_tensor.from_local import from_local
 from shardwise.sharded_tensor.shard import Shard
@@ -15,6 +16,7 @@ __all__ = [
     "from_local",
     "full",
     "init_from_local_shards",
+    "join",
     "ones",
     "pre_load_state_dict_hook",
     "rand",
