@@ -71,10 +71,8 @@ class Looks:
         """Messages have not come for a while."""
 
         def looks_when_told(peers: Any) -> None:
-            if self._free:
-                look(peers)
-                return
-            self._asked.acquire()
+            if not self._free:
+                self._asked.acquire()
             try:
                 look(peers)
             finally:

@@ -256,10 +256,9 @@ def verdict_in(epoch: int, process_group: ProcessGroup, proposed: list[Any] | No
     """The verdict of an epoch: the proposed one, unless there is another; None if there is neither."""
     key, store = _key(ledger_of(process_group), "verdict", epoch), store_of(process_group)
     if proposed is not None and store is not None:
-        verdict: list[Any] | None = json.loads(store.compare_set(key, "", json.dumps(proposed)))
-    else:
-        verdict = _read(process_group, key)
-    return verdict
+        return list(json.loads(store.compare_set(key, "", json.dumps(proposed))))
+    found: list[Any] | None = _read(process_group, key)
+    return found
 
 
 def _read(process_group: ProcessGroup, key: str) -> Any:
