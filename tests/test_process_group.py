@@ -235,7 +235,6 @@ def test_word_is_left_for_those_whom_it_concerns() -> None:
         assert verb("pair", group) == "pair"
     if here == 1:
         raises_alone(world(), ShardCountError("found by what all ranks know"))
-        raises_alone(world(), TypeError("in the form of the call"), in_op=True)
         raises_alone(None, ZeroDivisionError("without a group"))
         with validation(False):
             raises_alone(world(), ZeroDivisionError("not compared"))
@@ -243,6 +242,10 @@ def test_word_is_left_for_those_whom_it_concerns() -> None:
     with pytest.raises(ValueError, match="told to all") as caught:
         in_step(world(), lambda: raised(ValueError("told to all")))
     raises_alone(world(), caught.value)
+    assert verb("world") == "world"
+    raises_alone(world(), TypeError("of all ranks alike"))
+    assert verb("world") == "world"
+    raises_alone(world(), TypeError(f"of all ranks, and on each of them another: {here}"))
     assert verb("world") == "world"
 
 
