@@ -124,7 +124,7 @@ def test_gradients_of_plain_losses_and_of_each_ranks_own() -> None:
 def test_the_gradient_of_a_result_with_replicas_is_whole_in_each(records: bool) -> None:
     """What was computed from each replica is a part of it; a result that nothing depends on has none."""
     values = torch.linspace(-1, 1, 42, dtype=torch.float64).reshape(SIZE)
-    grads: list[Any] = []
+    grads: list[list[Any]] = []
     for x in (shard_tensor(values, ALL["replicated"]).requires_grad_(), values.clone().requires_grad_()):
         made, unused = x * 2, x * 3
         found = torch.autograd.grad(moved(made).pow(4).sum(), [made, unused], create_graph=records, allow_unused=True)

@@ -36,11 +36,12 @@ from shardwise.transfer import make_plan
 Tensors = list[torch.Tensor]
 
 
-def compute(call: Call, rule: Rule, *, lead: int | None = None, moves: bool = True) -> Any:
+def compute(call: Call, rule: Rule, *, lead: int | None = None, moves: bool = True, partial: Call | None = None) -> Any:
     """The op under this rule, or NotImplemented when no schedule is within the gather budget.
 
     Where operands move, every rank of the group takes part; without ``moves``, that is NotImplemented too. With a
-    ``lead``, that operand is written into.
+    ``lead``, that operand is written into. With ``partial``, that call is computed instead, on the same operands, where
+    results are sums of what several cells contribute.
     """
     expected = expect(call)
     _require_agreement_of(rule, expected, call)
@@ -50,6 +51,8 @@ def compute(call: Call, rule: Rule, *, lead: int | None = None, moves: bool = Tr
     schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
     if schedule is None or (schedule.moved and not moves):
         return NotImplemented
+    if partial is not None and schedule.partial:
+        call, expected = partial, expect(partial)
     return _Computation(call, rule, schedule, group, everyone, expected, lead).run()
 
 
