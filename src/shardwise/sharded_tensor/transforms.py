@@ -75,7 +75,7 @@ def below_transforms(verb: Callable[P, T]) -> Callable[P, T]:
     """Decorator: a verb that moves data, which does so as if no transform were running, for captured tensors."""
 
     @functools.wraps(verb)
-    def below(*args: P.args, **kwargs: P.kwargs) -> T:
+    def _below(*args: P.args, **kwargs: P.kwargs) -> T:
         if level_of_transforms() is None:
             return verb(*args, **kwargs)
         if _wrapped_in(args, kwargs):
@@ -86,4 +86,4 @@ def below_transforms(verb: Callable[P, T]) -> Callable[P, T]:
         with temporarily_clear_interpreter_stack():
             return verb(*args, **kwargs)
 
-    return below
+    return _below
