@@ -261,6 +261,10 @@ class ShardedTensorBase(Checkpointable, Wrapper):
 
 def _copied(tensor: torch.Tensor, memo: dict[int, Any], *, keeps_grad: bool) -> torch.Tensor:
     """A deep copy of a local tensor."""
-    if keeps_grad or not tensor.is_leaf:  # which torch refuses to copy
+    if id(tensor) in memo or keeps_grad or not tensor.is_leaf:  # which torch refuses to copy
         return copy.deepcopy(tensor, memo)
-    return copy.deepcopy(tensor.detach(), memo).requires_grad_(tensor.requires_grad)
+    bare = tensor.detach()
+    new: torch.Tensor = copy.deepcopy(bare, memo).requires_grad_(tensor.requires_grad)
+    del memo[id(bare)]  # a temporary
+    memo[id(tensor)] = new  # for others that hold the tensor, such as an optimizer
+    return new

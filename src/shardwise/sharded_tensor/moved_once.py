@@ -12,7 +12,6 @@ all ranks know: what was called, in which order. So copies are counted whether o
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -35,15 +34,22 @@ hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # suc
 MOST = 8  # copies that are kept at a time, of all tensors of a group
 
 
-@dataclass(eq=False)
 class Arrived:
     """What arrived in another layout, and when it was moved."""
 
-    layout: Layout
-    when: tuple[Any, ...] | None  # None: it is no longer kept
-    versions: list[int]  # of the local tensors that were moved
-    tensors: list[torch.Tensor]
-    anchor: torch.Tensor | None
+    # No dataclass: torch's tracer would look into its constructor, which lies in no file of this package.
+    def __init__(
+        self,
+        layout: Layout,
+        when: tuple[Any, ...] | None,
+        versions: list[int],
+        tensors: list[torch.Tensor],
+        anchor: torch.Tensor | None,
+    ) -> None:
+        self.layout = layout
+        self.when = when  # None: it is no longer kept
+        self.versions = versions  # of the local tensors that were moved
+        self.tensors, self.anchor = tensors, anchor
 
     def drop(self) -> None:
         """Keep it no longer."""
