@@ -151,9 +151,9 @@ def resume(folder: str) -> None:
 
 def test_a_training_is_that_of_the_twin_and_goes_on_with_other_ranks(tmp_path: Path) -> None:
     """Two ranks train and save, two and four resume; one process reads the weights."""
-    run_on_ranks(2, train, str(tmp_path), timeout=120)
-    run_on_ranks(2, resume, str(tmp_path), timeout=120)
-    run_on_ranks(4, resume, str(tmp_path), timeout=120)
+    run_on_ranks(2, train, str(tmp_path))
+    run_on_ranks(2, resume, str(tmp_path))
+    run_on_ranks(4, resume, str(tmp_path))
     model = Model()
     shardwise.load({"model": model}, tmp_path / "epoch=1.ckpt/state", only="model/*")
     assert not torch.equal(model.layers[0].weight, Model().layers[0].weight)
@@ -164,7 +164,7 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     page = Page("howto/lightning.md")
     assert page.commands == [("2", "train.py")]
     (tmp_path / "train.py").write_text(page.files["train.py"])
-    run_on_ranks(2, run_launched, str(tmp_path / "train.py"), str(tmp_path), timeout=120)
+    run_on_ranks(2, run_launched, str(tmp_path / "train.py"), str(tmp_path))
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt"]
 
 

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from shardwise.errors import CheckpointError
 from shardwise.sharded_tensor import ShardedTensorBase
@@ -25,7 +26,20 @@ def as_stored(model: Any) -> dict[str, Any]:
     copies = set(known) if isinstance(known, dict) else set()
     state = dict(sorted(state.items(), key=lambda entry: entry[0] in copies))
     revert = getattr(sys.modules.get("transformers.core_model_loading"), "revert_weight_conversion", None)
-    return dict(revert(model, state)) if revert is not None and hasattr(model, "config") else state
+    if revert is None or not hasattr(model, "config"):
+        return state
+    with _Views():
+        return dict(revert(model, state))
+
+
+class _Views(TorchFunctionMode):
+    """Within this context, a part of a sharded tensor remains a view where transformers asks for a contiguous one."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it, or give the operand."""
+        if func is torch.Tensor.contiguous and isinstance(args[0], ShardedTensorBase):
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def require_views(stored: dict[str, Any], model: Any) -> None:

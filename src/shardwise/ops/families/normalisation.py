@@ -178,7 +178,8 @@ def _keep_statistics(call: Call, running: Sequence[Any], mean: Any, variance: An
         unbiased = variance.detach().reshape(-1) * (count / max(count - 1, 1))
         for one, value in zip(running, (mean.detach(), unbiased), strict=True):
             if one is not None:
-                now = value if isinstance(one, ShardedTensorBase) else value.full_tensor()
+                gathers = isinstance(value, ShardedTensorBase) and not isinstance(one, ShardedTensorBase)
+                now = value.full_tensor() if gathers else value
                 wide = accumulated(one.dtype)
                 one.copy_(one.detach().to(wide) * (1 - momentum) + now.to(wide) * momentum)
 
