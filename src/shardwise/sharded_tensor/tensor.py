@@ -362,7 +362,7 @@ def _show_old_signature(method: Callable[..., Any], *added: str) -> None:
     """Show the old system's signature, by which its clients know the method; what was added is taken all the same."""
     said = inspect.signature(method)
     old = [parameter for name, parameter in said.parameters.items() if name not in added]
-    inspect.unwrap(method).__signature__ = said.replace(parameters=old)  # type: ignore[attr-defined] # mypy#12472
+    inspect.unwrap(method).__signature__ = said.replace(parameters=old)
 
 
 _show_old_signature(ShardedTensor.gather, "dim", "index")  # torch's two names
