@@ -7,6 +7,7 @@ import importlib.util
 import random
 import sys
 import unittest
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -123,7 +124,9 @@ def stand_in_for_expecttest() -> None:
 def ops() -> dict[str, Any]:
     """Every entry of the database by its name, with the variant behind a second dot."""
     stand_in_for_expecttest()
-    from torch.testing._internal.common_methods_invocations import op_db
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that torch's tests use where there are any
+        from torch.testing._internal.common_methods_invocations import op_db
 
     return {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
 

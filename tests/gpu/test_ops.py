@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 import torch
 from tests.cases import SIZE, assert_close
@@ -32,9 +29,6 @@ SPECS = {
 @ranks(4, backend="nccl")
 def test_the_matrix_on_a_gpu(layout: str, family: str) -> None:
     """Forward and backward, compared with the plain tensor on the same GPU."""
-    # Torch compiles some kernels at their first call; ranks that make the folder for them all at once get a warning.
-    kernels = os.environ.get("PYTORCH_KERNEL_CACHE_PATH", Path.home() / ".cache" / "torch" / "kernels")
-    Path(kernels).mkdir(parents=True, exist_ok=True)
     with torch.device("cuda:0"):
         for name, function in FAMILIES[family].items():
             generator = torch.Generator("cuda:0").manual_seed(0)
