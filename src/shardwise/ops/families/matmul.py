@@ -66,8 +66,8 @@ class _Wide(Call):
     def run(self, operands: Sequence[torch.Tensor], **changes: Any) -> torch.Tensor:
         """The product; on a GPU by the kernels for 16 bits."""
         left, right = operands
-        batch = left.shape[:-2] == right.shape[:-2]
-        if left.is_cuda and batch and left.ndim in (2, 3):
+        alike = left.ndim == right.ndim and left.shape[:-2] == right.shape[:-2]
+        if left.is_cuda and alike and left.ndim in (2, 3):
             made = torch.mm if left.ndim == 2 else torch.bmm
             return made(left, right, out_dtype=torch.float32)
         return super().run([left.float(), right.float()], **changes)  # type: ignore[no-any-return] # of a product
