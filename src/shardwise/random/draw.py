@@ -15,13 +15,12 @@ class Draw(NamedTuple):
 
     function: Any  # a method of torch.Tensor that writes in place and takes a generator
     args: tuple[Any, ...] = ()
-    kwargs: tuple[tuple[str, Any], ...] = ()
     most: int = LARGE  # how many elements a CPU draws one after the other to find a few of them
     chunks: int = 1  # on CUDA, how many chunks must be drawn together
 
     def into(self, tensor: torch.Tensor, generator: torch.Generator | None) -> None:
         """Fill a plain tensor."""
-        self.function(tensor, *self.args, **dict(self.kwargs), generator=generator)
+        self.function(tensor, *self.args, generator=generator)
 
 
 UNIFORM, NORMAL = Draw(torch.Tensor.uniform_), Draw(torch.Tensor.normal_)

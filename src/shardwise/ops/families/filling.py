@@ -45,15 +45,15 @@ def _fill_randomly(call: Call) -> Any:
     target._require_writable()
     if torch.is_grad_enabled() and target.requires_grad:
         target.zero_()  # whose gradient is that of any fill
-    draw_for(target._frame, target._local_tensors(), drawn_by(call), call["generator"])
+    draw_for(target._frame, target._local_tensors(), _drawn_by(call), call["generator"])
     return target
 
 
-def drawn_by(call: Call, most: int = Draw(None).most) -> Draw:
+def _drawn_by(call: Call) -> Draw:
     """What a call of a random fill draws."""
     function = getattr(torch.Tensor, call.op.overloadpacket.__name__)
     given = tuple(value for name, value in call.arguments.items() if name not in ("self", "generator"))
-    return Draw(function, given, most=most)
+    return Draw(function, given)
 
 
 def _fill_alike(op: Op) -> None:
