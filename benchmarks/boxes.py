@@ -57,7 +57,7 @@ def building(boxes: Boxes, *, records: bool = False, specs: int = 1) -> dict[str
     size = torch.Size([max(offsets[dim] + sizes[dim] for offsets, sizes in boxes) for dim in (0, 1)])
     said = [(*box, f"rank:{k % 8}/cpu") for k, box in enumerate(boxes)]
     old = (ShardMetadata, EnumerableShardingSpec, TensorProperties)
-    new = (shardwise.ShardMetadata, shardwise.EnumerableShardingSpec, shardwise.metadata.TensorProperties)
+    new = (shardwise.ShardMetadata, shardwise.EnumerableShardingSpec, shardwise.layout.metadata.TensorProperties)
 
     def work(kinds: Sequence[type]) -> Work:
         record, spec, properties = kinds

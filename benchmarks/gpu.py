@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.transfer.views import copy
+from shardwise.comm.transfer.views import copy
 
 MIB = 512
 

@@ -57,12 +57,10 @@ def linear() -> list[Row]:
     for dim, style in enumerate((ColwiseParallel(), RowwiseParallel(input_layouts=Replicate()))):
         expected = loss, grad_of(plain).chunk(world, dim)[rank]
         part = values.chunk(world, dim)[rank].clone(memory_format=torch.contiguous_format).requires_grad_()
-        sharded = shardwise.sharded_tensor.shard_tensor(values, our_specs()[dim]).requires_grad_()
+        sharded = shardwise.tensor.shard_tensor(values, our_specs()[dim]).requires_grad_()
         module = parallelize_module(linear_layer(values), mesh, style)
         contenders = {
-            "shardwise": functools.partial(
-                our_linear, shardwise.sharded_tensor.shard_tensor(x, our_specs()[2]), sharded
-            ),
+            "shardwise": functools.partial(our_linear, shardwise.tensor.shard_tensor(x, our_specs()[2]), sharded),
             "by hand": functools.partial(linear_by_hand, x, part, dim),
             "DTensor": functools.partial(dtensor_linear, x, module, dim),
         }
@@ -145,9 +143,9 @@ def our_training(x: Tensor, y: Tensor, weights: list[Tensor], optimizer: Optimiz
     """With ``on_shards``, the optimizer is handed the local tensors, and does not know that they are parts."""
     specs = our_specs()
     first, second = (
-        shardwise.sharded_tensor.shard_tensor(w, spec).requires_grad_() for w, spec in zip(weights, specs, strict=False)
+        shardwise.tensor.shard_tensor(w, spec).requires_grad_() for w, spec in zip(weights, specs, strict=False)
     )
-    x, y = (shardwise.sharded_tensor.shard_tensor(tensor, specs[2]) for tensor in (x, y))
+    x, y = (shardwise.tensor.shard_tensor(tensor, specs[2]) for tensor in (x, y))
     parameters = [weight.local_tensor() if on_shards else weight for weight in (first, second)]
 
     def model(x: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def small_ops() -> list[Row]:
     mesh, plain, zeros = mesh_of_all(), torch.rand(64, 64), torch.zeros(64, 64)
     tensors: dict[str, tuple[Any, ...]] = {  # sharded, sharded and to be changed in place, replicated
         "shardwise": tuple(
-            shardwise.sharded_tensor.shard_tensor(*pair) for pair in ((plain, cut), (zeros, cut), (plain, whole))
+            shardwise.tensor.shard_tensor(*pair) for pair in ((plain, cut), (zeros, cut), (plain, whole))
         ),
         "plain": (plain, zeros.clone(), plain),
         "DTensor": tuple(
@@ -167,14 +167,14 @@ def grad_of(tensor: Tensor) -> Tensor:
 def our_table(table: Tensor, dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """The ids of all ranks, of which each has as many, as one batch; each rank takes its own rows back."""
     weight, sizes = (
-        shardwise.sharded_tensor.shard_tensor(table, our_specs()[dim]).requires_grad_(),
+        shardwise.tensor.shard_tensor(table, our_specs()[dim]).requires_grad_(),
         [IDS] * dist.get_world_size(),
     )
     return weight, lambda ids: F.embedding(shardwise.from_local(ids, sizes=sizes), weight).local_tensor()  # type: ignore[attr-defined] # sharded
 
 
 def our_table_of_own_batches(table: Tensor, dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    weight = shardwise.sharded_tensor.shard_tensor(table, our_specs()[dim]).requires_grad_()
+    weight = shardwise.tensor.shard_tensor(table, our_specs()[dim]).requires_grad_()
 
     def lookup(ids: Tensor) -> Tensor:
         with shardwise.settings.own_batches():

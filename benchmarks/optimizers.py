@@ -81,7 +81,7 @@ def with_grads(values: Sequence[Tensor], grads: Sequence[Tensor], made: Callable
 
 def sharded(value: Tensor) -> Tensor:
     """Ours."""
-    return shardwise.sharded_tensor.shard_tensor(value, our_specs()[0])
+    return shardwise.tensor.shard_tensor(value, our_specs()[0])
 
 
 def distributed(value: Tensor) -> DTensor:

@@ -98,18 +98,18 @@ def move(backend: str = "gloo") -> tuple[list[Row], str]:
     row = Row(
         f"{TENSORS} tensors, {MIB} MiB, 4 → 4 ranks", seconds, budget, limits=(("plain", 1.3), ("broadcast", 0.2))
     )
-    said = f"{transfer.explain().splitlines()[0]}\n  buffers: {transfer._carrying.buffered / 2**20:.1f} MiB a rank"
+    said = f"{transfer.explain().splitlines()[0]}\n  buffers: {transfer._rounds.buffered / 2**20:.1f} MiB a rank"
     said += f"\n  {WORLD} ranks on {cores()} cores"
     if device != "cpu":
-        said += f"\n  a turn is packed at {packing_rate(transfer):.1%} of the speed of a device copy (budget: 80 %)"
+        said += f"\n  a round is packed at {packing_rate(transfer):.1%} of the speed of a device copy (budget: 80 %)"
     return [row], said
 
 
 def packing_rate(transfer: StateTransfer) -> float:
-    """How fast the first turn is packed, as a part of the speed of a device copy of as many bytes; rank 0 alone."""
+    """How fast the first round is packed, as a part of the speed of a device copy of as many bytes; rank 0 alone."""
     found = 0.0
     if dist.get_rank() == 0:
-        copies = next(copies for copies, _ in transfer._carrying._readied(0).sends if copies is not None)
+        copies = next(copies for copies, _ in transfer._rounds._prepared(0).sends if copies is not None)
         one, other = (torch.empty(copies.nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
         plain = gigabytes_per_second(lambda: other.copy_(one), copies.nbytes)
         found = gigabytes_per_second(copies.make, copies.nbytes) / plain

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import placement_types
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.meeting import Post
+from shardwise.comm.group import TaggedMessages
 
 # Of a collective's arguments and result, the bytes of this rank's result that came from other ranks.
 Count = Callable[[Sequence[Any], Any], float]
@@ -44,13 +44,13 @@ class Received(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0.0
-        receive = Post.receive
+        receive = TaggedMessages.receive
 
-        def counted(post: Post, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        def counted(post: TaggedMessages, tensor: torch.Tensor, peer: int, tag: int) -> None:
             self.bytes += tensor.nbytes
             receive(post, tensor, peer, tag)
 
-        self._posts = mock.patch.object(Post, "receive", counted)
+        self._posts = mock.patch.object(TaggedMessages, "receive", counted)
 
     def __enter__(self) -> Received:
         self._posts.start()

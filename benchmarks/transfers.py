@@ -19,8 +19,8 @@ import shardwise
 from benchmarks.table import Row
 from benchmarks.timing import best_of, best_together
 from benchmarks.traffic import Received, dtensor_all_to_all
-from shardwise.geometry import Boxes
 from shardwise.layout import Layout
+from shardwise.layout.geometry import Boxes
 
 SIDE = 4096  # of a float32 square of 64 MiB
 
@@ -40,7 +40,7 @@ def reshard() -> list[Row]:
     world, size = dist.get_world_size(), (SIDE, SIDE)
     where, plain = places(world), torch.rand(size)
     rows, columns = (shardwise.ChunkShardingSpec(dim, where) for dim in (0, 1))
-    ours = shardwise.sharded_tensor.shard_tensor(plain, rows)
+    ours = shardwise.tensor.shard_tensor(plain, rows)
     mesh = init_device_mesh("cpu", (world,))
     theirs = distribute_tensor(plain, mesh, [Shard(0)])
     old_rows = ChunkShardingSpec(0, list(where))
@@ -107,8 +107,8 @@ def gather() -> tuple[list[Row], dict[str, float]]:
     begin, rows = edges[rank], edges[rank + 1] - edges[rank]
     tail = max(b - a for a, b in itertools.pairwise(edges[1:]))
     local = torch.rand(rows, SIDE)
-    ours = shardwise.sharded_tensor.init_from_local_shards(
-        [shardwise.sharded_tensor.Shard.from_tensor_and_offsets(local, [begin, 0], rank)], SIDE, SIDE
+    ours = shardwise.tensor.init_from_local_shards(
+        [shardwise.tensor.Shard.from_tensor_and_offsets(local, [begin, 0], rank)], SIDE, SIDE
     )
     theirs = old.init_from_local_shards([OldShard.from_tensor_and_offsets(local, [begin, 0], rank)], SIDE, SIDE)
     out = torch.zeros(SIDE, SIDE) if rank == 0 else None
@@ -178,7 +178,7 @@ def mesh_case(
     plain = torch.rand(size)
     ranks = np.array(places(dist.get_world_size())).reshape(shape).tolist()
     src, dst = (shardwise.GridShardingSpec(dims, ranks) for dims in (before, after))
-    ours = shardwise.sharded_tensor.shard_tensor(plain, src)
+    ours = shardwise.tensor.shard_tensor(plain, src)
     mesh = init_device_mesh("cpu", shape)
     theirs = distribute_tensor(plain, mesh, [Shard(dim) for dim in before])
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
-CONTROL = ("shardwise/meeting", "shardwise/process_group/")  # from where headers are sent, and no data
-CARRIERS = ("shardwise/meeting/post.py",)  # which sends for whoever asks
+CONTROL = ("shardwise/comm/agreement/", "shardwise/comm/peers/")  # from where headers are sent, and no data
+CARRIERS = ("shardwise/comm/group/tagged_messages.py",)  # which sends for whoever asks
 
 
 @dataclass(frozen=True)

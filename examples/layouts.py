@@ -63,7 +63,7 @@ def move() -> bool:
     """On every rank: move a tensor from rows to the uneven boxes, and compare it with the plain one."""
     (rows, size, _), (boxes, _, _) = specs()["Chunks of rows"], specs()["Any boxes: uneven, two of them on rank 1"]
     plain = torch.arange(float(torch.Size(size).numel())).reshape(size)
-    return torch.equal(shardwise.sharded_tensor.shard_tensor(plain, rows).redistribute(boxes).full_tensor(), plain)
+    return torch.equal(shardwise.tensor.shard_tensor(plain, rows).redistribute(boxes).full_tensor(), plain)
 
 
 def show_move() -> None:

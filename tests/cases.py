@@ -19,8 +19,8 @@ from shardwise import (
     ShardingSpec,
     ShardMetadata,
 )
-from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.shard import narrow_tensor
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.shard import narrow_tensor
 
 
 def places(*ranks: int, device: str = "cpu") -> list[str]:

@@ -7,7 +7,7 @@ settings.register_profile("steady", derandomize=True, deadline=None, suppress_he
 settings.load_profile("steady")
 
 # Files that take longest: whoever has one of them last would keep all others waiting.
-FIRST = ("tests/models", "tests/test_examples.py", "tests/ops/test_matrix.py", "tests/ops", "tests/sharded_optim")
+FIRST = ("tests/models", "tests/test_examples.py", "tests/ops/test_matrix.py", "tests/ops", "tests/nn/optim")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

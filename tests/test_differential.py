@@ -11,13 +11,13 @@ import torch.distributed as dist
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.cases import places
-from tests.geometry.strategies import partitions
+from tests.layout.geometry.strategies import partitions
 
 import shardwise
 from shardwise import settings as library_settings
-from shardwise.geometry import Boxes
-from shardwise.sharding_spec import infer_chunk_or_enumerable
-from shardwise.sharding_spec.enumerable import check_tensor, validate_non_overlapping_shards_metadata
+from shardwise.layout.geometry import Boxes
+from shardwise.layout.specs import infer_chunk_or_enumerable
+from shardwise.layout.specs.enumerable import check_tensor, validate_non_overlapping_shards_metadata
 from shardwise.testing import ranks
 
 with warnings.catch_warnings():
@@ -73,7 +73,7 @@ def test_chunks_are_the_same(size: list[int], count: int, data: st.DataObject) -
     where = places(*range(count))
     theirs = OldChunkShardingSpec(dim, list(where)).build_metadata(torch.Size(size), old.TensorProperties())
     spec = shardwise.ChunkShardingSpec(dim, where)
-    ours = spec.build_metadata(torch.Size(size), shardwise.metadata.TensorProperties())
+    ours = spec.build_metadata(torch.Size(size), shardwise.layout.metadata.TensorProperties())
     assert [str(s) for s in ours.shards_metadata] == [str(s) for s in theirs.shards_metadata]
     found = _infer_sharding_spec_from_shards_metadata(theirs.shards_metadata)
     assert type(found).__name__ == type(infer_chunk_or_enumerable(ours.shards_metadata)).__name__
@@ -124,8 +124,8 @@ def test_local_shards_are_put_together_alike() -> None:
     local = torch.full((rank + 1, 2), float(rank))
     for size in ([10, 2], [None, 2]):
         first = rank * (rank + 1) // 2
-        ours = shardwise.sharded_tensor.init_from_local_shards(
-            [shardwise.sharded_tensor.Shard.from_tensor_and_offsets(local, [first, 0], rank)], *size
+        ours = shardwise.tensor.init_from_local_shards(
+            [shardwise.tensor.Shard.from_tensor_and_offsets(local, [first, 0], rank)], *size
         )
         theirs = old.init_from_local_shards([old.Shard.from_tensor_and_offsets(local, [first, 0], rank)], *size)
         assert str(ours.metadata().shards_metadata) == str(theirs.metadata().shards_metadata)

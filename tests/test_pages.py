@@ -15,9 +15,9 @@ import shardwise
 ELSEWHERE = {
     ("quickstart.md", "first.py"): "test_quickstart.py",
     ("models.md", SCRIPT): "models/test_page.py",
-    ("performance.md", SCRIPT): "test_tracing.py",
+    ("performance.md", SCRIPT): "comm/test_tracing.py",
     ("migrating.md", "train.py"): "test_readme.py",
-    ("howto/lightning.md", "train.py"): "clients/test_lightning.py",
+    ("howto/lightning.md", "train.py"): "interop/clients/test_lightning.py",
 }
 PAGES = [Page(path.relative_to(DOCS).as_posix()) for path in sorted(DOCS.glob("**/*.md")) if "_build" not in path.parts]
 OTHERS = {page for page, _ in ELSEWHERE} - {"migrating.md"}

@@ -16,12 +16,16 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise import errors, old_names
-from shardwise.dispatch import registry
+from shardwise import errors
+from shardwise.tensor.dispatch import registry
 from shardwise.testing import ranks
 
 ROOT = Path(__file__).parent.parent
-OPTIONAL = {"shardwise.transfer.copy_kernel": "triton", "shardwise.lightning": "lightning"}  # modules, and their needs
+OPTIONAL = {  # modules, and their needs
+    "shardwise.comm.transfer.copy_kernel": "triton",
+    "shardwise.interop.lightning.strategy": "lightning",
+    "shardwise.lightning": "lightning",
+}
 MODULES = [
     m.name
     for m in pkgutil.walk_packages(shardwise.__path__, "shardwise.")
@@ -58,7 +62,7 @@ def test_every_module_says_what_it_is_and_its_examples_work(name: str) -> None:
     """Docstrings with examples are run."""
     module = importlib.import_module(name)
     assert module.__doc__
-    names = {"ShardMetadata": shardwise.ShardMetadata, "TensorProperties": shardwise.metadata.TensorProperties}
+    names = {"ShardMetadata": shardwise.ShardMetadata, "TensorProperties": shardwise.layout.metadata.TensorProperties}
     for found in doctest.DocTestFinder().find(module, extraglobs=names):
         if not _wants_ranks(found):
             assert doctest.DocTestRunner().run(found).failed == 0
@@ -99,14 +103,6 @@ def test_links_in_documents_lead_somewhere(document: str) -> None:
     for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         if "://" not in link:
             assert ((ROOT / document).parent / link).exists(), link
-
-
-@pytest.mark.parametrize("name", sorted(old_names.MOVED))
-def test_old_names_are_found_with_a_warning(name: str) -> None:
-    """Where they live now; they are no longer among the public ones."""
-    assert name not in shardwise.__all__
-    with pytest.warns(DeprecationWarning, match=rf"shardwise\.{name} is now shardwise\."):
-        assert getattr(shardwise, name) is not None
 
 
 def test_other_names_are_unknown() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from tests.patience import until
 
-from shardwise.process_group import in_step, raises_alone
+from shardwise.comm.agreement.steps import in_step, notify_if_alone
 from shardwise.testing import RankFailure, pool, ranks, run_on_ranks
 
 
@@ -66,7 +66,7 @@ def prints(text: str) -> None:
 def catches_an_error(rank: int, meets: bool) -> str:
     """One rank raises by itself; the others may hear of it."""
     if dist.get_rank() == rank:
-        raises_alone(dist.group.WORLD, ZeroDivisionError("caught"))
+        notify_if_alone(dist.group.WORLD, ZeroDivisionError("caught"))
     elif meets:
         with pytest.raises(ZeroDivisionError):
             in_step(dist.group.WORLD, lambda: (None, {}))

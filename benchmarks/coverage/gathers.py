@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from shardwise import ShardedTensor, transfer
+from shardwise import ShardedTensor
+from shardwise.comm import transfer
 
 
 class Gathers:

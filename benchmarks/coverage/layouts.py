@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise import ChunkShardingSpec, EnumerableShardingSpec, ReplicatedShardingSpec, ShardingSpec, ShardMetadata
-from shardwise.placement import rank_device
+from shardwise.layout.placement import rank_device
 
 WORLD_SIZE = 3
 Places = list[str]
@@ -66,9 +66,7 @@ class Layout:
         """The tensor, which every rank has, in this layout; one without dims stays plain."""
         if not tensor.ndim:
             return tensor
-        return shardwise.sharded_tensor.shard_tensor(
-            tensor.detach().contiguous(), self.spec(tensor.shape), 0, self.group
-        )
+        return shardwise.tensor.shard_tensor(tensor.detach().contiguous(), self.spec(tensor.shape), 0, self.group)
 
 
 @contextlib.contextmanager

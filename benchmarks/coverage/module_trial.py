@@ -18,7 +18,7 @@ from benchmarks.coverage.layouts import Layout, budget, whole
 from benchmarks.coverage.modules import Case
 from benchmarks.coverage.trial import Attempt, Judgement, judge_those_who
 from benchmarks.coverage.truth import difference, digest, waves
-from shardwise.ops.bridge.backward import backward
+from shardwise.ops.autograd.backward import backward
 
 CALLS = 2  # the second is done as it is remembered of the first
 
@@ -145,9 +145,7 @@ class ModuleTrial:
                 sharded = isinstance(out, shardwise.ShardedTensor)
                 spec = out.sharding_spec() if sharded else None
                 starts.append(
-                    weight
-                    if spec is None
-                    else shardwise.sharded_tensor.shard_tensor(weight, spec, 0, out._process_group)
+                    weight if spec is None else shardwise.tensor.shard_tensor(weight, spec, 0, out._process_group)
                 )
                 roots.append(out)
         with budget(self.system):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import shardwise
 from benchmarks.coverage.control import Control
 from benchmarks.coverage.gathers import Gathers
-from shardwise.ops.bridge.backward import backward
+from shardwise.ops.autograd.backward import backward
 
 Weights = list[torch.Tensor | None]
 
@@ -61,10 +61,10 @@ class Shardwise:
     def shard(self, tensor: torch.Tensor, dim: int) -> Any:
         places = [f"rank:{rank}/{self._place(rank)}" for rank in range(dist.get_world_size())]
         if tensor.ndim == 0 and tensor.dtype == torch.int64:  # a plain id would be this rank's own batch
-            return shardwise.sharded_tensor.shard_tensor(tensor, shardwise.ReplicatedShardingSpec(places))
+            return shardwise.tensor.shard_tensor(tensor, shardwise.ReplicatedShardingSpec(places))
         if tensor.ndim == 0:
             return tensor
-        return shardwise.sharded_tensor.shard_tensor(tensor, shardwise.ChunkShardingSpec(dim, places))
+        return shardwise.tensor.shard_tensor(tensor, shardwise.ChunkShardingSpec(dim, places))
 
     def _place(self, rank: int) -> str:
         return f"cuda:{rank % torch.cuda.device_count()}" if self._device == "cuda" else self._device
@@ -91,9 +91,7 @@ class Shardwise:
                 continue
             roots.append(out)
             sharded = isinstance(out, shardwise.ShardedTensor)
-            grads.append(
-                shardwise.sharded_tensor.shard_tensor(weight.contiguous(), out.sharding_spec()) if sharded else weight
-            )
+            grads.append(shardwise.tensor.shard_tensor(weight.contiguous(), out.sharding_spec()) if sharded else weight)
         if roots:
             backward(roots, grads)
 

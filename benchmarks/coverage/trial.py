@@ -84,7 +84,9 @@ class Trial:
             self.system.backward(outputs, gradients.weights, self.control)
         leaves = [leaf for leaf, wanted in zip(arguments, self.case.wants_grad, strict=True) if wanted]
         found = self.system.gradients(leaves, self.control)
-        attempt = self._compared(found, [grad for grad in gradients.expected if grad is not None])
+        expected = [grad for grad in gradients.expected if grad is not None]
+        found, expected = (_without(grads, gradients.unwritten) for grads in (found, expected))
+        attempt = self._compared(found, expected)
         return Attempt(attempt.kind, attempt.note and f"gradient: {attempt.note}", attempt.digest)
 
     @functools.cached_property
@@ -149,6 +151,12 @@ def judge(attempts: list[Attempt]) -> Judgement:
         return Judgement("diverged", "; ".join(told) if len(kinds) > 1 else "ranks have different values", gathered)
     (kind,) = kinds
     return Judgement(kind if kind in ("right", "wrong") else "refused", attempts[0].note, gathered)
+
+
+def _without(gradients: list[Any], unwritten: list[torch.Tensor]) -> list[Any]:
+    """The gradients, with zeros for the elements that plain torch leaves unwritten."""
+    pairs = zip(gradients, unwritten, strict=True)
+    return [grad.masked_fill(mask, 0) if mask.any() and grad.shape == mask.shape else grad for grad, mask in pairs]
 
 
 def _form(leaf: Any) -> Any:

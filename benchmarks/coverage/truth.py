@@ -21,6 +21,7 @@ class Gradients:
 
     weights: list[torch.Tensor | None]  # by output; None where nothing flows back
     expected: list[torch.Tensor | None]  # by argument; None where none is asked for
+    unwritten: list[torch.Tensor]  # by gradient: a mask of the elements that plain torch leaves unwritten
 
 
 @dataclass(frozen=True)
@@ -43,20 +44,31 @@ def truth_of(case: Case) -> Truth:
 
 
 def _gradients(case: Case) -> Gradients | None:
+    weights, expected = _backward(case)
+    if all(weight is None for weight in weights):
+        return None
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills the memory of new tensors with NaN
+    try:
+        _, filled = _backward(case)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    pairs = zip(expected, filled, strict=True)
+    unwritten = [_dense(other).isnan() & ~_dense(one).isnan() for one, other in pairs if one is not None]
+    return Gradients(weights, expected, unwritten)
+
+
+def _backward(case: Case) -> tuple[list[torch.Tensor | None], list[Any]]:
+    """The gradients of the outputs that a backward starts from, and those of the arguments."""
     arguments = case.plain(grad=True)
     seed()
-    result = case.run(arguments)
-    outputs, tree = pytree.tree_flatten(result)
+    outputs, tree = pytree.tree_flatten(case.run(arguments))
     weights = _weights(case, outputs, tree)
     pairs = [(out, weight) for out, weight in zip(outputs, weights, strict=True) if weight is not None]
-    if not pairs:
-        return None
-    torch.autograd.backward([out for out, _ in pairs], [weight for _, weight in pairs])
+    if pairs:
+        torch.autograd.backward([out for out, _ in pairs], [weight for _, weight in pairs])
     wanted = zip(arguments, case.wants_grad, strict=True)
-    return Gradients(
-        weights,
-        [(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) if grad else None for leaf, grad in wanted],
-    )
+    grads = [(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad) if grad else None for leaf, grad in wanted]
+    return weights, grads
 
 
 def _weights(case: Case, outputs: list[Any], tree: pytree.TreeSpec) -> list[torch.Tensor | None]:

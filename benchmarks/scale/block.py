@@ -43,7 +43,7 @@ def training_step(world: World, factor: int) -> Work:
     with torch.device("meta"):
         block = Block(features, world.ranks * factor, world.ranks * HIDDEN * factor)
     rows, columns = world.specs
-    plan: dict[str, shardwise.ShardingSpec | shardwise.sharder.Sharder] = {
+    plan: dict[str, shardwise.ShardingSpec | shardwise.nn.sharding_plan.plan.Sharder] = {
         **{f"{name}.weight": rows for name in ("query", "key", "value", "up")},
         **{f"{name}.weight": columns for name in ("out", "down")},
     }

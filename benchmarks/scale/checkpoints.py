@@ -13,11 +13,11 @@ import torch
 import shardwise
 from benchmarks.scale.world import RANK, World, grid_of
 from benchmarks.timing import Work
-from shardwise.archive.index_file import FileWords, file_name, parse_index, write_index
-from shardwise.archive.slabs import slabs_of
-from shardwise.archive.stored import Index
-from shardwise.checkpoint.draft import draft_file, draft_tensors
-from shardwise.checkpoint.sharing_out import Source
+from shardwise.checkpoint.archive.index_file import FileRecord, file_name, parse_index, write_index
+from shardwise.checkpoint.archive.slabs import slabs_of
+from shardwise.checkpoint.archive.stored import Index
+from shardwise.checkpoint.draft import draft_file, draft_stored_tensors
+from shardwise.checkpoint.write_assignment import Source
 
 TENSORS = 1_000
 SIZES = 12  # different ones of each kind
@@ -51,8 +51,8 @@ def model(world: World, factor: int) -> list[Source]:
 
 def index_of(sources: Sequence[Source], ranks: Sequence[int]) -> bytes:
     """The index, given what each rank tells of its file."""
-    tensors = draft_tensors(sources, ranks, {rank: number for number, rank in enumerate(ranks)})
-    files = [FileWords(file_name(rank, CHECKPOINT), MUCH, 0) for rank in ranks]
+    tensors = draft_stored_tensors(sources, ranks, {rank: number for number, rank in enumerate(ranks)})
+    files = [FileRecord(file_name(rank, CHECKPOINT), MUCH, 0) for rank in ranks]
     state = {"dict": [[source.name, {"tensor": source.name}] for source in sources]}
     return write_index(CHECKPOINT, files, tensors, state)
 

@@ -21,9 +21,9 @@ from benchmarks.scale.checkpoints import CHECKPOINT, index_of
 from benchmarks.scale.world import RANK, World
 from benchmarks.timing import Work
 from shardwise import EnumerableShardingSpec, ShardingPlan, ShardMetadata
-from shardwise.archive.index_file import parse_index
+from shardwise.checkpoint.archive.index_file import parse_index
 from shardwise.checkpoint.draft import draft_file
-from shardwise.checkpoint.sharing_out import Source
+from shardwise.checkpoint.write_assignment import Source
 
 RANKS = 1_024
 WIDTH = 64

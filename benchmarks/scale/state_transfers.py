@@ -85,7 +85,7 @@ def plan(here: int) -> None:
     draft = _planned((source, target), sides[0], sides[1], options, None, frozenset({"cpu"}))
     digest, peers = draft.digest, _peers(draft.routes, here)
     planned = time.perf_counter()
-    known = replace(draft, busiest=TRAIN)
+    known = replace(draft, most_peers=TRAIN)
     whole = loaded(known, here, TRAIN + SERVE, options.max_bytes, torch.device("cpu"))
     dealt = time.perf_counter()
     explained(whole, range(TRAIN + SERVE), here, 1e10)
@@ -93,12 +93,12 @@ def plan(here: int) -> None:
     assert not problems
     assert digest
     load = whole.load
-    bundles = [bundle for turn in load.turns for _, bundle in (*turn.sends, *turn.receives)]
-    parts, mean = sum(map(len, load.sides)), sum(bundle.nbytes for bundle in bundles) / len(bundles) / 1024
+    segments = [segment for one in load.rounds for _, segment in (*one.sends, *one.receives)]
+    pieces, mean = len(load), sum(segment.nbytes for segment in segments) / len(segments) / 1024
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
-        f"  rank {here:>5,}: plan {planned - begin:5.2f} s, {parts:>9,} parts for {peers:>5,} ranks "
-        f"{dealt - planned:6.2f} s, {len(load.turns):>5,} turns of bundles of {mean:5.0f} KiB, "
+        f"  rank {here:>5,}: plan {planned - begin:5.2f} s, {pieces:>9,} pieces for {peers:>5,} ranks "
+        f"{dealt - planned:6.2f} s, {len(load.rounds):>5,} rounds of segments of {mean:5.0f} KiB, "
         f"explain {done - dealt:5.2f} s, {memory:6.0f} MiB in all",
         flush=True,
     )

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
-from shardwise.placement import RemoteDevice, parse
+from shardwise.layout.placement import RemoteDevice, parse_placement
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class World:
 
     @cached_property
     def places(self) -> list[RemoteDevice]:
-        return [parse(f"rank:{rank}/cpu") for rank in range(self.ranks)]
+        return [parse_placement(f"rank:{rank}/cpu") for rank in range(self.ranks)]
 
     def new_specs(self, part: int = 1) -> tuple[shardwise.ShardingSpec, shardwise.ShardingSpec]:
         """Rows and columns in chunks, or a grid and the grid with its axes exchanged; over all ranks or a part."""

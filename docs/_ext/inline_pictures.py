@@ -15,7 +15,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
-from shardwise.viz import Picture
+from shardwise.layout.pictures import Picture
 
 FOLDER = Path(__file__).parent.parent / "pictures"
 

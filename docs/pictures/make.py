@@ -18,9 +18,9 @@ from shardwise import (
     make_plan,
     shard_module,
 )
-from shardwise.sharder import Sharder
+from shardwise.layout.pictures import Picture
+from shardwise.nn.sharding_plan.plan import Sharder
 from shardwise.testing import run_on_ranks
-from shardwise.viz import Picture
 
 HERE = Path(__file__).parent
 RANKS = 4

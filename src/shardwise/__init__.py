@@ -7,36 +7,34 @@
 Names that serve the old system, `torch.distributed._shard`, are in the modules of this package, and on the drop-in.
 """
 
-from typing import Any as _Any
-
-from shardwise import huggingface, old_names, plans, state_transfer
-from shardwise.api import fill_buffers, shard_module
+from shardwise import huggingface, plans, state_transfer, tracing
 from shardwise.checkpoint import Checkpoints, load, save, verify
-from shardwise.dispatch import register_op
+from shardwise.comm.agreement import check
+from shardwise.comm.tracing import trace
+from shardwise.comm.transfer import make_plan
 from shardwise.errors import ShardwiseError
-from shardwise.explanation import explain
 from shardwise.interop import from_dtensor, to_dtensor
 from shardwise.layout import Layout
-from shardwise.metadata import ShardMetadata
-from shardwise.ops.validation import validation
-from shardwise.process_group import check
-from shardwise.random import layout_independent
-from shardwise.settings import gather_budget
-from shardwise.sharded_optim import ShardedOptimizer
-from shardwise.sharded_tensor import ShardedTensor, empty, from_local, full, join, ones, rand, randn, zeros
-from shardwise.sharded_tensor.sharding import replicate, shard
-from shardwise.sharding_plan import ShardingPlan
-from shardwise.sharding_spec import (
+from shardwise.layout.metadata import ShardMetadata
+from shardwise.layout.pictures import draw
+from shardwise.layout.specs import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     GridShardingSpec,
     ReplicatedShardingSpec,
     ShardingSpec,
 )
+from shardwise.nn import fill_buffers, shard_module
+from shardwise.nn.optim import ShardedOptimizer
+from shardwise.nn.sharding_plan import ShardingPlan
+from shardwise.ops.validation import validation
+from shardwise.settings import gather_budget
 from shardwise.state_transfer import StateTransfer, resize
-from shardwise.tracing import trace
-from shardwise.transfer import make_plan
-from shardwise.viz import draw
+from shardwise.tensor import ShardedTensor, empty, from_local, full, join, ones, rand, randn, zeros
+from shardwise.tensor.dispatch import register_op
+from shardwise.tensor.random import layout_independent
+from shardwise.tensor.sharding import replicate, shard
+from shardwise.tools.explanation import explain
 
 __version__ = "0.1.0"
 
@@ -81,11 +79,8 @@ __all__ = [
     "state_transfer",
     "to_dtensor",
     "trace",
+    "tracing",
     "validation",
     "verify",
     "zeros",
 ]
-
-
-def __getattr__(name: str) -> _Any:
-    return old_names.found(name, __name__)

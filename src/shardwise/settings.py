@@ -1,17 +1,97 @@
-"""What a context sets for the calls within it: the group to unpickle onto, checks between ranks, the gather budget, the
-rules for plain batches and for random numbers."""
+"""Settings of a context: the group to unpickle onto, checks between ranks, the gather budget, the rules for plain
+batches and for random numbers; and `ContextValue`, by which such values reach the threads of a backward."""
 
 from __future__ import annotations
 
+import contextvars
+import ctypes
+import functools
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from shardwise.ambient import Ambient
+import torch
+from torch.autograd import graph
 
 T = TypeVar("T")
 MIB = 2**20
+
+
+# Values of a context -------------------------------------------------------------------------------------------------
+
+_backward_id: Any = torch._C._current_graph_task_id  # of the backward that runs in this thread; -1 for none
+_has_tls, _get_tls, _set_tls = torch._C._is_key_in_tls, torch._C._get_obj_in_tls, torch._C._stash_obj_in_tls
+_cuda_is_initialized: Any = torch.cuda.is_initialized
+CONTEXT = "context"  # torch's key for the caller's context variables
+CONTEXT_IS_PROPAGATED = "copy_context" in graph._engine_run_backward.__code__.co_names
+
+
+class ContextValue(Generic[T]):
+    """A value of the current context; in a thread of a backward, the value that the caller of the backward has.
+
+    A backward over CUDA tensors runs in one thread for each device, and these threads do not have the contexts of the
+    thread that called it. Torch propagates some thread-local objects to them: from 2.13 on the caller's context
+    variables, before that only objects that are stored under a key.
+    """
+
+    def __init__(self, name: str, default: T) -> None:
+        self._name, self._default = name, default
+        self._variable = contextvars.ContextVar(name, default=default)
+        self.was_set = False
+
+    def get(self) -> T:
+        """The value in this context."""
+        value = self._variable.get()
+        if value is self._default and self.was_set and _backward_id() != -1:
+            return self._value_of_caller()
+        return value
+
+    def _value_of_caller(self) -> T:
+        if CONTEXT_IS_PROPAGATED:
+            context: Any = _get_tls(CONTEXT) if _has_tls(CONTEXT) else {}
+            value: T = context.get(self._variable, self._default)
+        else:
+            value = _get_tls(self._name) if _has_tls(self._name) else self._default
+        return value
+
+    @contextmanager
+    def set(self, value: T) -> Iterator[None]:
+        """Set the value within a context."""
+        self.was_set = True
+        before, token = self._variable.get(), self._variable.set(value)
+        propagates = not CONTEXT_IS_PROPAGATED and _cuda_is_initialized()  # without CUDA there are no such threads
+        if propagates:
+            _propagate(self._name, value)
+        try:
+            yield
+        finally:
+            if propagates:
+                _propagate(self._name, before)
+            with suppress(ValueError):  # a generator that is closed in another context has nothing to reset here
+                self._variable.reset(token)
+
+
+def _propagate(name: str, value: object) -> None:
+    """Store an object that torch propagates to the threads of a backward."""
+    if not _torch_takes_reference():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    _set_tls(name, value)
+
+
+@functools.cache
+def _torch_takes_reference() -> bool:
+    """Whether torch adds a reference to a stored object. Some versions only drop one in the end."""
+    probe = object()
+    for _ in range(4):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    before = sys.getrefcount(probe)
+    _set_tls("shardwise.probe", probe)
+    return sys.getrefcount(probe) > before
+
+
+# Settings ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -30,34 +110,34 @@ class Settings:
 
 
 class _Within(NamedTuple):
-    """What a context holds: what it and those around it change, and what comes of it."""
+    """The settings within a context, and what they were computed from."""
 
-    changes: dict[str, Any]
+    changes: dict[str, Any]  # of this context and those around it
     outside: Settings
     settings: Settings
 
 
-_within: Ambient[_Within | None] = Ambient("shardwise.settings", None)
-_outside = Settings()  # what holds outside of every context, in the whole process
+_within: ContextValue[_Within | None] = ContextValue("shardwise.settings", None)
+_outside = Settings()  # outside of every context, in the whole process
 
 
 def current() -> Settings:
-    """The settings that hold here."""
-    within = _within.get()
+    """The settings in this context."""
+    within = _within.get() if _within.was_set else None  # every op comes here
     if within is None:
         return _outside
     return within.settings if within.outside is _outside else replace(_outside, **within.changes)
 
 
 def set_outside(**changes: Any) -> None:
-    """Change what holds outside of every context, in all threads: for the drop-in."""
+    """Change the settings outside of every context, in all threads: for the drop-in."""
     global _outside
     _outside = replace(_outside, **changes)
 
 
 @contextmanager
 def changed(**changes: Any) -> Iterator[None]:
-    """Within this context, other settings."""
+    """Change settings within a context."""
     around = _within.get()
     changes = changes if around is None else {**around.changes, **changes}
     with _within.set(_Within(changes, _outside, replace(_outside, **changes))):
@@ -65,7 +145,7 @@ def changed(**changes: Any) -> Iterator[None]:
 
 
 def carried(function: Callable[[], T]) -> Callable[[], T]:
-    """The function, as if called here: with the settings that hold now, wherever it is called."""
+    """The function, called with the settings of the current context wherever it is called."""
     within = _within.get()
 
     def there() -> T:

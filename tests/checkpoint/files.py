@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwise.archive.blocks import checksum
-from shardwise.archive.index_file import INDEX
+from shardwise.checkpoint.archive.blocks import checksum
+from shardwise.checkpoint.archive.index_file import INDEX
 
 
 def file_of(folder: Path, rank: int) -> Path:

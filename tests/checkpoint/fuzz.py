@@ -19,9 +19,9 @@ import torch
 from tests.cases import ALL, PLAIN, SIZE, chunks
 
 import shardwise
-from shardwise.archive.index_file import INDEX
+from shardwise.checkpoint.archive.index_file import INDEX
 from shardwise.errors import CheckpointError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import run_on_ranks
 
 PAGE = 4096

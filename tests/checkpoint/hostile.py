@@ -15,11 +15,11 @@ from tests.checkpoint.files import file_of, with_sum
 
 import shardwise
 from shardwise import ShardMetadata
-from shardwise.archive.blocks import checksum
-from shardwise.archive.index_file import INDEX
+from shardwise.checkpoint.archive.blocks import checksum
+from shardwise.checkpoint.archive.index_file import INDEX
 from shardwise.errors import CheckpointError
-from shardwise.metadata import ShardedTensorMetadata, TensorProperties
-from shardwise.sharded_tensor import Shard, ShardedTensorBase
+from shardwise.layout.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.tensor import Shard, ShardedTensorBase
 
 ODD: tuple[Any, ...] = (
     None,

@@ -11,8 +11,8 @@ from typing import Any
 from tests.patience import PATIENT
 
 from shardwise.checkpoint import LocalStorage
+from shardwise.checkpoint.storage import OpenFile
 from shardwise.errors import CheckpointError
-from shardwise.storage import OpenFile
 
 
 class Failing(LocalStorage):

@@ -16,10 +16,10 @@ from tests.checkpoint.storages import Failing, Waiting
 
 import shardwise
 from shardwise import ShardedOptimizer, zeros
-from shardwise.archive.index_file import INDEX
 from shardwise.checkpoint import read_index, streams
+from shardwise.checkpoint.archive.index_file import INDEX
 from shardwise.errors import CheckpointError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 

@@ -22,11 +22,12 @@ from tests.patience import until
 
 import shardwise
 from shardwise import zeros
-from shardwise.archive.index_file import INDEX
-from shardwise.checkpoint import filling, pulse, read_index, saving
+from shardwise.checkpoint import filling, read_index, saving
+from shardwise.checkpoint.archive.index_file import INDEX
+from shardwise.comm.peers import heartbeats
+from shardwise.comm.peers.lost_ranks import ranks_gone
 from shardwise.errors import CheckpointError
-from shardwise.meeting import ranks_gone
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks, run_on_ranks
 from shardwise.testing.pool import RankFailure
 
@@ -202,7 +203,7 @@ def die_in_a_save(folder: str, moment: str, rank: int, wait: bool) -> None:
     state = {"weight": shard_tensor(torch.arange(8.0), chunks(0, 0, 1)), "step": 1}
     shardwise.save(state, path)
     state["step"] = 2
-    pulse.EVERY = 0.1
+    heartbeats.EVERY = 0.1
 
     def die(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -252,38 +253,37 @@ class Signs:
     def __init__(self) -> None:
         self.count = 0
 
-    def look(self, found: pulse.Pulse) -> None:
+    def look(self, found: heartbeats.Heartbeats) -> None:
         """Count them."""
-        sign = found._sign(1)
-        self.count = found._store.add(sign, 0) if found._store.check([sign]) else 0
+        self.count = found.count(1)
 
     def monotonic(self) -> float:
         """As if a rank gave its signs without any delay."""
-        return self.count * pulse.EVERY
+        return self.count * heartbeats.EVERY
 
 
 def write_on_without_a_connection(folder: str) -> None:
     """Rank 1 writes when rank 0 has looked many times whether it is gone, and has found the connection broken."""
     place, looked = Waiting(Path(folder) / "checkpoint"), Path(folder) / "looked"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pulse, "EVERY", 0.02)
+        patch.setattr(heartbeats, "EVERY", 0.02)
         handle = shardwise.save({"weight": shard_tensor(torch.arange(8.0), chunks(0, 0, 1))}, place, wait=False)
         with pytest.raises(RuntimeError, match="Timed out"):  # which breaks a connection of gloo
             dist.irecv(torch.empty(1), 1 - dist.get_rank(), tag=7).wait(timedelta(milliseconds=1))
         if dist.get_rank() == 0:
             assert ranks_gone(dist.group.WORLD, [1]) == [1]
             place.let.set()
-            signs, gone = Signs(), pulse.Pulse.gone
+            signs, gone = Signs(), heartbeats.Heartbeats.gone
 
-            def look(self: pulse.Pulse, ranks: list[int]) -> list[int]:
+            def look(self: heartbeats.Heartbeats, ranks: list[int]) -> list[int]:
                 signs.look(self)
                 found = gone(self, ranks)
-                if signs.count > 3 * pulse.MISSED:
+                if signs.count > 3 * heartbeats.MISSED:
                     looked.touch()
                 return found
 
-            patch.setattr(pulse, "time", signs)
-            patch.setattr(pulse.Pulse, "gone", look)
+            patch.setattr(heartbeats, "time", signs)
+            patch.setattr(heartbeats.Heartbeats, "gone", look)
         else:
             until(looked.exists)
             place.let.set()

@@ -15,12 +15,12 @@ from tests.checkpoint.files import edit, file_of
 
 import shardwise
 from shardwise import empty, zeros
-from shardwise.archive.index_file import INDEX
 from shardwise.checkpoint import LocalStorage, Storage, read_index
+from shardwise.checkpoint.archive.index_file import INDEX
+from shardwise.checkpoint.storage import local
 from shardwise.errors import CheckpointError, RankMismatchError, StateMismatchError
-from shardwise.partial import PartialTensor
-from shardwise.sharded_tensor import shard_tensor
-from shardwise.storage import local
+from shardwise.tensor import shard_tensor
+from shardwise.tensor.partial import PartialTensor
 from shardwise.testing import ranks
 
 

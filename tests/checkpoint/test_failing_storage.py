@@ -15,11 +15,11 @@ from tests.checkpoint.storages import Failing
 
 import shardwise
 from shardwise import zeros
-from shardwise.archive.index_file import INDEX
 from shardwise.checkpoint import read_index
+from shardwise.checkpoint.archive.index_file import INDEX
+from shardwise.checkpoint.storage import local
 from shardwise.errors import CheckpointError
-from shardwise.sharded_tensor import shard_tensor
-from shardwise.storage import local
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 

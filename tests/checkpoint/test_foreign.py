@@ -16,7 +16,7 @@ from torch import nn
 import shardwise
 from shardwise import shard_module, zeros
 from shardwise.errors import CheckpointError, StateMismatchError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import shardwise
+from shardwise.checkpoint.storage import LocalStorage
 from shardwise.errors import CheckpointError
-from shardwise.storage import LocalStorage
 
 
 def test_a_list_that_is_out_of_date(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from tests.checkpoint.fuzz import Fuzz, save_both
 from tests.checkpoint.hostile import all_mutants, require_told, save_small
 
 import shardwise
-from shardwise.archive.index_file import INDEX
 from shardwise.checkpoint import read_index
+from shardwise.checkpoint.archive.index_file import INDEX
 from shardwise.errors import CheckpointError
 
 

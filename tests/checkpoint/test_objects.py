@@ -14,8 +14,8 @@ from torch import nn
 import shardwise
 from shardwise import ReplicatedShardingSpec, ShardedTensor, ShardingSpec
 from shardwise.errors import StateMismatchError
-from shardwise.partial import ReplicatedTensor
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
+from shardwise.tensor.partial import ReplicatedTensor
 from shardwise.testing import ranks, run_on_ranks
 
 BATCHES = torch.randn(6, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

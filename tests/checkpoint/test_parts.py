@@ -12,7 +12,7 @@ from tests.cases import ALL, PLAIN, SIZE, chunks, holds
 import shardwise
 from shardwise import ShardedOptimizer, zeros
 from shardwise.errors import CheckpointError, StateMismatchError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 

@@ -18,12 +18,12 @@ from tests.layout.grids import layouts
 
 import shardwise
 from shardwise import ShardingSpec, zeros
-from shardwise.archive import StoredTensor, blocks
 from shardwise.checkpoint import relay
+from shardwise.checkpoint.archive import StoredTensor, blocks
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.relay import Costs, rounds_of
 from shardwise.layout import Layout
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 

@@ -13,9 +13,9 @@ from tests.checkpoint.storages import Unheld
 
 import shardwise
 from shardwise import zeros
-from shardwise.archive import archive
-from shardwise.archive.index_file import INDEX
 from shardwise.checkpoint import filling
+from shardwise.checkpoint.archive import archive
+from shardwise.checkpoint.archive.index_file import INDEX
 from shardwise.errors import DamageError, StateMismatchError
 from shardwise.testing import ranks
 

@@ -16,8 +16,8 @@ from tests.checkpoint.files import file_of
 import shardwise
 from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardingSpec, empty, zeros
 from shardwise.checkpoint import read_index
-from shardwise.partial import ReplicatedTensor
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
+from shardwise.tensor.partial import ReplicatedTensor
 from shardwise.testing import ranks, run_on_ranks
 
 # What to load into, by the number of ranks.

@@ -14,9 +14,9 @@ from tests.cases import PLAIN, SIZE, chunks
 import shardwise
 from shardwise import Checkpoints, zeros
 from shardwise.checkpoint.steps import CheckpointError
+from shardwise.checkpoint.storage import local
 from shardwise.errors import StateMismatchError
-from shardwise.sharded_tensor import shard_tensor
-from shardwise.storage import local
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 

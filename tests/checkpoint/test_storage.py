@@ -19,14 +19,14 @@ from tests.checkpoint.files import file_of
 
 import shardwise
 from shardwise import ShardMetadata, zeros
-from shardwise.archive import archive, blocks, reading, slabs
-from shardwise.archive.blocks import BLOCK
-from shardwise.archive.index_file import INDEX
-from shardwise.archive.slabs import GAP, WORTH_A_READ, Reads
 from shardwise.checkpoint import LocalStorage, filling
-from shardwise.metadata import ShardedTensorMetadata, TensorProperties
-from shardwise.sharded_tensor import Shard, ShardedTensorBase, shard_tensor
-from shardwise.storage import OpenFile
+from shardwise.checkpoint.archive import archive, blocks, reading, slabs
+from shardwise.checkpoint.archive.blocks import BLOCK
+from shardwise.checkpoint.archive.index_file import INDEX
+from shardwise.checkpoint.archive.slabs import GAP, WORTH_A_READ, Reads
+from shardwise.checkpoint.storage import OpenFile
+from shardwise.layout.metadata import ShardedTensorMetadata, TensorProperties
+from shardwise.tensor import Shard, ShardedTensorBase, shard_tensor
 from shardwise.testing import ranks
 
 
@@ -203,7 +203,7 @@ def test_any_boxes_load_into_any_others(
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(slabs, "GAP", gap)
         patch.setattr(slabs, "WORTH_A_READ", worth)
-        patch.setattr(reading, "STAGED", staged)
+        patch.setattr(reading, "STAGING_BYTES", staged)
         patch.setattr(blocks, "BLOCK", block)
         blocks._blocks.cache_clear()
         shardwise.save([in_one_process(plain, before)], folder)

@@ -11,7 +11,7 @@ from tests.cases import chunks
 import shardwise
 from shardwise import zeros
 from shardwise.checkpoint import relay
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 SIZE = 30, 26

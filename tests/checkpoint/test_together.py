@@ -15,9 +15,9 @@ from torch._subclasses import FakeTensorMode
 import shardwise
 from shardwise import Checkpoints, load, save, verify, zeros
 from shardwise.checkpoint import relay
+from shardwise.checkpoint.storage import LocalStorage
 from shardwise.errors import CheckpointError, RankMismatchError
-from shardwise.sharded_tensor import shard_tensor
-from shardwise.storage import LocalStorage
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 WHOLE = torch.arange(16 * 24, dtype=torch.float64).reshape(16, 24)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise
-from shardwise.archive import nest, values
+from shardwise.checkpoint.archive import state_json, state_tree
 from shardwise.errors import CheckpointError
 
 LEAVES = st.one_of(
@@ -35,7 +35,7 @@ NESTS = st.recursive(
 )
 
 
-def no_content(owner: Any, path: nest.Path) -> Any:
+def no_content(owner: Any, path: state_tree.Path) -> Any:
     """There are no objects in these nests."""
     raise AssertionError(owner)
 
@@ -56,8 +56,8 @@ def exactly(value: Any) -> Any:
 @given(NESTS)
 def test_values_come_back_exactly(value: Any) -> None:
     """Through text that any reader of JSON takes: nan, -0.0, huge ints, bytes, tuples, keys that are ints."""
-    text = json.dumps(values.encode(nest.parse(value, no_content), str), allow_nan=False)
-    assert exactly(values.decode(json.loads(text), {})) == exactly(value)
+    text = json.dumps(state_json.encode_tree(state_tree.parse_state(value, no_content), str), allow_nan=False)
+    assert exactly(state_json.decode_tree(json.loads(text), {})) == exactly(value)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_values_come_back_exactly(value: Any) -> None:
 def test_words_that_nobody_wrote_are_refused(words: Any) -> None:
     """By an error of ours, whatever it is."""
     with pytest.raises(CheckpointError, match=r"is not a|stands for no value"):
-        values.decode(words, {})
+        state_json.decode_tree(words, {})
 
 
 class Point(NamedTuple):

@@ -56,7 +56,7 @@ def run(arguments: list[str], folder: Path, *path: str) -> str:
 def test_spawn_and_forkserver(tmp_path: Path) -> None:
     """Processes of multiprocessing that import the program again; its arguments are its own."""
     printed = run(["-m", "shardwise.dropin", "program.py", "start", "-m"], tmp_path, HOME)
-    ours = "shardwise.sharded_tensor.tensor"
+    ours = "shardwise.tensor.tensor"
     wanted = [f"main ['start', '-m'] None {ours}", f"0 {ours}", f"forkserver {ours}"]
     assert printed.splitlines() == wanted
 
@@ -68,7 +68,7 @@ def test_workers_of_torchrun_beside_another_sitecustomize(tmp_path: Path) -> Non
     (other / "sitecustomize.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('x')")
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "program.py"]
     printed = run(["-m", "shardwise.dropin", *launcher], tmp_path, HOME, str(other))
-    ours = "shardwise.sharded_tensor.tensor"
+    ours = "shardwise.tensor.tensor"
     assert sorted(printed.splitlines()) == [f"main [] 0 {ours}", f"main [] 1 {ours}"]
     assert (tmp_path / "ran").read_text() == "xxx"
 

@@ -18,8 +18,8 @@ from torch import nn
 
 import shardwise
 from shardwise import ReplicatedShardingSpec, ShardedOptimizer, ShardedTensor, dropin
-from shardwise.partial import ReplicatedTensor
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
+from shardwise.tensor.partial import ReplicatedTensor
 from shardwise.testing import ranks
 
 

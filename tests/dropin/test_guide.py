@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import shardwise
-from shardwise.dispatch import registry
 from shardwise.dropin import TABLE
-from shardwise.sharded_tensor.remote import ids
+from shardwise.tensor.dispatch import registry
+from shardwise.tensor.remote import ids
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "old-names.md"
 BEGIN, END = "<!-- table of names: begin -->\n", "<!-- table of names: end -->\n"
 REGISTRIES = {
-    "shardwise.dispatch.registry.overrides": registry.overrides,
-    "shardwise.dispatch.registry.built_in": registry.built_in,
-    "shardwise.sharded_tensor.remote.ids.tensors": ids.tensors,
+    "shardwise.tensor.dispatch.registry.overrides": registry.overrides,
+    "shardwise.tensor.dispatch.registry.built_in": registry.built_in,
+    "shardwise.tensor.remote.ids.tensors": ids.tensors,
 }
 
 

@@ -16,9 +16,9 @@ from torch import nn
 
 import shardwise
 from shardwise import ChunkShardingSpec, EnumerableShardingSpec, ShardedTensor, ShardMetadata, dropin
-from shardwise.metadata import ShardedTensorMetadata
-from shardwise.process_group import load_with_process_group
-from shardwise.sharded_tensor import Shard
+from shardwise.comm.group.members import load_with_process_group
+from shardwise.layout.metadata import ShardedTensorMetadata
+from shardwise.tensor import Shard
 from shardwise.testing import run_on_ranks
 
 BOXES = [([0, 0], [3, 2], 0), ([0, 2], [3, 4], 2), ([3, 0], [4, 6], 0)]  # of SIZE; rank 1 has none

@@ -13,7 +13,7 @@ from tests.cases import places
 import shardwise
 from shardwise import dropin
 from shardwise.errors import ProcessGroupError
-from shardwise.sharding_spec import ChunkShardingSpec
+from shardwise.layout.specs import ChunkShardingSpec
 from shardwise.testing import ranks
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 import shardwise
 from shardwise import ChunkShardingSpec, from_local
 from shardwise.errors import PlainValueError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [

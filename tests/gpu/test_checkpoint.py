@@ -10,9 +10,9 @@ from tests.gpu.test_cuda import specs
 
 import shardwise
 from shardwise import ChunkShardingSpec, zeros
-from shardwise.archive import blocks, memory, reading
 from shardwise.checkpoint import relay, streams
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.checkpoint.archive import blocks, memory, reading
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [

@@ -8,15 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import assert_close, places
-from tests.transfer import carriers
-from tests.transfer.carriers import SAID
+from tests.comm.transfer import carriers
+from tests.comm.transfer.carriers import SAID
 
 from shardwise import ChunkShardingSpec, Layout, ReplicatedShardingSpec
+from shardwise.autograd import buckets as gradient_buckets
+from shardwise.comm.transfer import all_reduce, execute
+from shardwise.comm.transfer.all_reduce import ReplicaSums
 from shardwise.layout import Axis, Cut, Places
-from shardwise.sharded_tensor import gradient_buckets, shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
-from shardwise.transfer import all_reduce, execute
-from shardwise.transfer.all_reduce import ReplicaSums
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,7 +65,7 @@ def test_gradients_of_plain_and_replicated_leaves_come_in_buckets() -> None:
         rows = shard_tensor(plain[0], ChunkShardingSpec(0, where)).requires_grad_()
         shared = shard_tensor(plain[1], ReplicatedShardingSpec(where)).requires_grad_()
         ours = [rows, shared, *(one.clone().requires_grad_() for one in plain[2:])]
-        with mock.patch.object(gradient_buckets, "FULL", full):
+        with mock.patch.object(gradient_buckets, "BUCKET_BYTES", full):
             for table, scale, *biases in (leaves, ours):
                 for _ in range(2):
                     x = table * scale

@@ -9,8 +9,8 @@ from math import prod
 import pytest
 import torch
 
-from shardwise.transfer.copies import Copies, has_kernels
-from shardwise.transfer.views import copy
+from shardwise.comm.transfer.copies import Copies, has_kernels
+from shardwise.comm.transfer.views import copy
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ from shardwise import (
     ShardMetadata,
     layout_independent,
 )
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [
@@ -112,7 +112,7 @@ def test_random_values_do_not_depend_on_the_sharding() -> None:
 def test_a_module_goes_to_the_device_by_any_of_its_names() -> None:
     """From the CPU to cuda; there, cuda and the current cuda device are the same, and nothing is copied."""
     layer = torch.nn.Linear(6, 8)
-    shardwise.api.shard_parameter(layer, "weight", ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(4)]))
+    shardwise.nn.shard_parameter(layer, "weight", ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(4)]))
     plain = layer.weight.full_tensor().detach()
     layer.to("cuda")
     weight = layer.weight

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise import ChunkShardingSpec, check, meeting, validation
+from shardwise import ChunkShardingSpec, check, validation
+from shardwise.comm.agreement.steps import notify_if_alone
+from shardwise.comm.group import backend
 from shardwise.errors import RankMismatchError
-from shardwise.process_group import raises_alone
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [
@@ -50,7 +51,7 @@ def test_an_error_of_one_rank_alone_reaches_the_other() -> None:
     """Who waits for it in a header, which is completed later."""
     one = leaf()
     if dist.get_rank() == 1:
-        raises_alone(dist.group.WORLD, ZeroDivisionError("alone"))
+        notify_if_alone(dist.group.WORLD, ZeroDivisionError("alone"))
     else:
         with pytest.raises(ZeroDivisionError, match="found on rank 1"):
             one.full_tensor()
@@ -76,7 +77,7 @@ def test_ops_that_differ_are_found_out_by_the_watchdog_or_at_the_next_meeting() 
 def test_in_large_groups_digests_are_reduced() -> None:
     """With the same errors, in the forward and in the backward."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(meeting.group, "MOST_EACH", 1)
+        patch.setattr(backend, "MOST_EACH", 1)
         for test in (
             test_other_dtypes_and_skipped_backwards_are_found_out,
             test_an_error_of_one_rank_alone_reaches_the_other,

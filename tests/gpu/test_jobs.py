@@ -15,7 +15,7 @@ import torch
 from tests.state_transfer.apart import Job
 from tests.state_transfer.test_jobs import SMALL, failures, free_address, raised
 
-from shardwise.testing.worker import APART
+from shardwise.testing.worker import DIFFERENT_HOSTS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +34,7 @@ class Pair:
 
     def start(self, side: str, ranks: int = 1, dim: int | None = None, world: str = "gloo", **environment: str) -> Job:
         """A job of one side, whose state is cut along a dim, or whole on its first rank."""
-        hosts = {**APART, "NCCL_HOSTID": f"{side}-{{rank}}"}
+        hosts = {**DIFFERENT_HOSTS, "NCCL_HOSTID": f"{side}-{{rank}}"}
         job = Job(self._folder, ranks, environment=hosts | environment, backend=world)
         self._jobs.append(job)
         job.call("hold", dim, "cuda:0")

@@ -15,7 +15,7 @@ from torch.nn import functional
 import shardwise
 from shardwise import ChunkShardingSpec, ReplicatedShardingSpec
 from shardwise.errors import UnsupportedOpError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks, run_on_ranks
 
 pytestmark = [

@@ -9,7 +9,7 @@ from tests.ops.matrix import FAMILIES
 
 import shardwise
 from shardwise import ChunkShardingSpec, GridShardingSpec
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [

@@ -9,7 +9,7 @@ import torch
 from tests.cases import assert_close
 
 from shardwise import ChunkShardingSpec, ShardedOptimizer
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [

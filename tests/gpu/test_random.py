@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
 from tests.ops.test_drawing import DRAWS
-from tests.test_random import FILLS
+from tests.tensor.test_random import FILLS
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise.random import Draw, flat
+from shardwise.tensor.random import Draw, flat
 from shardwise.testing import ranks
 
 pytestmark = [
@@ -23,6 +24,7 @@ pytestmark = [
 ]
 SIZE = (7, 6)
 LARGE = (2051, 1537)  # several chunks of every GPU, and a part of one
+LAST_IS_SHORT = (2051, 1237)  # on an H200, of whose last chunk less than a half is drawn
 CHUNKED = {
     "uniform_": lambda x: x.uniform_(-2, 3),
     "normal_": lambda x: x.normal_(1, 2),
@@ -54,13 +56,13 @@ def test_small_tensors_are_filled_as_plain_ones(name: str) -> None:
 def test_large_tensors_have_the_numbers_of_plain_ones(dtype: torch.dtype) -> None:
     """Read from the middle of the plain draw, for rows and columns."""
     fills = CHUNKED if dtype.is_floating_point else {"random_ of a wide range": lambda x: x.random_(2**40)}
-    for name, fill in fills.items():
+    for (name, fill), size in itertools.product(fills.items(), (LARGE, LAST_IS_SHORT)):
         torch.manual_seed(5)
-        expected, after = fill(torch.zeros(LARGE, device="cuda", dtype=dtype)), torch.rand(3, device="cuda")
+        expected, after = fill(torch.zeros(size, device="cuda", dtype=dtype)), torch.rand(3, device="cuda")
         for sharding in (0, 1, None):
             torch.manual_seed(5)
-            assert torch.equal(fill(shardwise.zeros(sharding, *LARGE, dtype=dtype)).full_tensor(), expected), name
-            assert torch.equal(torch.rand(3, device="cuda"), after), (name, sharding)
+            assert torch.equal(fill(shardwise.zeros(sharding, *size, dtype=dtype)).full_tensor(), expected), name
+            assert torch.equal(torch.rand(3, device="cuda"), after), (name, sharding, size)
 
 
 @pytest.mark.parametrize("name", [*DRAWS, "rrelu"])

@@ -13,8 +13,8 @@ from tests.state_transfer.short_training import train, training, twin_losses
 
 import shardwise
 from shardwise import ChunkShardingSpec, GridShardingSpec
+from shardwise.comm.transfer import wire
 from shardwise.errors import TransferError
-from shardwise.state_transfer import wires
 from shardwise.testing import ranks
 
 pytestmark = [
@@ -98,7 +98,7 @@ def in_the_middle() -> None:
     before = [local.clone() for local in old["model"][0].weight._local_tensors()]
     new = training({"0.weight": chunks(1, 3, 2, 1, 0)}, seed=1, device=DEVICE)
     if dist.get_rank() == 3:
-        wires.GroupWire.exchange = die
+        wire.GroupWire.exchange = die
     with pytest.raises(TransferError, match="the old one is as it was"):
         shardwise.resize(old, new)
     assert all(map(torch.equal, before, old["model"][0].weight._local_tensors()))

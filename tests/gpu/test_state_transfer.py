@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise import ChunkShardingSpec, StateTransfer
-from shardwise.sharded_tensor import shard_tensor
 from shardwise.state_transfer import cat, take
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise import ChunkShardingSpec, settings
 from shardwise.errors import UnsupportedOpError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [

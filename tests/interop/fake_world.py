@@ -31,7 +31,7 @@ def with_little_memory() -> None:
     assert tensor.redistribute(COLUMNS).local_tensor().shape == (640, 2)
     assert (tensor + 1).sum().shape == ()
     assert tensor.full_tensor().shape == (640, 128)
-    assert shardwise.sharded_tensor.shard_tensor(torch.zeros(640, 128), ROWS).local_tensor().shape == (10, 128)
+    assert shardwise.tensor.shard_tensor(torch.zeros(640, 128), ROWS).local_tensor().shape == (10, 128)
     assert tensor.redistribute(COLUMNS, max_bytes=1024).local_tensor().shape == (640, 2)
     ids = torch.arange(10 * rank, 10 * rank + 3)  # rows that are here
     assert torch.equal(nn.functional.embedding(ids, tensor), torch.ones(3, 128))

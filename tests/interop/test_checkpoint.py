@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
 import shardwise
-from shardwise.api import shard_parameter
 from shardwise.errors import CheckpointError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.nn import shard_parameter
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks, run_on_ranks
 
 SHOWN = ("rows", "grid, dims exchanged", "rows, strided", "replicas of rows", "two of four ranks")

@@ -16,9 +16,9 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounter
 
 from shardwise import ReplicatedShardingSpec, ShardedTensor
-from shardwise.api import shard_parameter
-from shardwise.partial import ReplicatedTensor
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.nn import shard_parameter
+from shardwise.tensor import shard_tensor
+from shardwise.tensor.partial import ReplicatedTensor
 from shardwise.testing import ranks
 
 INDUCTOR = pytest.param(

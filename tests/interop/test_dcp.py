@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 import shardwise
 from shardwise import ReplicatedShardingSpec, ShardedOptimizer, ShardedTensor
 from shardwise.errors import LayoutError, RankMismatchError
-from shardwise.partial import ReplicatedTensor
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
+from shardwise.tensor.partial import ReplicatedTensor
 from shardwise.testing import ranks
 
 with warnings.catch_warnings():

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise
 from shardwise import dropin
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks, run_on_ranks
 
 # Layouts without empty boxes, which the old system's tensors would write over others.

@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 import shardwise
 from shardwise import ReplicatedShardingSpec, ShardedOptimizer, ShardingSpec
 from shardwise.errors import OptimizerStateError
-from shardwise.partial import ReplicatedTensor
-from shardwise.sharded_optim import UpdateScope
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.nn.optim import UpdateScope
+from shardwise.tensor import shard_tensor
+from shardwise.tensor.partial import ReplicatedTensor
 from shardwise.testing import ranks, run_on_ranks
 
 with warnings.catch_warnings():

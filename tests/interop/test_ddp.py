@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwise import ShardedTensor
-from shardwise.api import shard_parameter
 from shardwise.errors import UnsupportedOpError
-from shardwise.partial import ReplicatedTensor
+from shardwise.nn import shard_parameter
+from shardwise.tensor.partial import ReplicatedTensor
 from shardwise.testing import ranks
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement as Placing
 import shardwise
 from shardwise import ReplicatedShardingSpec, ShardedTensor, from_dtensor, to_dtensor
 from shardwise.errors import PlacementError, ProcessGroupError, PropertyError, RankMismatchError, SpecError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.functional import embedding
 
 import shardwise
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 ROOT = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardwise import ShardedTensor
-from shardwise.api import shard_parameter
 from shardwise.errors import UnsupportedOpError
-from shardwise.partial import ReplicatedTensor
+from shardwise.nn import shard_parameter
+from shardwise.tensor.partial import ReplicatedTensor
 from shardwise.testing import ranks
 
 

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardwise import ShardedTensor, from_dtensor, from_local
-from shardwise.api import shard_parameter
 from shardwise.errors import UnsupportedOpError
+from shardwise.nn import shard_parameter
 from shardwise.testing import ranks
 
 

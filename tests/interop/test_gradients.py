@@ -13,7 +13,7 @@ from torch.distributed import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardwise import ReplicatedShardingSpec, ShardingSpec, from_dtensor
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 WEIGHT = torch.linspace(-1, 2, 42).reshape(7, 6)

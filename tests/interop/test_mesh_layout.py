@@ -16,10 +16,9 @@ from torch.distributed.tensor.placement_types import Placement as Placing
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise import ChunkShardingSpec, GridShardingSpec
-from shardwise.interop.local_tensor import cut_up, held_size, put_together
-from shardwise.interop.placements import cuts_of
+from shardwise.interop.placements import join_local, local_size, placement_cuts, split_local
 from shardwise.layout import Layout, Places
-from shardwise.sharding_spec.mesh_cuts import mesh_layout
+from shardwise.layout.specs.mesh_cuts import mesh_layout
 
 
 def places(count: int) -> Places:
@@ -29,7 +28,7 @@ def places(count: int) -> Places:
 
 def laid_out(size: tuple[int, ...], shape: tuple[int, ...], placements: tuple[Placing, ...]) -> Layout:
     """The layout under test."""
-    return mesh_layout(torch.Size(size), shape, cuts_of(placements), places(math.prod(shape)))
+    return mesh_layout(torch.Size(size), shape, placement_cuts(placements), places(math.prod(shape)))
 
 
 def placing(ndim: int) -> st.SearchStrategy[Placing]:
@@ -61,12 +60,12 @@ def test_every_rank_holds_what_torch_gives_it(
         rows = layout.rows_on(rank)
         boxes = layout.boxes.take(np.array(rows))
         if local.numel():
-            assert held_size(boxes) == list(local.shape)
-            for row, part in zip(rows, cut_up(local, boxes), strict=True):
+            assert local_size(boxes) == list(local.shape)
+            for row, part in zip(rows, split_local(local, boxes), strict=True):
                 begin, length = layout.boxes.offsets[row].tolist(), layout.boxes.sizes[row].tolist()
                 index = tuple(slice(b, b + n) for b, n in zip(begin, length, strict=True))
                 assert torch.equal(part, whole[index])
-            assert torch.equal(put_together(cut_up(local, boxes), boxes), local)
+            assert torch.equal(join_local(split_local(local, boxes), boxes), local)
         else:
             assert not boxes.volumes.any()
 
@@ -82,7 +81,7 @@ def test_sizes_and_offsets_are_those_that_torch_computes(
         where = [int(k) for k in np.unravel_index(rank, shape)]
         local, offset = _compute_local_shape_and_global_offset(size, shape, where, placements)
         first = layout.rows_on(rank)[0]
-        assert held_size(layout.boxes.take(np.array(layout.rows_on(rank)))) == list(local)
+        assert local_size(layout.boxes.take(np.array(layout.rows_on(rank)))) == list(local)
         assert layout.boxes.offsets[first].tolist() == list(offset)
 
 

@@ -17,8 +17,8 @@ from torch.nn.functional import linear
 import shardwise
 from shardwise import ShardedTensor, from_dtensor
 from shardwise.errors import MixedOperandsError, PropertyError, SpecError, UnsupportedOpError
-from shardwise.partial import PartialTensor, ReplicatedTensor
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
+from shardwise.tensor.partial import PartialTensor, ReplicatedTensor
 from shardwise.testing import ranks
 
 MIXED: dict[str, Callable[[Any, Any], Any]] = {
@@ -98,10 +98,8 @@ def test_both_kinds_of_parameters_in_one_optimizer() -> None:
 TAKING: dict[str, Callable[[Any], Any]] = {
     "shard_tensor": lambda tensor: shard_tensor(tensor, chunks(0, 0, 1)),
     "spec.shard": lambda tensor: chunks(0, 0, 1).shard(tensor),
-    "Shard": lambda tensor: shardwise.sharded_tensor.Shard(
-        tensor, shardwise.ShardMetadata([0, 0], tensor.shape, "rank:0/cpu")
-    ),
-    "from_tensor_and_offsets": lambda tensor: shardwise.sharded_tensor.Shard.from_tensor_and_offsets(tensor, [0, 0], 0),
+    "Shard": lambda tensor: shardwise.tensor.Shard(tensor, shardwise.ShardMetadata([0, 0], tensor.shape, "rank:0/cpu")),
+    "from_tensor_and_offsets": lambda tensor: shardwise.tensor.Shard.from_tensor_and_offsets(tensor, [0, 0], 0),
     "a local tensor": lambda tensor: ShardedTensor._init_from_local_tensor(tensor, chunks(0, 0, 1), 14, 6),
     "PartialTensor": PartialTensor,
     "ReplicatedTensor": ReplicatedTensor,

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardwise import to_dtensor
 from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError, SpecError
-from shardwise.partial import PartialTensor, ReplicatedTensor
+from shardwise.tensor.partial import PartialTensor, ReplicatedTensor
 from shardwise.testing import ranks
 
 REDUCTIONS = {"sum": ReduceOp.SUM, "avg": ReduceOp.AVG, "max": ReduceOp.MAX, "min": ReduceOp.MIN}

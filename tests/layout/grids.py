@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.layout import Axis, Cut, Grid, Layout, Places
 from shardwise.layout.listing import Listing
-from shardwise.placement import Placement
+from shardwise.layout.placement import Placement
 
 
 @st.composite

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.layout.grids import grids, layouts, spelled
 
-from shardwise.geometry import Boxes
 from shardwise.layout import Grid, Layout
-from shardwise.layout.grid import recognised
+from shardwise.layout.geometry import Boxes
+from shardwise.layout.grid import grid_from_boxes
 from shardwise.layout.listing import Listing
-from shardwise.sharding_spec import spec_class_of, spec_of
-from shardwise.sharding_spec.chunking import even_axis, sized_axis
+from shardwise.layout.specs import spec_class_of, spec_of
+from shardwise.layout.specs.chunking import even_axis, sized_axis
 
 
 def some_boxes(data: st.DataObject, size: tuple[int, ...]) -> Boxes:
@@ -31,7 +31,7 @@ def test_boxes_that_are_a_grid_are_one_in_one_way(grid: Grid) -> None:
     """The boxes make up the tensor, are recognised, and become the same grid again."""
     boxes = grid.boxes
     assert len(boxes) == len(grid)
-    assert recognised(grid.size, boxes) == grid
+    assert grid_from_boxes(grid.size, boxes) == grid
     assert int(boxes.take(grid.once).volumes.sum()) == int(np.prod(grid.size, dtype=np.int64))
 
 
@@ -140,7 +140,7 @@ def test_slices_and_mirrors_follow_the_rule(layout: Layout, data: st.DataObject)
     offsets = layout.boxes.offsets.copy()
     offsets[:, dim] = layout.size[dim] - layout.boxes.ends[:, dim]
     assert turned.boxes == Boxes(offsets, layout.boxes.sizes)
-    assert recognised(turned.size, turned.boxes) == turned
+    assert grid_from_boxes(turned.size, turned.boxes) == turned
 
 
 def test_edges_beyond_64_bits_are_listed() -> None:
@@ -150,5 +150,5 @@ def test_edges_beyond_64_bits_are_listed() -> None:
         grid = Grid.of([size], [axis])
         assert int(grid.boxes.sizes.sum()) == size
         assert (grid.boxes.sizes >= 0).all()
-        assert recognised(grid.size, grid.boxes) == grid
+        assert grid_from_boxes(grid.size, grid.boxes) == grid
         assert grid.meeting(Boxes.whole([size]))[1].tolist() == grid.boxes.filled.tolist()

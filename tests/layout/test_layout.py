@@ -9,7 +9,7 @@ from tests.cases import SIZE, SPECS, boxes, chunks
 from shardwise import Layout, ShardMetadata
 from shardwise.errors import GapError, LayoutError, OverlapError, SizeError
 from shardwise.layout import parse_size
-from shardwise.metadata import TensorProperties
+from shardwise.layout.metadata import TensorProperties
 
 
 @pytest.mark.parametrize("name", SPECS)

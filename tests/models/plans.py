@@ -17,8 +17,8 @@ from shardwise import (
     ShardingPlan,
     ShardingSpec,
     ShardMetadata,
-    plans,
 )
+from shardwise.nn import plans
 
 Cut = Callable[[str, torch.Tensor], ShardingSpec | None]
 

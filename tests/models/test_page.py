@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.clients.environment import launched
+from tests.interop.clients.environment import launched
 from tests.pages import SCRIPT, Page
 
 from shardwise.testing import run_on_ranks

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody writes it
 from torch.utils import _pytree as pytree
 
 import shardwise
-from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.tensor import ShardedTensorBase
 
 APART = ("sparse", "ctc_loss", "jiterator", "fractional")  # without a rule, or drawn at random
 

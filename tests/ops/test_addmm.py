@@ -8,7 +8,7 @@ import torch
 from tests.cases import assert_close, boxes, chunks
 
 from shardwise import ReplicatedShardingSpec, ShardedTensor, gather_budget
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 SIZES: dict[str, tuple[tuple[int, ...], ...]] = {

@@ -13,7 +13,7 @@ from tests.ops.matrix import FAMILIES as MATRIX
 from torch.nn import functional as F  # noqa: N812 - as everybody writes it
 
 from shardwise import ShardedTensor, ShardingSpec
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 X = torch.linspace(-1, 1, 42, dtype=torch.float64).reshape(SIZE)

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import shardwise
 from shardwise import ShardedTensor
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 

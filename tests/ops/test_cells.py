@@ -14,12 +14,12 @@ from tests.layout.grids import layouts
 from shardwise import ChunkShardingSpec
 from shardwise.layout import Grid, Layout, Places
 from shardwise.layout.listing import Listing
-from shardwise.ops.engine.cells import _one_by_one, cells_of, contributing, projected, without_repeats
-from shardwise.ops.engine.rule import Along, Reduction, Rule
-from shardwise.ops.engine.schedule import Operand, Schedule, make_joining, make_schedule, size_of
-from shardwise.placement import Placement
+from shardwise.layout.placement import Placement
+from shardwise.ops.engine.cells import contributing_cells, deduplicated, listed_cells, operand_cells, projected
+from shardwise.ops.engine.rule import Along, PartialReduction, Rule
+from shardwise.ops.engine.schedule import Operand, Schedule, make_reduction_plan, make_schedule, tensor_size
 
-SUM = Reduction(lambda call, stacks: stacks[0].sum(0), lambda dtype: (0,))
+SUM = PartialReduction(lambda call, stacks: stacks[0].sum(0), lambda dtype: (0,))
 EVERYONE = Places.of([Placement(torch.device("cpu"), rank) for rank in range(6)])
 
 
@@ -38,13 +38,13 @@ def rules(draw: st.DrawFn) -> Rule:
         (result,),
         whole=frozenset(draw(st.sets(st.sampled_from(range(len(sizes))), max_size=2))),
         reduction=SUM if draw(st.booleans()) else None,
-        hollow=draw(st.booleans()),
+        allows_empty=draw(st.booleans()),
     )
 
 
 def partial_schedule(rule: Rule, data: st.DataObject) -> Schedule | None:
     """A schedule for operands that lie anywhere, if it gives partial results."""
-    operands = tuple(Operand(data.draw(layouts(tuple(size_of(rule, dims)))), 4) for dims in rule.operands)
+    operands = tuple(Operand(data.draw(layouts(tuple(tensor_size(rule, dims)))), 4) for dims in rule.operands)
     schedule = make_schedule(rule, operands, EVERYONE, 1 << 40)
     return schedule if schedule is not None and schedule.partial else None
 
@@ -53,15 +53,15 @@ def partial_schedule(rule: Rule, data: st.DataObject) -> Schedule | None:
 @settings(max_examples=300)
 def test_cells_by_rule_are_those_of_the_boxes(rule: Rule, data: st.DataObject) -> None:
     """And what they are of every tensor of the rule."""
-    layout = data.draw(layouts(tuple(size_of(rule, rule.operands[0]))))
-    found, expected = cells_of(rule, 0, layout), _one_by_one(rule, rule.operands[0], layout)
+    layout = data.draw(layouts(tuple(tensor_size(rule, rule.operands[0]))))
+    found, expected = operand_cells(rule, 0, layout), listed_cells(rule, rule.operands[0], layout)
     if found is None or expected is None:
         assert expected is None or not len(expected)
         assert found is None or not len(found)
         return
     assert found == expected
     for dims in (*rule.operands, *rule.results):
-        size = tuple(size_of(rule, dims))
+        size = tuple(tensor_size(rule, dims))
         offsets = np.zeros((len(found), len(dims)), dtype=np.int64)
         sizes = np.ones_like(offsets)
         for dim, along in enumerate(dims):
@@ -78,12 +78,12 @@ def test_cells_by_rule_are_those_of_the_boxes(rule: Rule, data: st.DataObject) -
 @settings(max_examples=200)
 def test_a_place_is_brought_each_box_once(rule: Rule, data: st.DataObject) -> None:
     """However many of its cells need it, each of which finds it."""
-    cells = cells_of(rule, 0, data.draw(layouts(tuple(size_of(rule, rule.operands[0])))))
+    cells = operand_cells(rule, 0, data.draw(layouts(tuple(tensor_size(rule, rule.operands[0])))))
     if cells is None:
         return
     for dims in rule.operands:
-        target = projected(cells, dims, tuple(size_of(rule, dims)))
-        brought, rows = without_repeats(target)
+        target = projected(cells, dims, tuple(tensor_size(rule, dims)))
+        brought, rows = deduplicated(target)
         boxes = [
             (place, tuple(brought.boxes.offsets[k]), tuple(brought.boxes.sizes[k]))
             for k, place in enumerate(brought.places)
@@ -114,8 +114,8 @@ def test_stacks_hold_each_part_once(rule: Rule, data: st.DataObject) -> None:
     schedule = partial_schedule(rule, data)
     if schedule is None:
         return
-    joining = make_joining(schedule, EVERYONE)
-    source, rows = joining.plan.src, contributing(schedule.cells)
+    plan = make_reduction_plan(schedule, EVERYONE)
+    source, rows = plan.transfer.src, contributing_cells(schedule.cells)
     assert source.boxes.offsets[:, 1:].tolist() == schedule.results[0].at(rows).offsets.tolist()
     filled = np.zeros(tuple(source.size), dtype=np.int64)
     for row in range(len(source)):
@@ -125,8 +125,8 @@ def test_stacks_hold_each_part_once(rule: Rule, data: st.DataObject) -> None:
         assert filled.min(initial=1) == 1
     boxes = schedule.cells.at(rows)
     assert len(np.unique(np.concatenate([boxes.offsets, boxes.sizes], 1), axis=0)) == len(rows) == len(source)
-    assert joining.plan.dst.boxes.sizes[:, 1:].tolist() == joining.result.boxes.sizes.tolist()
-    assert [joining.takes(row) for row in range(len(schedule.cells))] == [
+    assert plan.transfer.dst.boxes.sizes[:, 1:].tolist() == plan.result.boxes.sizes.tolist()
+    assert [plan.contributes(row) for row in range(len(schedule.cells))] == [
         row in set(rows.tolist()) for row in range(len(schedule.cells))
     ]
 
@@ -140,6 +140,6 @@ def test_cells_of_listed_boxes_are_stacked_alike(rule: Rule, data: st.DataObject
         return
     cells = schedule.cells
     plain = Layout(cells.size, Listing(cells.size, cells.boxes), cells.places)
-    again = make_joining(replace(schedule, cells=plain), EVERYONE)
-    joining = make_joining(schedule, EVERYONE)
-    assert math.prod(again.plan.src.size) == math.prod(joining.plan.src.size)
+    again = make_reduction_plan(replace(schedule, cells=plain), EVERYONE)
+    plan = make_reduction_plan(schedule, EVERYONE)
+    assert math.prod(again.transfer.src.size) == math.prod(plan.transfer.src.size)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.cases import assert_holds, boxes, chunks
 
-from shardwise import ShardingSpec
-from shardwise.sharded_tensor import shard_tensor
+import shardwise
+from shardwise import ShardingSpec, shard
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 SIZE = (4, 6, 5, 3)
@@ -116,3 +118,54 @@ def test_gradients_come_through() -> None:
             made = one.transpose(0, 1).contiguous().to(memory_format=torch.channels_last)
             (made.sin() * X.transpose(0, 1)).sum().backward()
         assert_holds(leaf.grad, plain.grad)
+
+
+@ranks(3)
+def test_ranks_agree_whether_a_tensor_is_contiguous_though_their_shards_lie_differently() -> None:
+    """What `contiguous` gives is the tensor itself on all of them, so that all see what is written into it."""
+    rows = (1, 3, 2)[dist.get_rank()]  # a single row lies in memory as a contiguous one does
+    given = torch.arange(4.0 * rows).view(4, rows).t()
+    x = shardwise.from_local(given)
+    expected = x.full_tensor()
+    assert x.is_contiguous()
+    assert x.contiguous() is x
+    assert x.to(memory_format=torch.contiguous_format) is x
+    x.contiguous().add_(1)
+    assert torch.equal(x.full_tensor(), expected + 1)
+    assert x.local_tensor() is given
+    assert given.is_contiguous()
+
+
+@ranks(3)
+def test_ranks_agree_whether_the_result_of_a_kernel_is_contiguous() -> None:
+    """One that leaves matrices transposed, on ranks that have any: the last one has none."""
+    values = torch.arange(32.0, dtype=torch.float64).view(2, 4, 4) + 40 * torch.eye(4)
+    made = torch.linalg.inv(shardwise.shard(values, 0))
+    torch.cumsum(made, 0)  # which moves it, and keeps what arrived
+    made.contiguous().add_(1)
+    expected = (torch.linalg.inv(values) + 1).cumsum(0)
+    torch.testing.assert_close(torch.cumsum(made, 0).full_tensor(), expected)
+
+
+@ranks(2)
+def test_a_view_that_autograd_follows_keeps_its_memory() -> None:
+    """Else what is written into it would not reach its base, and its gradient would."""
+    base = torch.ones(4, 3, requires_grad=True)
+    doubled = base * 2
+    x = shardwise.from_local(doubled.t())
+    x.contiguous().mul_(3)
+    assert torch.equal(doubled, torch.full((4, 3), 6.0))
+    x.sum().backward()
+    assert torch.equal(base.grad, torch.full((4, 3), 6.0))
+
+
+@ranks(3)
+def test_tensors_that_are_not_contiguous_are_put_behind_each_other_as_plain_ones() -> None:
+    """All ranks give the same answer, which is true of their shards."""
+    plain = torch.arange(24.0).reshape(4, 3, 2)
+    for dim in (0, 1, 2, None):
+        tensor = shard(plain, dim).permute(2, 0, 1)
+        made = torch.cat([tensor, tensor])
+        assert made.is_contiguous()
+        assert all(one.tensor.is_contiguous() for one in made.local_shards())
+        assert torch.equal(made.full_tensor(), torch.cat([plain.permute(2, 0, 1)] * 2))

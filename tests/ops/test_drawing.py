@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,16 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import ALL, SIZE, chunks
+from tests.ops.cached_programs import programs_run
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import from_local, settings
-from shardwise.ops.engine import programs
+from shardwise.errors import RankMismatchError
 from shardwise.ops.families import dropout, sampling
-from shardwise.random import draw, tiles
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
+from shardwise.tensor.random import generators, tiles
 from shardwise.testing import ranks
 
 DRAWS: dict[str, Callable[[Any], Any]] = {
@@ -94,7 +97,7 @@ def small_limits() -> Iterator[None]:
         yield
     finally:
         tiles.TILE = before
-        dropout.SMALL = sampling.SMALL = draw.SMALL
+        dropout.SMALL = sampling.SMALL = generators.SMALL
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
@@ -132,13 +135,10 @@ def test_a_backward_has_the_mask_of_its_forward() -> None:
 
 @ranks(4)
 def test_dropout_is_a_program_which_draws_anew() -> None:
-    """The second call of its kind is not worked out again, and has another mask."""
+    """The second call is cached, and has another mask."""
     x = shardwise.ones(0, 8, 64)
-    functional.dropout(x)
-    known = len(programs._programs)
-    assert programs._programs[list(programs._programs)[-1]] is not None
+    assert programs_run(functional.dropout, x)
     masks = [functional.dropout(x).full_tensor() for _ in range(3)]
-    assert len(programs._programs) == known
     assert not torch.equal(masks[0], masks[1])
     assert len({tuple(row.tolist()) for row in torch.cat(masks)}) == 24
 
@@ -164,8 +164,8 @@ def test_dropout_of_plain_and_of_sharded_activations_in_one_model() -> None:
     model = nn.Sequential(*layers).double()
     torch.manual_seed(0)
     twin = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 7), nn.Dropout(), nn.Linear(7, 4)).double()
-    shardwise.api.shard_parameter(model, "2.weight", chunks(0, 0, 1, 2))
-    shardwise.api.shard_parameter(model, "4.weight", chunks(1, 0, 1, 2))
+    shardwise.nn.shard_parameter(model, "2.weight", chunks(0, 0, 1, 2))
+    shardwise.nn.shard_parameter(model, "4.weight", chunks(1, 0, 1, 2))
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
     batch = torch.rand(5, 6, dtype=torch.float64)
     for step in range(3):
@@ -202,3 +202,108 @@ def test_probabilities_that_are_none_are_refused_on_every_rank() -> None:
     for function in (torch.bernoulli, lambda p: torch.multinomial(p, 1)):
         with pytest.raises(RuntimeError, match=r"Expected p_in|probability tensor"):
             function(shardwise.shard(x, 0))
+
+
+@ranks(2)
+def test_deviations_below_zero_are_refused_on_every_rank() -> None:
+    """Though only one rank holds them."""
+    for mean in (0.0, torch.zeros(2, 2), shardwise.zeros(1, 2, 2)):
+        with pytest.raises(RuntimeError, match="std >= 0"):
+            torch.normal(mean, shardwise.shard(torch.tensor([[0.5, 0.5], [-1.0, 0.5]]), 0))
+
+
+@ranks(2)
+def test_normal_gives_the_dtype_of_the_mean() -> None:
+    """And its numbers, also where the deviation is of another dtype."""
+    mean, std = torch.zeros(SIZE), torch.linspace(0, 1, 42, dtype=torch.float64).reshape(SIZE)
+    torch.manual_seed(3)
+    expected = torch.normal(mean, std)
+    torch.manual_seed(3)
+    found = torch.normal(shardwise.shard(mean, 0), shardwise.shard(std, 1))
+    torch.testing.assert_close(found.full_tensor(), expected)  # the dtype, too
+
+
+@ranks(2)
+def test_probabilities_of_few_bits_are_compared_with_all_bits_of_a_draw() -> None:
+    """As torch does: rounded to bfloat16, draws would favour some indices."""
+    p = torch.full((4,), 0.25, dtype=torch.bfloat16)  # whose sums are exact
+    torch.manual_seed(3)
+    expected = torch.multinomial(p, 5000, replacement=True)
+    torch.manual_seed(3)
+    found = torch.multinomial(shardwise.shard(p, None), 5000, replacement=True)
+    assert torch.equal(found.full_tensor(), expected)
+
+
+@ranks(3)
+def test_a_sample_without_dims_is_drawn_beyond_the_budget() -> None:
+    """One element, which no tile cuts; the generators go on alike."""
+    for function in (torch.poisson, torch._standard_gamma):
+        torch.manual_seed(3)
+        expected = function(torch.tensor(6.0)), torch.rand(2)
+        torch.manual_seed(3)
+        with shardwise.gather_budget(0):
+            found = function(shardwise.ones(0, 6).sum())
+        assert torch.equal(found.full_tensor(), expected[0])
+        assert torch.equal(torch.rand(2), expected[1])
+
+
+LYING: dict[str, Callable[[Any], Any]] = {
+    "dropout of a transposed tensor": lambda x: functional.dropout(x.t(), 0.4),
+    "dropout after an op": lambda x: functional.dropout(x.reshape(7, 2, 3).permute(2, 0, 1).relu(), 0.4),
+    "dropout of columns": lambda x: functional.dropout(x[:, ::2], 0.4),
+    "dropout with channels last": lambda x: functional.dropout(
+        x.reshape(1, 7, 2, 3).contiguous(memory_format=torch.channels_last), 0.4
+    ),
+    "alpha_dropout": lambda x: functional.alpha_dropout(x.t(), 0.4, training=True),
+    "native_dropout": lambda x: torch.native_dropout(x.t(), 0.4, True)[0],
+    "rand_like": lambda x: torch.rand_like(x.t()),
+    "uniform_": lambda x: x.clone().t().uniform_(),
+    "bernoulli": lambda x: torch.bernoulli(x.t().sigmoid()),
+}
+
+
+@pytest.mark.parametrize("name", LYING)
+@ranks(4)
+def test_a_tensor_that_is_not_contiguous_is_drawn_as_the_plain_one(name: str) -> None:
+    """Torch fills such tensors in the order of their memory, or of their elements, as it was built."""
+    values = torch.linspace(-1, 1, 42, dtype=torch.float64).reshape(SIZE)
+    torch.manual_seed(3)
+    plain = LYING[name](values.clone())
+    after = torch.rand(3)
+    for spec in ALL:
+        for _ in range(2):  # worked out, then as a program
+            torch.manual_seed(3)
+            made = LYING[name](shard_tensor(values, ALL[spec]))
+            torch.testing.assert_close(made.full_tensor(), plain, msg=spec)
+            assert torch.equal(torch.rand(3), after), spec
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@ranks(3)
+def test_a_transformer_layer_drops_as_its_plain_twin(batch_first: bool) -> None:
+    """Its activations are transposed on their way."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=batch_first).double()
+    x = torch.rand(3, 5, 8, dtype=torch.float64)
+    torch.manual_seed(5)
+    plain = layer(x)
+    for plan in (
+        {"linear1.*": 0, "linear2.weight": 1},
+        {"self_attn.in_proj_weight": 0, "self_attn.out_proj.weight": 1},
+    ):
+        sharded = shardwise.shard_module(copy.deepcopy(layer), plan)
+        for dim in (0, 1):
+            torch.manual_seed(5)
+            torch.testing.assert_close(sharded(shardwise.shard(x, dim)).full_tensor(), plain)
+
+
+@ranks(3)
+def test_ranks_that_are_seeded_differently_are_told_what_to_do() -> None:
+    """Once, after both states."""
+    torch.manual_seed(dist.get_rank())
+    with pytest.raises(RankMismatchError) as told:
+        shardwise.randn(None, 6, 4).full_tensor()
+    assert re.search(
+        "generator=[0-9a-f]+ on rank 0, .*generator=[0-9a-f]+ on rank 1; .* seed all ranks", str(told.value)
+    )
+    assert str(told.value).count("torch.manual_seed") == 1

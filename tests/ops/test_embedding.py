@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import ALL, CUTS, SIZE, assert_close, assert_holds, boxes, chunks, places
-from tests.disagreement.given import impatient
+from tests.comm.disagreement.given import impatient
 from tests.ops.tables import BAGS, BATCHES, OPTIONS, sent, shards_close, table
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +17,7 @@ from torch.nn import functional
 import shardwise
 from shardwise import ReplicatedShardingSpec, ShardedTensor, from_local
 from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError, UnsupportedOpError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 IDS = torch.cat(BATCHES)  # 16 of them, on rank 1 none

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from shardwise import from_local
-from shardwise.api import shard_parameter
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.nn import shard_parameter
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 IDS = torch.cat(BATCHES)  # 16 of them, on rank 1 none

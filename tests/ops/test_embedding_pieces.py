@@ -12,7 +12,7 @@ from tests.layout.grids import layouts
 
 from shardwise.layout import Layout
 from shardwise.ops.embedding import pieces as embedding_pieces
-from shardwise.ops.embedding.pieces import Pieces
+from shardwise.ops.embedding.pieces import MatrixPieces
 
 CPU = torch.device("cpu")
 
@@ -25,10 +25,10 @@ def test_pieces_are_packed_one_after_another(layout: Layout, picked: bool, data:
     matrix = torch.arange(layout.size.numel(), dtype=torch.float64).view(shape)
     (tops, lefts), (bottoms, rights) = boxes.offsets.T, boxes.ends.T
     expected = torch.cat([matrix[:0].reshape(-1), *(matrix[boxes.index(row)].reshape(-1) for row in range(len(boxes)))])
-    with mock.patch.object(embedding_pieces, "FEW", 0 if picked else 10**9):
-        made = [Pieces(shape, (tops, bottoms), (lefts, rights))]
+    with mock.patch.object(embedding_pieces, "FEW_PIECES", 0 if picked else 10**9):
+        made = [MatrixPieces(shape, (tops, bottoms), (lefts, rights))]
         if not layout.cuts(1):
-            made.append(Pieces(shape, (tops, bottoms)))
+            made.append(MatrixPieces(shape, (tops, bottoms)))
         for pieces in made:
             packed = pieces.pack(matrix, CPU).reshape(-1)
             assert torch.equal(packed, expected)

@@ -14,13 +14,13 @@ from tests.layout.grids import layouts, spelled
 
 from shardwise import ReplicatedShardingSpec
 from shardwise.layout import Layout
-from shardwise.ops.embedding.route import Route, make_route
+from shardwise.ops.embedding.route import TableRoute, make_route
 
 Span = tuple[int, int]
 Band = tuple[int, Span, tuple[Span, ...], tuple[int, ...]]  # the member, its ids, columns and numbers of its boxes
 
 
-def bands_of(route: Route, which: Iterable[int]) -> list[Band]:
+def bands_of(route: TableRoute, which: Iterable[int]) -> list[Band]:
     """These bands, spelled out."""
     found: list[Band] = []
     for band in which:
@@ -32,7 +32,7 @@ def bands_of(route: Route, which: Iterable[int]) -> list[Band]:
     return found
 
 
-def all_bands(route: Route) -> list[Band]:
+def all_bands(route: TableRoute) -> list[Band]:
     """All of them, in order."""
     return bands_of(route, range(len(route.member_of)))
 
@@ -89,7 +89,7 @@ def test_a_route_says_what_its_boxes_say_one_by_one(layout: Layout, data: st.Dat
         for k, (_, _, spans, numbers) in enumerate(own)
         for (begin, end), number in zip(spans, numbers, strict=True)
     ]
-    assert route.cells == cells
+    assert route.parts == cells
     assert found[route.own] == own
     assert route.first_ids == [ids[0] for _, ids, _, _ in own]
     counts = Counter(member for member, *_ in found)
@@ -99,7 +99,7 @@ def test_a_route_says_what_its_boxes_say_one_by_one(layout: Layout, data: st.Dat
         for _, ids, spans, _ in found
         for span in spans
     }
-    assert route.at_home == all(len(members) == len(ranks) for members in at.values())
+    assert route.is_local == all(len(members) == len(ranks) for members in at.values())
 
     rows = sorted(data.draw(st.lists(st.integers(0, layout.size[0] - 1), max_size=5))) if layout.size[0] else []
     edges = np.searchsorted(np.array(rows, dtype=np.int64), route.edges.numpy())

@@ -12,9 +12,9 @@ from torch._decomp import decomposition_table
 
 import shardwise
 from shardwise.errors import ProcessGroupError, RankMismatchError, UnsupportedOpError
-from shardwise.partial import PartialTensor, ReplicatedTensor
 from shardwise.settings import own_batches
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
+from shardwise.tensor.partial import PartialTensor, ReplicatedTensor
 from shardwise.testing import ranks
 
 

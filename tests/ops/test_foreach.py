@@ -12,9 +12,9 @@ from tests.cases import PLAIN as NUMBERS
 from torch import nn
 
 from shardwise import ShardedTensor
-from shardwise.api import shard_parameter
 from shardwise.errors import PropertyError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.nn import shard_parameter
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 PLAIN = NUMBERS.double() / 7

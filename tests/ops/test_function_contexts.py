@@ -14,8 +14,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from shardwise.errors import UnsupportedOpError
-from shardwise.partial import PartialTensor
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
+from shardwise.tensor.partial import PartialTensor
 from shardwise.testing import ranks
 
 

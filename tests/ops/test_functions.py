@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise import ReplicatedShardingSpec, ShardedTensor
 from shardwise.errors import PropertyError, ViewWriteError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 
@@ -169,7 +169,7 @@ def test_a_reentrant_checkpoint_of_plain_tensors_around_a_sharded_weight() -> No
         twin.bias.copy_(plain.bias)
     whole, mine = X.clone().requires_grad_(), X.clone().requires_grad_()
     checkpoint(plain, whole, use_reentrant=True).pow(2).sum().backward()
-    out = checkpoint(lambda x: twin(shardwise.partial.ReplicatedTensor(x)), mine, use_reentrant=True)
+    out = checkpoint(lambda x: twin(shardwise.tensor.partial.ReplicatedTensor(x)), mine, use_reentrant=True)
     assert isinstance(out, ShardedTensor)
     out.pow(2).sum().backward()
     assert type(mine.grad) is torch.Tensor

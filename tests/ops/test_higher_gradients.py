@@ -12,7 +12,7 @@ from tests.cases import ALL, SIZE, assert_close, assert_holds, chunks
 
 import shardwise
 from shardwise import ShardedTensor
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 

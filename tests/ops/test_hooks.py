@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise import ShardedTensor
 from shardwise.errors import UnsupportedOpError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 X = (PLAIN.double() - 20) / 10

@@ -11,7 +11,7 @@ from tests.cases import ALL, KINDS, PLAIN, assert_holds, chunks
 from torch.nn import functional as F  # noqa: N812 - as everybody writes it
 
 from shardwise import ShardedTensor, ShardingSpec
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 SPECS: dict[str, ShardingSpec] = {**{name: ALL[name] for name in KINDS}, "one rank": chunks(0, 0)}

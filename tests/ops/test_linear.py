@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 
 import torch
+from tests.ops.cached_programs import programs_run
 from tests.ops.twin import Layouts, along, assert_same, normal, plain, replicated, uneven
 from torch.nn import functional
 
 from shardwise import ChunkShardingSpec, gather_budget
-from shardwise.ops.engine import programs
-from shardwise.partial import ReplicatedTensor
 from shardwise.settings import own_batches
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
+from shardwise.tensor.partial import ReplicatedTensor
 from shardwise.testing import ranks
 
 INPUTS: dict[str, Layouts] = {"plain": plain, "by samples": along(0, 1, 0), "by features": along(1, 0, 1)}
@@ -44,11 +44,8 @@ def test_a_bias_that_is_there_is_added_by_the_product() -> None:
     rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
     x, weight, bias = normal(4, 6), shard_tensor(normal(6, 6), rows), shard_tensor(normal(6), rows)
     for grad in (False, True):
-        known = set(programs._programs)
-        functional.linear(x, weight.requires_grad_(grad), bias.requires_grad_(grad))
-        (made,) = [program for kind, program in programs._programs.items() if kind not in known]
-        assert made is not None
-        assert [step.op.__name__ for step in made.steps] == ["linear"]
+        (program,) = programs_run(functional.linear, x, weight.requires_grad_(grad), bias.requires_grad_(grad))
+        assert [step.op.__name__ for step in program.steps] == ["linear"]
 
 
 @ranks(2)

@@ -7,7 +7,7 @@ import torch
 from tests.cases import chunks
 from torch.nn import functional as F  # noqa: N812 - as everybody writes it
 
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 MANY = 70_000  # whose number, and the sum of whose losses, is more than float16 holds

@@ -12,7 +12,7 @@ from tests.ops.matrix import FAMILIES
 
 import shardwise
 from shardwise import GridShardingSpec, ShardedTensor, ShardingSpec
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 TWO: dict[str, ShardingSpec] = {

@@ -15,8 +15,8 @@ from torch import nn
 
 from shardwise import ShardingPlan, shard_module
 from shardwise.errors import CollectiveOpError, UnsupportedOpError
-from shardwise.partial import PartialTensor
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
+from shardwise.tensor.partial import PartialTensor
 from shardwise.testing import ranks
 
 ADDRESSES: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import shardwise
 from shardwise import ShardedTensor, gather_budget
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 P = ParamSpec("P")

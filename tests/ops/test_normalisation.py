@@ -11,7 +11,7 @@ from tests.ops.twin import ROWS, TWO, Layouts, along, assert_same, normal, plain
 from torch.nn import functional as F  # noqa: N812 - as everybody writes it
 
 import shardwise
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 SIZE = (3, 8, 6)  # samples, channels, space

@@ -10,8 +10,8 @@ import torch
 from tests.cases import chunks, places
 from tests.ops.twin import ROWS, assert_same
 
-from shardwise.sharded_tensor import shard_tensor
-from shardwise.sharding_spec import FixedShardingSpec
+from shardwise.layout.specs import FixedShardingSpec
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 FUNCTIONS: dict[str, Callable[[Any], Any]] = {

@@ -16,7 +16,7 @@ import shardwise
 from shardwise import ReplicatedShardingSpec
 from shardwise.errors import ProcessGroupError
 from shardwise.ops.embedding import ops as embedding_ops
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 assert embedding_ops  # which registers the ops

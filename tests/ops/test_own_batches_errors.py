@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import chunks
-from tests.disagreement.given import impatient
+from tests.comm.disagreement.given import impatient
 from tests.ops.tables import close, own, table
 from torch.nn import functional
 
 import shardwise
 from shardwise.errors import PropertyError, RankMismatchError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 WRONG: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import shardwise
 from shardwise import settings
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 
@@ -49,7 +49,7 @@ def test_one_batch_on_every_rank_counts_once(kind: Any) -> None:
         plain = kind(11, 6, dtype=torch.float64)
         model = shardwise.shard_module(copy.deepcopy(plain), shardwise.ShardingPlan({"weight": spec}))
         plain(ids).square().sum().backward()
-        model(shardwise.partial.ReplicatedTensor(ids)).square().sum().backward()
+        model(shardwise.tensor.partial.ReplicatedTensor(ids)).square().sum().backward()
         assert_close(model.weight.grad.full_tensor(), plain.weight.grad)
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import shardwise
 from shardwise import check, errors, from_local, trace, validation
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 WRITES: dict[str, Callable[[Any, Any], Any]] = {
@@ -72,7 +72,7 @@ def test_packed_sequences_there_and_back(kind: Any) -> None:
                 twin = kind(6, 4, batch_first=True, dtype=torch.float64)
                 twin.load_state_dict(plain.state_dict())
                 for name, _ in list(twin.named_parameters()):
-                    shardwise.api.shard_parameter(twin, name, chunks(dim, 0, 1))
+                    shardwise.nn.shard_parameter(twin, name, chunks(dim, 0, 1))
                 loss_of(twin, batch).backward()
                 for one, other in zip(twin.parameters(), plain.parameters(), strict=True):
                     assert_close(one.grad.full_tensor(), other.grad)

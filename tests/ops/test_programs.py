@@ -1,4 +1,4 @@
-"""Calls are worked out once for each kind: the second gives what it should, not what the first gave."""
+"""Cached calls: the second call with a cache key gives its own result, not that of the first."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 from tests.cases import SIZE, assert_close, boxes, chunks
+from tests.ops.cached_programs import programs_run
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import shardwise
 from shardwise import ShardedTensor
-from shardwise.dispatch import registry
 from shardwise.errors import ViewWriteError
-from shardwise.ops.engine import program
-from shardwise.ops.engine.kind import kind_of
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.ops.engine.call_cache import cache_key
+from shardwise.tensor import shard_tensor
+from shardwise.tensor.dispatch import registry
 from shardwise.testing import ranks
 
 
@@ -24,24 +24,6 @@ def sharded(seed: int, *, grad: bool = False) -> tuple[torch.Tensor, ShardedTens
     plain = torch.randn(SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     tensor = shard_tensor(plain, chunks(0, 0, 1))
     return plain.requires_grad_(grad), tensor.requires_grad_(grad)
-
-
-def played(function: Any, *args: Any) -> bool:
-    """Whether a call is played back, after one of its kind."""
-    function(*args)
-    seen: list[program.Program] = []
-    play = program.Program.run
-
-    def watched(one: program.Program, *given: Any) -> Any:
-        seen.append(one)
-        return play(one, *given)
-
-    program.Program.run = watched
-    try:
-        function(*args)
-    finally:
-        program.Program.run = play
-    return bool(seen)
 
 
 @ranks(2)
@@ -86,8 +68,8 @@ def test_what_is_played_back_and_what_is_not() -> None:
         lambda x: torch.nn.functional.linear(x, scale.detach().expand(3, -1), scale[:3]),
         lambda x: torch.nn.functional.dropout(x),
     ):
-        assert played(function, tensor)
-    assert not played(lambda x: x.clone().clamp_(0), tensor)
+        assert programs_run(function, tensor)
+    assert not programs_run(lambda x: x.clone().clamp_(0), tensor)
 
 
 @ranks(2)
@@ -198,7 +180,7 @@ def test_modes_and_overrides_see_every_call() -> None:
     def override(types: Any, args: Any, kwargs: Any, process_group: Any) -> str:
         return "mine"
 
-    shardwise.dispatch.register_op(torch.Tensor.t)(override)
+    shardwise.tensor.dispatch.register_op(torch.Tensor.t)(override)
     try:
         assert tensor.t() == "mine"
     finally:
@@ -297,10 +279,10 @@ def test_a_call_under_other_settings_of_torch_is_another() -> None:
     finally:
         torch.set_default_dtype(before)
     relu = torch.nn.functional.leaky_relu
-    usual = kind_of(relu, [heads], {})
+    usual = cache_key(relu, [heads], {})
     torch.use_deterministic_algorithms(True)
     try:
-        assert kind_of(relu, [heads], {}) != usual
+        assert cache_key(relu, [heads], {}) != usual
     finally:
         torch.use_deterministic_algorithms(False)
-    assert kind_of(relu, [heads], {}) == usual
+    assert cache_key(relu, [heads], {}) == usual

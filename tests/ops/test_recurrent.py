@@ -156,7 +156,7 @@ def test_dropout_between_layers_is_drawn() -> None:
     """Two calls differ while training, and not after."""
     module = nn.GRU(4, 6, num_layers=2, dropout=0.5)
     for name, parameter in list(module.named_parameters()):
-        shardwise.api.shard_parameter(module, name, TWO["rows"](parameter.shape))
+        shardwise.nn.shard_parameter(module, name, TWO["rows"](parameter.shape))
     x = torch.ones(X)
     with shardwise.gather_budget(0):
         torch.manual_seed(0)

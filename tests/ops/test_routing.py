@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody writes it
 import shardwise
 from shardwise import ShardedTensor
 from shardwise.errors import UnsupportedOpError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 TOKENS, EXPERTS, HIDDEN = 8, 4, 6

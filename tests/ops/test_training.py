@@ -14,8 +14,8 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import shardwise
 from shardwise import ReplicatedShardingSpec, ShardedTensor, ShardingSpec
-from shardwise.partial import ReplicatedTensor
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
+from shardwise.tensor.partial import ReplicatedTensor
 from shardwise.testing import ranks
 
 OPTIMIZERS: dict[str, Any] = {

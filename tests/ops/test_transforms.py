@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 import shardwise
 from shardwise import ShardedTensor
 from shardwise.errors import UnsupportedOpError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 W = torch.linspace(-1, 2, 42, dtype=torch.float64).reshape(SIZE)
@@ -156,3 +156,14 @@ def test_forward_mode_is_refused_in_one_line_on_every_rank() -> None:
             with pytest.raises(UnsupportedOpError, match=r"forward-mode AD .* use reverse mode"):
                 act(w)
     assert isinstance(w * w, ShardedTensor)
+
+
+@ranks(2)
+def test_a_product_takes_its_operands_by_name() -> None:
+    """Of a captured tensor and an argument of a transform."""
+    weight = torch.arange(12.0).view(3, 4)
+    sharded = shardwise.shard(weight, 0)
+    expected = weight.sum(0)
+    for product in (lambda v: torch.matmul(input=sharded, other=v), lambda v: torch.matmul(sharded, other=v)):
+        found = torch.func.grad(lambda v: product(v).sum())(torch.ones(4))  # noqa: B023 # called here
+        assert torch.equal(found, expected)

@@ -14,7 +14,7 @@ from torch.nn import functional
 import shardwise
 from shardwise import ShardedTensor, from_local
 from shardwise.errors import PlainValueError, RankMismatchError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import shardwise
 from shardwise import ReplicatedShardingSpec
 from shardwise.errors import ViewWriteError
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 

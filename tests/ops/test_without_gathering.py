@@ -9,7 +9,7 @@ import torch
 from tests.cases import ALL, KINDS, PLAIN, assert_close, assert_holds, chunks
 
 import shardwise
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 X = PLAIN.double() / 10

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 import shardwise
 from shardwise import ReplicatedShardingSpec, ShardingSpec
-from shardwise.api import shard_parameter
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.nn import shard_parameter
+from shardwise.tensor import shard_tensor
 
 Layouts = Callable[[torch.Size], ShardingSpec | None]  # None: plain
 

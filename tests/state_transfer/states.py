@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from tests.cases import places
+from tests.comm.transfer.test_anywhere import specs
 from tests.state_transfer.expressions import made, sizes_of_dims
-from tests.transfer.test_anywhere import specs
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement as Placing
@@ -20,9 +20,9 @@ from torch.distributed.tensor.placement_types import Placement as Placing
 import shardwise
 from shardwise import Layout, ReplicatedShardingSpec, ShardingSpec
 from shardwise.interop.placements import layout_on_mesh, mesh_places
-from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.shard import narrow_tensor
 from shardwise.state_transfer import Expression, take
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.shard import narrow_tensor
 
 WORLD = 4
 MESHES = {"row": [0, 1, 2, 3], "square": [[0, 1], [2, 3]], "two": [1, 3]}

@@ -12,14 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import chunks, holds
+from tests.comm.disagreement.given import impatient
 from tests.deaths import others_go_on
-from tests.disagreement.given import impatient
 
 import shardwise
 from shardwise import StateTransfer
+from shardwise.comm.transfer import rounds
+from shardwise.comm.transfer.segments import Load
 from shardwise.errors import RankMismatchError, RecipeError, StateMismatchError, TransferError
-from shardwise.sharded_tensor import shard_tensor
-from shardwise.state_transfer import carrying, cat, planning
+from shardwise.state_transfer import cat
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 PLAIN = torch.arange(48.0).reshape(8, 6)
@@ -173,7 +175,7 @@ def test_a_rank_that_fails_in_the_middle() -> None:
                 assert message_everywhere(partial(run, transfer, wait), ValueError) == "no room for a"
                 refusing = False
                 transfer.run()
-        for where, name in ((carrying.Carrying, "prepare"), (planning, "parts_of")):
+        for where, name in ((rounds.Rounds, "prepare"), (Load, "of")):
             with pytest.MonkeyPatch.context() as patch:
                 if dist.get_rank() == ODD:
                     patch.setattr(where, name, _no_memory)
@@ -271,11 +273,11 @@ def _no_memory(*_: Any, **__: Any) -> Any:
 
 
 def dies_on_the_way() -> None:
-    """Rank 2 ends when its first bundle has come."""
+    """Rank 2 ends when its first messages have come."""
     source, target = shardwise.ones(ROWS, 2048, 2048), shardwise.zeros(chunks(1, 3, 2, 1, 0), 2048, 2048)
     transfer = StateTransfer({"a": source}, {"a": target}, max_bytes=2**20)
     if dist.get_rank() == 2:
-        carrying.Carrying._finish = lambda self, *args: os._exit(1)
+        rounds.Rounds.finish = lambda self, *args: (self.under_way[0].wait(), os._exit(1))
     with pytest.raises(TransferError, match=r"could not exchange .*bytes of a state.*rank 2 is gone"):
         transfer.run()
 
@@ -332,13 +334,14 @@ def test_a_run_that_fails_on_one_rank_alone() -> None:
     source, target = sharded(chunks(0, 0, 1)), shardwise.zeros(chunks(1, 0, 1), 8, 6)
     transfer = StateTransfer({"a": source}, {"a": target})
 
-    def fail(self: object, waiting: Any, *_: object) -> None:
-        waiting.wait()
+    def fail(self: rounds.Rounds, *_: object) -> None:
+        for waiting in self.under_way:
+            waiting.wait()
         raise ValueError("no room")
 
     with impatient(), pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == ODD:
-            patch.setattr(carrying.Carrying, "_finish", fail)
+            patch.setattr(rounds.Rounds, "finish", fail)
         with pytest.raises(ValueError, match="no room"):
             transfer.run()
     transfer.run()

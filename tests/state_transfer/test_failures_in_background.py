@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import chunks
-from tests.disagreement.given import impatient
+from tests.comm.disagreement.given import impatient
 
 import shardwise
 from shardwise import StateTransfer
-from shardwise.meeting import chain, post
-from shardwise.sharded_tensor import shard_tensor
+from shardwise.comm.group import call_history, tagged_messages
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 PLAIN = torch.arange(48.0).reshape(8, 6)
@@ -40,9 +40,9 @@ class Moments:
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, between two moments."""
 
-        def passing(*args: Any) -> Any:
+        def passing(*args: Any, **kwargs: Any) -> Any:
             self.pass_one()
-            value = function(*args)
+            value = function(*args, **kwargs)
             self.pass_one()
             return value
 
@@ -52,8 +52,8 @@ class Moments:
     def watched(self) -> Iterator[None]:
         """Within this context, moments are counted; the chosen one has come when it ends."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chain.Ledger, "add", self.around(chain.Ledger.add))
-            patch.setattr(post.Post, "wait", self.around(post.Post.wait))
+            patch.setattr(call_history.CallHistory, "add", self.around(call_history.CallHistory.add))
+            patch.setattr(tagged_messages.TaggedMessages, "wait", self.around(tagged_messages.TaggedMessages.wait))
             yield
         while self._left >= 0:
             self.pass_one()
@@ -65,7 +65,7 @@ class Looks:
     def __init__(self, *, free: bool) -> None:
         self._asked, self._over = threading.Semaphore(0), threading.Semaphore(0)
         self._free = free
-        self._wait_long = post.Post._wait_long
+        self._wait_long = tagged_messages.TaggedMessages._wait_long
 
     def wait_long(self, waiting: Any, job: Any, look: Any, patience: float) -> None:
         """Messages have not come for a while."""
@@ -110,7 +110,9 @@ def test_a_failure_in_the_background_at_any_moment(here: int) -> None:
         looks, refusing = Looks(free=dist.get_rank() == FAILS), True
         raises.clear()
         with impatient(), pytest.MonkeyPatch.context() as patch:
-            patch.setattr(post.Post, "_wait_long", lambda *args, looks=looks: looks.wait_long(*args))
+            patch.setattr(
+                tagged_messages.TaggedMessages, "_wait_long", lambda *args, looks=looks: looks.wait_long(*args)
+            )
             handle = transfer.run(wait=False)
 
             def fail(handle: Any = handle) -> None:

@@ -13,8 +13,8 @@ from tests.cases import chunks, holds
 import shardwise
 from shardwise import StateTransfer
 from shardwise.errors import StateMismatchError
-from shardwise.sharded_tensor import shard_tensor
 from shardwise.state_transfer import pad, take
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 PLAIN = torch.arange(48.0).reshape(8, 6)

@@ -12,11 +12,10 @@ from tests.cases import chunks, holds
 
 import shardwise
 from shardwise import StateTransfer
-from shardwise.sharded_tensor import shard_tensor
-from shardwise.state_transfer import packing
-from shardwise.state_transfer.packing import Packer
+from shardwise.comm.transfer import copies
+from shardwise.comm.transfer.copies import Copies, Packer
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
-from shardwise.transfer.copies import Copies
 
 PLAIN = torch.arange(48.0).reshape(8, 6)
 
@@ -44,13 +43,13 @@ def messages(*kinds: type[Copies] | None) -> tuple[list[Any], torch.Tensor, torc
     """One message of each kind, what is in them, and their memory."""
     source, memory = torch.arange(1.0, 4 * len(kinds) + 1).reshape(-1, 4), torch.zeros(len(kinds), 4)
     some = [None if kind is None else kind([(memory[k], source[k])]) for k, kind in enumerate(kinds)]
-    return [(copies, (k, memory[k])) for k, copies in enumerate(some)], source, memory
+    return [(one, (k, memory[k])) for k, one in enumerate(some)], source, memory
 
 
 @pytest.mark.parametrize("worth", [0, 2**20])
 def test_messages_are_given_in_order_when_they_are_packed(worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a thread or not, with such that need no packing; one that cannot be packed is not given, nor any after it."""
-    monkeypatch.setattr(packing, "WORTH_A_THREAD", worth)
+    monkeypatch.setattr(copies, "WORTH_A_THREAD", worth)
     monkeypatch.setattr(Noted, "threads", list[str]())
     packer = Packer()
     some, source, _ = messages(Noted, None, Noted, Noted)
@@ -71,7 +70,7 @@ def test_messages_are_given_in_order_when_they_are_packed(worth: int, monkeypatc
 
 def test_where_there_can_be_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """As at the end of a process: they are packed all the same."""
-    monkeypatch.setattr(packing, "WORTH_A_THREAD", 0)
+    monkeypatch.setattr(copies, "WORTH_A_THREAD", 0)
     packer = Packer()
     packer._threads.shutdown()
     some, source, memory = messages(Copies, Copies)
@@ -86,7 +85,7 @@ def test_inference_mode() -> None:
     source = {name: shard_tensor(PLAIN, chunks(0, 0, 1, 2)) for name in "ab"}
     for worth, is_made, is_run, in_targets, staged in product((0, 2**20), *[(False, True)] * 4):
         with pytest.MonkeyPatch.context() as patch, torch.inference_mode(in_targets):
-            patch.setattr(packing, "WORTH_A_THREAD", worth)
+            patch.setattr(copies, "WORTH_A_THREAD", worth)
             target = {name: shardwise.zeros(chunks(1, 0, 1, 2), 8, 6) for name in "ab"}
             with torch.inference_mode(is_made):
                 transfer = StateTransfer(source, target, staged=staged)

@@ -21,8 +21,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardwise
 from shardwise import ChunkShardingSpec, GridShardingSpec
+from shardwise.comm.transfer import wire
 from shardwise.errors import ProcessGroupError, RankMismatchError, StateMismatchError, TransferError
-from shardwise.state_transfer import StateTransfer, wires
+from shardwise.state_transfer import StateTransfer
 from shardwise.testing import ranks
 
 # The rows in two halves, each on two ranks.
@@ -109,7 +110,7 @@ def on_four_ranks(rank: int, port: int) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             if rank == 3:
-                patch.setattr(wires.GroupWire, "exchange", die)
+                patch.setattr(wire.GroupWire, "exchange", die)
             # Rank 0 has all that it is to get, and nobody wants what it has.
             apart = GridShardingSpec([None, 0], [["rank:0/cpu", "rank:2/cpu"], ["rank:1/cpu", "rank:3/cpu"]])
             breaks_off(old, training({"0.weight": apart}), None, [], gone=3)

@@ -16,8 +16,8 @@ from torch import nn
 
 import shardwise
 from shardwise import ReplicatedShardingSpec, StateTransfer
-from shardwise.sharded_tensor import shard_tensor
 from shardwise.state_transfer import cat, planning, stack, take
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 PLAIN = torch.arange(48.0).reshape(8, 6)
@@ -27,8 +27,8 @@ TRAIN, SERVE = chunks(0, 0, 1, 2, 3), chunks(1, 2, 3)
 def received(transfer: StateTransfer) -> int:
     """Bytes that this rank gets from others."""
     load = transfer._planned.load
-    bundles = [bundle for turn in load.turns for _, bundle in turn.receives]
-    return sum(part.nbytes for bundle in bundles for part in load.receives.of(bundle))
+    segments = [segment for one in load.rounds for _, segment in one.receives]
+    return sum(piece.nbytes for segment in segments for piece in load.receives.of(segment))
 
 
 @ranks(4)
@@ -156,8 +156,8 @@ def test_memory_above_the_states_is_bounded() -> None:
     target = {f"w{k}": shardwise.zeros(chunks(1, 3, 2, 1, 0), 1024, 1024, dtype=torch.bfloat16) for k in range(16)}
     limit = 4 * 2**20
     transfer = StateTransfer(source, target, max_bytes=limit)
-    assert transfer._carrying.buffered <= limit
-    assert transfer._planned.load.turns[2:]
+    assert transfer._rounds.buffered <= limit
+    assert transfer._planned.load.rounds[2:]
     for _ in range(2):
         before = peak(reset=True)
         transfer.run()
@@ -209,11 +209,11 @@ def test_ranks_without_a_gpu_among_such_that_have_one() -> None:
     """Only those with one have pinned memory to give. Here one rank says that it has: its tensors are on the CPU."""
     trained, served = shard_tensor(PLAIN, chunks(0, 0, 1)), shardwise.zeros(chunks(1, 0, 1), 8, 6)
     with pytest.MonkeyPatch.context() as patch:
-        found, said = planning._kinds, [{"cuda"}]
+        found, said = planning._device_types, [{"cuda"}]
         if dist.get_rank() == 0:
-            patch.setattr(planning, "_kinds", lambda sides: said.pop() if said else found(sides))
+            patch.setattr(planning, "_device_types", lambda sides: said.pop() if said else found(sides))
         transfer = StateTransfer({"a": trained}, {"a": served})
-        assert "cuda" in transfer._planned.kinds
+        assert "cuda" in transfer._planned.device_types
         transfer.run()
     assert holds(served, PLAIN)
 
@@ -233,7 +233,8 @@ def test_ranks_that_share_cores_send_fewer_messages() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(planning, "cores", lambda found=found: found if dist.get_rank() == 1 else 64)
             transfer = StateTransfer({"a": source}, {"a": target})
-        for side in transfer._planned.load.sides:
-            assert [part.alone for bundle in side.bundles[1 - dist.get_rank()] for part in side.of(bundle)] == alone
+        for side in (transfer._planned.load.sends, transfer._planned.load.receives):
+            segments = side.segments[1 - dist.get_rank()]
+            assert [piece.alone for segment in segments for piece in side.of(segment)] == alone
         transfer.run()
         assert torch.equal(target.full_tensor(), source.full_tensor())

@@ -15,9 +15,7 @@ from tests.state_transfer.states import MESHES, WORLD, Pair, expected_boxes, loc
 from torch.distributed import DeviceMesh
 
 from shardwise import StateTransfer
-from shardwise.state_transfer import bundles as cut_up
-from shardwise.state_transfer import packing, turns
-from shardwise.state_transfer.carrying import SLOTS
+from shardwise.comm.transfer import copies, segments
 from shardwise.state_transfer.explaining import Account
 from shardwise.testing import run_on_ranks
 
@@ -32,13 +30,13 @@ def meshes() -> dict[str, DeviceMesh]:
 
 
 @contextmanager
-def small_bundles(least: int, alone: int) -> Iterator[None]:
+def small_segments(least: int, alone: int) -> Iterator[None]:
     """Limits at which tiny states take many rounds, in messages of both kinds, which a thread packs ahead."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(turns, "LEAST", least)
-        patch.setattr(cut_up, "ALONE", alone)
-        patch.setattr(cut_up, "ALONE_IF_CROWDED", alone)
-        patch.setattr(packing, "WORTH_A_THREAD", 0)
+        patch.setattr(segments, "LEAST", least)
+        patch.setattr(segments, "ALONE", alone)
+        patch.setattr(segments, "ALONE_IF_CROWDED", alone)
+        patch.setattr(copies, "WORTH_A_THREAD", 0)
         yield
 
 
@@ -70,14 +68,14 @@ def check_arrived(pair: Pair, run: int, given: Mapping[str, Any], handed: dict[s
 def check_bytes(pair: Pair, transfer: StateTransfer) -> None:
     """Every rank gets what it must and no more; all ranks know that of each other; the buffers are as small as said."""
     planned, here = transfer._planned, dist.get_rank()
-    bundles = [bundle for turn in planned.load.turns for _, bundle in turn.receives]
-    parts = [part for bundle in bundles for part in planned.load.receives.of(bundle)]
-    assert sum(part.nbytes for part in parts) == pair.bound(here, meshes())
+    received = [segment for one in planned.load.rounds for _, segment in one.receives]
+    pieces = [piece for segment in received for piece in planned.load.receives.of(segment)]
+    assert sum(piece.nbytes for piece in pieces) == pair.bound(here, meshes())
     account = Account(planned, range(WORLD))
     assert account.between.sum(0).tolist() == [pair.bound(rank, meshes()) for rank in range(WORLD)]
     assert account.bound == account.between.sum()
-    least = turns.LEAST * SLOTS * 2 * (WORLD - 1)
-    assert transfer._carrying.buffered <= max(pair.options["max_bytes"], least)
+    least = segments.LEAST * segments.SLOTS * 2 * (WORLD - 1)
+    assert transfer._rounds.buffered <= max(pair.options["max_bytes"], least)
 
 
 def move(pair: Pair, least: int, alone: int) -> None:
@@ -92,7 +90,7 @@ def move(pair: Pair, least: int, alone: int) -> None:
         assert name not in handed
         handed[name] = boxes
 
-    with small_bundles(least, alone):
+    with small_segments(least, alone):
         transfer = StateTransfer(sources, targets, recipe=pair.recipe, on_arrival=on_arrival, **pair.options)
         check_bytes(pair, transfer)
         for run in range(3):

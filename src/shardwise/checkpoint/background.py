@@ -1,4 +1,4 @@
-"""Saves in the background: each rank writes in a thread, and word of it goes through the store of the group.
+"""Saves in the background: each rank writes in a thread, and reports through the store of the group.
 
 No collective is called there, so the training that goes on meanwhile may call as many as it likes.
 """
@@ -6,22 +6,20 @@ No collective is called there, so the training that goes on meanwhile may call a
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from shardwise.checkpoint.pulse import Pulse
-from shardwise.checkpoint.ranks import Ranks
-from shardwise.errors import CheckpointError
-from shardwise.meeting import listed, who_is_gone
-from shardwise.meeting.group import store_of, timeout_of
+from torch._C._distributed_c10d import HashStore
 
-SOON, LATER = 0.005, 0.2  # seconds between two looks into the store, at first and at last
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.comm.group import listed, store_of, timeout_of
+from shardwise.comm.peers import Heartbeats, StoreChannel, who_is_gone
+from shardwise.errors import CheckpointError
+
 SLOWER = 10  # how much a thread that writes steps back behind those that compute, as nice(1) counts
 
 _under_way: list[SaveHandle] = []
@@ -99,10 +97,10 @@ def begin_save(
 ) -> SaveHandle:
     """Write in a thread; when all ranks have, the first one commits. Whether it has can also be seen where it is."""
     handle = SaveHandle(path)
-    talk = _Talk(ranks, checkpoint)
+    status = _SaveStatus(ranks, checkpoint)
 
     def run() -> None:
-        talk.pulse.begin()  # before this thread steps back: its threads do as it does
+        status.heartbeats.begin()  # before this thread steps back: its threads do as it does
         with suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SLOWER)
         error: Exception | None = CheckpointError(f"the save to '{path}' was lost")
@@ -110,12 +108,12 @@ def begin_save(
             try:
                 words = write()
             except Exception as failure:
-                talk.tell({"error": f"{failure}"})
+                status.report({"error": f"{failure}"})
             else:
-                talk.tell({"words": words})
+                status.report({"words": words})
             if ranks.first:
-                talk.conclude(commit)
-            error = talk.verdict()
+                status.conclude(commit)
+            error = status.verdict()
         except Exception as failure:  # the first rank may be gone, and yet have done its part
             error = CheckpointError(f"the save to '{path}' was lost: {failure}")
             if is_there():
@@ -125,7 +123,7 @@ def begin_save(
                 with suppress(Exception):
                     discard()
                 logging.getLogger("shardwise").error("a save in the background failed: %s", error)
-            talk.pulse.end()
+            status.heartbeats.end()
             handle._end(error)
 
     try:
@@ -135,99 +133,69 @@ def begin_save(
             _finishing.append(True)
         threading.Thread(target=run, name=f"shardwise save {checkpoint}").start()
     except RuntimeError as failure:  # there are too many threads, or the process is about to end
-        talk.tell({"error": f"{failure}"})
+        status.report({"error": f"{failure}"})
         if ranks.first:
-            talk.conclude(commit)
+            status.conclude(commit)
         raise CheckpointError(f"no thread can save to '{path}' in the background: {failure}") from failure
     _under_way.append(handle)
     return handle
 
 
-class _Talk:
-    """What the ranks tell each other of one save."""
+class _SaveStatus:
+    """What the ranks tell each other of one save: what became of each file, and whether the checkpoint is there."""
 
     def __init__(self, ranks: Ranks, checkpoint: str) -> None:
-        self._ranks, self._key = ranks, f"shardwise/save/{checkpoint}"
-        self.pulse = Pulse(ranks, self._key)
-        self._alone: dict[str, bytes] | None = {} if len(ranks.all) == 1 else None
-        self._store = None if ranks.group is None else store_of(ranks.group)
-        self._patience = None if ranks.group is None else timeout_of(ranks.group).total_seconds()
-        if self._alone is None and self._store is None:
+        group = ranks.group if len(ranks.all) > 1 else None
+        store = HashStore() if group is None else store_of(group)
+        if store is None:
             raise CheckpointError(
                 "the group has no store by which ranks could talk of a save in the background: wait for it"
             )
+        self._ranks, self._channel = ranks, StoreChannel(store, f"shardwise/save/{checkpoint}")
+        self._timeout = None if group is None else timeout_of(group).total_seconds()
+        self.heartbeats = Heartbeats(group, ranks.here, self._channel)
 
-    def tell(self, words: dict[str, Any]) -> None:
+    def report(self, outcome: dict[str, Any]) -> None:
         """What became of this rank's file."""
-        self._set(f"{self._key}/{self._ranks.here}", words)
+        self._channel.write(self._ranks.here, outcome)
 
     def conclude(self, commit: Callable[[Iterable[Any]], None]) -> None:
-        """On the first rank: when all have told, commit or not, and say which."""
-        keys = {rank: f"{self._key}/{rank}" for rank in self._ranks.all}
-        told: list[dict[str, Any]] = []
+        """On the first rank: when all have reported, commit or not, and say which."""
+        ranks = self._ranks.all
         try:
-            self._await(keys, "whether all files are written")
-            told = [self._get(key) for key in keys.values()]
-            failed = [(rank, one) for rank, one in zip(keys, told, strict=True) if "error" in one]
-            if failed:
-                raise CheckpointError(f"rank {failed[0][0]} could not write: {failed[0][1]['error']}")
-            commit([one["words"] for one in told])
+            self._wait(ranks, "whether all files are written")
+            reports = [self._channel.read(rank) for rank in ranks]
+            for rank, report in zip(ranks, reports, strict=True):
+                if "error" in report:
+                    raise CheckpointError(f"rank {rank} could not write: {report['error']}")
+            commit([report["words"] for report in reports])
         except Exception as error:
-            self._set(f"{self._key}/verdict", {"error": str(error)})
+            self._channel.decide({"error": str(error)})
         else:
-            self._set(f"{self._key}/verdict", {})
-        if self._store is not None:
-            with suppress(RuntimeError):  # a store that cannot
-                for key in keys.values():
-                    self._store.delete_key(key)
+            self._channel.decide({})
+        with suppress(RuntimeError):  # a store that cannot
+            self._channel.delete(ranks)
 
     def verdict(self) -> Exception | None:
         """What the first rank has said."""
         # The first rank waits for all, and then writes the index.
-        self._await({self._ranks.all[0]: f"{self._key}/verdict"}, "whether the checkpoint is there", times=3)
-        found = self._get(f"{self._key}/verdict")
+        self._wait(["verdict"], "whether the checkpoint is there", times=3)
+        found = self._channel.decision()
         return CheckpointError(found["error"]) if "error" in found else None
 
-    def _await(self, keys: dict[int, str], what: str, times: int = 1) -> None:
-        """Until these ranks have told something, each by its key; raises if one is gone."""
-        begun, pause = time.monotonic(), SOON
-        looked = begun
-        while not self._are_there(keys.values()):
-            now = time.monotonic()
-            if self._patience is not None and now - begun > times * self._patience:
-                late = self._untold(keys)
-                raise CheckpointError(f"ranks {listed(late)} have not told within the group's timeout {what}")
-            if now - looked >= self.pulse.every:
-                looked = now
-                gone = self.pulse.gone(self._untold(keys))
-                gone = self._untold({rank: keys[rank] for rank in gone})  # unless they had told
-                if gone:
-                    raise CheckpointError(f"{who_is_gone(gone)} before it was known {what}")
-            time.sleep(pause)
-            pause = min(pause * 1.5, LATER)
+    def _wait(self, keys: Sequence[Any], what: str, times: int = 1) -> None:
+        """Until these ranks have reported, or the first one has decided; raises if one is gone."""
 
-    def _untold(self, keys: dict[int, str]) -> list[int]:
-        return [rank for rank, key in keys.items() if not self._are_there([key])]
+        def whose(missing: Sequence[Any]) -> list[int]:
+            return [self._ranks.all[0] if key == "verdict" else key for key in missing]
 
-    def _are_there(self, keys: Iterable[str]) -> bool:
-        if self._alone is not None:
-            return all(key in self._alone for key in keys)
-        assert self._store is not None
-        return bool(self._store.check(list(keys)))
+        def check(missing: list[Any]) -> None:
+            gone = self.heartbeats.gone(whose(missing))
+            gone = [rank for rank in whose(self._channel.missing(keys)) if rank in gone]  # unless they had reported
+            if gone:
+                raise CheckpointError(f"{who_is_gone(gone)} before it was known {what}")
 
-    def _set(self, key: str, words: dict[str, Any]) -> None:
-        text = json.dumps(words).encode()
-        if self._alone is not None:
-            self._alone[key] = text
-        else:
-            assert self._store is not None
-            self._store.set(key, text)
-
-    def _get(self, key: str) -> dict[str, Any]:
-        if self._alone is not None:
-            text = self._alone[key]
-        else:
-            assert self._store is not None
-            text = self._store.get(key)
-        found: dict[str, Any] = json.loads(text)
-        return found
+        timeout = None if self._timeout is None else times * self._timeout
+        late = self._channel.wait(keys, timeout, check, self.heartbeats.every)
+        if late:
+            raise CheckpointError(f"ranks {listed(whose(late))} have not told within the group's timeout {what}")

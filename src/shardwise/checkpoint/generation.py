@@ -1,8 +1,8 @@
 """`Generation`: the files of one save, beside those of the checkpoint that it replaces.
 
-Names are new at each save, and nothing but the index is ever replaced: until then the older checkpoint is whole, from
-then on the new one, and a reader has either. What no index speaks of is removed: the older files when the new index
-is there, and those that a job left behind which died, at the next save.
+Each save uses new file names, and only the index is ever replaced: a reader sees the whole old checkpoint or the whole
+new one. Files that no index names are removed: those of the old checkpoint after the commit, and those that a dead job
+left behind at the next save.
 """
 
 from __future__ import annotations
@@ -11,53 +11,55 @@ import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 
-from shardwise.archive.index_file import FORMAT, INDEX, OWN_FILE, index_text, parse_index
+from shardwise.checkpoint.archive.index_file import FORMAT, INDEX, OWN_FILE, index_text, parse_index
+from shardwise.checkpoint.storage import Storage
 from shardwise.errors import CheckpointError, FileGoneError
-from shardwise.storage import Storage
 
-LONG = 24 * 3600  # seconds after which a file that no index speaks of is nobody's, where there are no locks
+STALE_AFTER = 24 * 3600  # seconds; without locks, a file that no index names is abandoned after them
 
 
 class Generation:
-    """The rank that writes for all begins, and then commits or discards. Every rank may ask whether it is committed."""
+    """The files of one save. The first rank calls `begin`, and then `commit` and `clear`, or `discard`."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.id = secrets.token_hex(8)
-        self._held = ExitStack()
-        self._alone = False
+        self._lock = ExitStack()
+        self._is_locked = False
         self._began = False
         self._older: list[str] = []
 
     def begin(self) -> None:
-        """Make room; raises where something else is there, or another job is saving."""
-        self._alone = self._held.enter_context(self.storage.writing())
+        """Lock the folder and remove abandoned files; raises where another job saves, or the index is foreign."""
+        self._is_locked = self._lock.enter_context(self.storage.writing())
         self._began = True
         names = self.storage.names()
         strays = [name for name in names if OWN_FILE.fullmatch(name)]
         if INDEX in names:
             known = _files_of(self.storage)
-            if known is None:  # it is damaged: what it spoke of may be of use until the new one is there
+            if known is None:  # the index is damaged: keep its files until the commit
                 self._older, strays = strays, []
             else:
-                self._older = [name for name in known if name in strays]  # whatever else an index may name
+                self._older = [
+                    name for name in known if name in strays
+                ]  # never other files, even if the index names them
                 strays = [name for name in strays if name not in known]
-        self.storage.remove(name for name in strays if self._alone or self._is_old(name))
+        self.storage.remove(name for name in strays if self._is_locked or self._is_old(name))
 
     def _is_old(self, name: str) -> bool:
         with suppress(CheckpointError):
-            return self.storage.seconds_since(name) > LONG
+            return self.storage.seconds_since(name) > STALE_AFTER
         return False
 
     def _is_there(self, name: str) -> bool:
-        """Whether a file can be opened, which a list that a network file system has kept may not know yet."""
+        """Whether a file can be opened. The list of names may be stale on a network file system."""
         with suppress(FileGoneError):
             self.storage.open(name).close()
             return True
         return False
 
     def commit(self, index: bytes, files: Sequence[str]) -> None:
-        """Give the checkpoint its index, when all its files are there."""
+        """Write the index, after checking that all files exist."""
         listed = set(self.storage.names())
         missing = [name for name in files if name not in listed and not self._is_there(name)]
         if missing:
@@ -69,37 +71,37 @@ class Generation:
         self._began = False
 
     def clear(self) -> None:
-        """Remove the files of the older checkpoint, when the new one is there."""
-        with suppress(CheckpointError):  # what stays is removed by the next save
+        """Remove the files of the old checkpoint, after the commit."""
+        with suppress(CheckpointError):  # the next save removes the rest
             self.storage.remove(self._older)
-        self._held.close()
+        self._lock.close()
 
     def discard(self) -> None:
-        """Leave nothing behind, unless it is committed: an index may be there although it was not said to be."""
+        """Remove the files of this save, unless its index exists: a commit may succeed and still raise."""
         if self._began:
             with suppress(CheckpointError):
                 names = self.storage.names()
                 if INDEX not in names or self.id.encode() not in index_text(self.storage):
                     self.storage.remove([name for name in names if f".{self.id}." in name])
-        self._held.close()
+        self._lock.close()
 
 
 def is_committed(storage: Storage, checkpoint: str) -> bool:
-    """Whether this is the checkpoint that is there."""
+    """Whether the checkpoint in this storage is the one with this id."""
     with suppress(CheckpointError):
         return parse_index(index_text(storage), storage).id == checkpoint
     return False
 
 
-def told_of(error: Exception, storage: Storage, checkpoint: str) -> Exception:
-    """What went wrong with a save; where that was after the commit, an error that says so."""
+def describe_failure(error: Exception, storage: Storage, checkpoint: str) -> Exception:
+    """The error of a save; after the commit, an error that says that the checkpoint exists."""
     if not is_committed(storage, checkpoint):
         return error
     return CheckpointError(f"the checkpoint is there, whole, at '{storage}', but afterwards: {error}")
 
 
 def _files_of(storage: Storage) -> list[str] | None:
-    """The files of the checkpoint that is there; None where it is damaged, and an error where it is none."""
+    """The files of the existing checkpoint; None where its index is damaged. Raises where the index is foreign."""
     text = index_text(storage)
     if FORMAT.encode() not in text:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""`load`: every rank reads what it needs, into whatever layout its tensors have."""
+"""`load`: every rank reads the boxes that its tensors need, in any layout."""
 
 from __future__ import annotations
 
@@ -10,21 +10,27 @@ from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup
 
-from shardwise.api.plain_memory import make_plain_memory, shard_device
-from shardwise.archive import Archive, StoredTensor, nest, open_archive
-from shardwise.archive.nest import Node
+from shardwise.checkpoint.archive import Archive, StoredTensor, open_archive, state_tree
+from shardwise.checkpoint.archive.state_tree import Node
 from shardwise.checkpoint.filling import Filling
-from shardwise.checkpoint.matching import Match, settle
-from shardwise.checkpoint.progress import Progress, silent
+from shardwise.checkpoint.matching import (
+    Match,
+    apply_values,
+    match_state,
+    modules_without_memory,
+    objects_without_state,
+    require_module_data,
+)
+from shardwise.checkpoint.name_patterns import Rename
+from shardwise.checkpoint.progress import Progress
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.renaming import Only, as_named
-from shardwise.checkpoint.target import fitted, require_data_of, without_memory, without_room
+from shardwise.checkpoint.renaming import Only, select_and_rename
+from shardwise.checkpoint.storage import Storage
+from shardwise.comm.group import Fields
 from shardwise.errors import CheckpointError, DamageError, FileGoneError, RankMismatchError
-from shardwise.named_patterns import Rename
-from shardwise.process_group import Fields
-from shardwise.storage import Storage
+from shardwise.nn.plain_tensors import make_plain_memory, shard_device
 
-TRIES = 1000  # to open a checkpoint that is replaced meanwhile, each time another one
+TRIES = 1000  # to open a checkpoint that is replaced meanwhile
 
 
 def load(
@@ -89,36 +95,35 @@ def load(
     opening = _Opening(state, path, ranks, only=only, rename=rename, progress=progress)
     for _ in range(TRIES):
         target, stored, filling = opening.opened(strict=strict, convert=convert, verify=verify)
-        bar = Progress("loading", filling.nbytes) if progress else silent()
         try:
-            with filling.archive, bar as shown:
-                filling.archive.told = shown.advance
+            with filling.archive, Progress("loading", filling.nbytes, enabled=progress) as bar:
+                filling.archive.on_read = bar.advance
                 filling.fill()
-        except FileGoneError as error:  # on all ranks; only where files are not held open, as in an object store
+        except FileGoneError as error:  # on all ranks; object stores do not keep open files alive
             opening.begin_again(error)
         else:
-            return settle(target, stored, opening.together)
+            return apply_values(target, stored, ranks.together)
     raise CheckpointError(f"'{path}' is replaced again and again while it is read")
 
 
 class _Opening:
-    """A load up to the point where all ranks have opened all files that they need, of the same checkpoint."""
+    """The first part of a load: all ranks open all files that they need, of the same checkpoint."""
 
     def __init__(self, state: Any, path: Any, ranks: Ranks, *, only: Only, rename: Rename, progress: bool) -> None:
         self._state, self._path, self._ranks = state, path, ranks
         self._only, self._rename, self._progress = only, rename, progress
-        self._seen: list[str] = []  # the checkpoints that the ranks found last
-        self._gone: str | None = None  # which file was missing while they were read
+        self._seen: list[str] = []  # the ids of the checkpoints that the ranks found last
+        self._gone: str | None = None  # the file that was missing during a read
 
     def begin_again(self, error: FileGoneError) -> None:
-        """A file was removed before all of it was read: the checkpoint has been replaced, or else is damaged."""
+        """Note that a file was removed during a read: the checkpoint was replaced, or is damaged."""
         self._gone = str(error)
 
     def opened(self, *, strict: bool, convert: bool, verify: bool) -> _Loading:
-        """The load, checked. Where the checkpoint is replaced in the middle of it, begin again with the new one."""
+        """The checked load. Where the checkpoint is replaced meanwhile, the new one is opened."""
         for _ in range(TRIES):
-            (archive, stored, owners), told = self._ranks.in_step(self._find)
-            ids, hosts = [checkpoint for checkpoint, *_ in told], len({host for _, host, _ in told})
+            (archive, stored, owners), answers = self._ranks.in_step(self._find)
+            ids, hosts = [checkpoint for checkpoint, *_ in answers], len({host for _, host, _ in answers})
             is_known, self._seen = ids == self._seen, ids
             try:
                 if len(set(ids)) > 1:
@@ -129,16 +134,16 @@ class _Opening:
                 if is_known and self._gone is not None:
                     raise DamageError(f"'{archive.storage}' is damaged: {self._gone}")
                 for owner in owners:
-                    self.together(owner.init_state)
-                if any(lacks_memory for *_, lacks_memory in told):
+                    self._ranks.together(owner.init_state)
+                if any(lacks_memory for *_, lacks_memory in answers):
                     self._make_memory(archive, stored, strict=strict, convert=convert)
-                for relays in (True, False):  # ranks that do not all load the same each read for themselves
+                for relays in (True, False):  # without relays, if ranks load different tensors
                     work = partial(
                         self._plan, archive, stored, hosts, strict=strict, convert=convert, verify=verify, relays=relays
                     )
-                    loading, brought = self._ranks.in_step(partial(_or_gone, work))
-                    gone = [missing for missing, _ in brought if missing is not None]
-                    if loading is not None and not gone and len({relayed for _, relayed in brought}) == 1:
+                    loading, results = self._ranks.in_step(partial(_or_gone, work))
+                    gone = [missing for missing, _ in results if missing is not None]
+                    if loading is not None and not gone and len({relayed for _, relayed in results}) == 1:
                         return loading
                     if gone:
                         break
@@ -150,32 +155,21 @@ class _Opening:
             archive.close()
         raise CheckpointError(f"'{self._path}' is replaced again and again while it is opened")
 
-    def together(self, work: Callable[[], None]) -> None:
-        """Do something on all ranks; raise on all if it fails on one."""
-
-        def done() -> tuple[None, Fields, None]:
-            work()
-            return None, {}, None
-
-        self._ranks.in_step(done)
-
     def _find(self) -> tuple[tuple[Archive, Node, list[Any]], Fields, tuple[str, str, bool]]:
         if self._progress:
             Progress.require()
         archive = open_archive(self._path)
-        found = nest.parse(archive.index.state, lambda owner, _: None, tensors=(StoredTensor,))  # it has no objects
-        stored = as_named(found, self._state, self._only, self._rename)
-        about = archive.index.id, socket.gethostname(), bool(without_memory(self._state))
-        return (archive, stored, without_room(self._state, stored)), {}, about
+        found = state_tree.parse_state(
+            archive.index.state, lambda owner, _: None, tensors=(StoredTensor,)
+        )  # a stored state has no objects
+        stored = select_and_rename(found, self._state, self._only, self._rename)
+        about = archive.index.id, socket.gethostname(), bool(modules_without_memory(self._state))
+        return (archive, stored, objects_without_state(self._state, stored)), {}, about
 
     def _make_memory(self, archive: Archive, stored: Node, *, strict: bool, convert: bool) -> None:
-        """Give memory to what modules keep plain on meta, once all ranks know that the checkpoint fits."""
-
-        def check() -> None:
-            self._fitted(archive, stored, strict=strict, convert=convert)
-
-        self.together(check)
-        for module in without_memory(self._state):
+        """Allocate the plain tensors of modules made on meta, after all ranks know that the checkpoint fits."""
+        self._ranks.together(lambda: self._fitted(archive, stored, strict=strict, convert=convert))
+        for module in modules_without_memory(self._state):
             device = shard_device(module)
             if device is not None:
                 make_plain_memory(module, device)
@@ -188,22 +182,22 @@ class _Opening:
         return _Loading(target, stored, filling)
 
     def _fitted(self, archive: Archive, stored: Node, *, strict: bool, convert: bool) -> tuple[Node, Match]:
-        """The state to fill and what fills it, checked."""
+        """The tree of the state and what fills its tensors, checked."""
         match = Match(convert)
-        target = fitted(self._state, stored, match)
-        said = f"'{archive.storage}' does not hold this state; nothing was loaded"
+        target = match_state(self._state, stored, match)
+        failure = f"'{archive.storage}' does not hold this state; nothing was loaded"
         if self._gone is not None:
-            said = (
+            failure = (
                 f"'{archive.storage}' was replaced while it was loaded, by a checkpoint that does not hold this state; "
                 "the tensors are partly those of the one before"
             )
-        match.require(said, strict=strict, part=self._only is not None)
-        require_data_of(target)
+        match.require(failure, strict=strict, part=self._only is not None)
+        require_module_data(target)
         return target, match
 
 
 def _or_gone(work: Callable[[], _Loading]) -> tuple[_Loading | None, Fields, tuple[str | None, str]]:
-    """What work gives, or which file it did not find: then the checkpoint may have been replaced."""
+    """The result of ``work``, or the name of a missing file: the checkpoint may have been replaced."""
     try:
         loading = work()
     except FileGoneError as error:
@@ -220,7 +214,7 @@ def _mixed(ids: Sequence[str], ranks: Ranks) -> RankMismatchError:
 
 
 class _Loading(NamedTuple):
-    """A load that has been checked."""
+    """A checked load."""
 
     target: Node
     stored: Node

@@ -1,27 +1,29 @@
-"""Tensors of a state as they are on this rank: which boxes are here."""
+"""`Local`: the boxes of a tensor that this rank holds."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.archive.blocks import checksum
-from shardwise.archive.memory import bytes_of
-from shardwise.archive.stored import in_one
+from shardwise.checkpoint.archive.blocks import checksum
+from shardwise.checkpoint.archive.memory import tensor_bytes
+from shardwise.checkpoint.archive.stored import whole_on_rank
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.dispatch import Distributed, is_dtensor, registry, summary
+from shardwise.comm.transfer.views import view_of
 from shardwise.errors import CheckpointError, PropertyError, SpecError
 from shardwise.layout import Layout
-from shardwise.placement import Placement
-from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.movement import require_movable
+from shardwise.layout.placement import Placement
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.dispatch import Distributed, is_dtensor, registry, summary
+from shardwise.tensor.movement import require_movable
 
 
 @dataclass(frozen=True, eq=False)
 class Local:
-    """A tensor of a state: the layout of the whole, and the rows of it that are here with their tensors."""
+    """A tensor of a state: its layout, and the local tensors by row of the layout."""
 
     layout: Layout
     dtype: torch.dtype
@@ -30,7 +32,7 @@ class Local:
 
     @staticmethod
     def of(name: str, tensor: torch.Tensor, ranks: Ranks) -> Local:
-        """What this rank has of a tensor, or a `CheckpointError` where it has nothing that is a value."""
+        """The local boxes of a tensor; raises where the tensor cannot be saved."""
         if is_dtensor(tensor):
             tensor = _shards_of(name, tensor)
         if isinstance(tensor, ShardedTensorBase):
@@ -41,25 +43,30 @@ class Local:
                 "DTensor: give one of those, by its full_tensor(), or for a PartialTensor by redistribute(spec)"
             )
         tensor = _plain(name, tensor)
-        return Local(in_one(tensor.shape, ranks.here), tensor.dtype, {0: tensor}, plain=True)
+        return Local(whole_on_rank(tensor.shape, ranks.here), tensor.dtype, {0: tensor}, plain=True)
+
+    def view(self, row: int, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """A box of the whole tensor, which lies in this row, as a view of the local tensor."""
+        first = self.layout.at([row]).offsets[0].tolist()
+        return view_of(self.tensors[row], [at - begin for at, begin in zip(offsets, first, strict=True)], sizes)
 
     def memory(self) -> tuple[object, ...] | None:
-        """What two tensors have in common if they are tied; None where nothing is here to tell it by."""
+        """A key that tied tensors share: their memory; None where this rank holds no elements."""
         filled = [tensor for tensor in self.tensors.values() if tensor.numel()]
         places = tuple((t.device, t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg()) for t in filled)
         return (self.plain, places) if places else None
 
     def checksum(self) -> int:
-        """What the bytes that are here come to."""
+        """The checksum of the local bytes."""
         return checksum(
-            repr([checksum(part) for tensor in self.tensors.values() for part in bytes_of(tensor)]).encode()
+            repr([checksum(part) for tensor in self.tensors.values() for part in tensor_bytes(tensor)]).encode()
         )
 
 
 def rank_in_layout(name: str, tensor: torch.Tensor) -> int | None:
-    """Which rank this process is in the layout of a tensor; None where it has no box of it, or the tensor is plain.
+    """The rank of this process in the layout of a tensor; None where the process holds no box, or the tensor is plain.
 
-    It may be another one now: a process keeps its tensors when it leaves a world for another.
+    The process may have another rank now: it keeps its tensors when the world is resized.
     """
     if is_dtensor(tensor):
         tensor = _shards_of(name, tensor)
@@ -68,7 +75,7 @@ def rank_in_layout(name: str, tensor: torch.Tensor) -> int | None:
 
 
 def _shards_of(name: str, dtensor: torch.Tensor) -> ShardedTensorBase:
-    """What is here of a DTensor, over its own memory, so that a load reaches it."""
+    """The local shards of a DTensor, as views of its memory."""
     try:
         shards: ShardedTensorBase = registry.verbs["shards_of_dtensor"](dtensor)
     except (PropertyError, SpecError) as error:
@@ -98,7 +105,7 @@ def _of_sharded(name: str, tensor: ShardedTensorBase, ranks: Ranks) -> Local:
 
 
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its graph, if it has bytes."""
+    """The tensor without its graph; raises where it has no plain memory."""
     if isinstance(tensor, FakeTensor):
         raise CheckpointError(f"'{name}' is a FakeTensor, which has no values: give one made outside of FakeTensorMode")
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:

@@ -1,4 +1,4 @@
-"""What is stored beside the state that is to be filled: which tensor goes where, and all that does not fit."""
+"""Matching a state with a checkpoint: which stored tensor fills which, what does not fit, and the plain values."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from shardwise.archive.nest import Kind, Node, Path, name_of
-from shardwise.archive.stored import StoredTensor
-from shardwise.checkpoint.optimizers import groups_of, with_all_parameters
+from shardwise.checkpoint.archive import state_tree
+from shardwise.checkpoint.archive.state_tree import Node, NodeKind, Path, entry_name
+from shardwise.checkpoint.archive.stored import StoredTensor
+from shardwise.checkpoint.optimizers import merge_param_groups, object_state, object_state_to_fill, param_groups
 from shardwise.errors import StateMismatchError
+from shardwise.nn.buffers import require_data
+from shardwise.nn.plain_tensors import lacks_plain_memory
 
 MOST_LISTED = 20  # of each kind of difference
 
 
 @dataclass
 class Match:
-    """Tensors of a state with those of a checkpoint that fill them, and what is different.
+    """Tensors of a state with the stored tensors that fill them, and all differences.
 
-    What fills them may also be a state of other ranks: ``stored`` is how messages call it, and ``state`` the one that
-    is filled.
+    ``state`` and ``stored`` are the names of the two sides in messages.
     """
 
     convert: bool = False  # whether a tensor may be filled with values of another dtype
@@ -31,15 +34,15 @@ class Match:
     pairs: list[tuple[str, torch.Tensor, StoredTensor]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)  # names that only the state has
     unexpected: list[str] = field(default_factory=list)  # names that only the checkpoint has
-    different: list[str] = field(default_factory=list)  # what is said of names that both have
-    converted: bool = False  # whether any of these would fit if values were converted
+    different: list[str] = field(default_factory=list)  # descriptions of entries that both have
+    converted: bool = False  # whether ``convert`` would resolve a difference
 
     def compare(self, target: Node, stored: Node, path: Path = ()) -> None:
-        """Take down what fits and what does not, in these and all they contain."""
-        target, name = target.content, name_of(path)
-        if target.kind is stored.kind is Kind.TENSOR:
-            self._compare_tensors(name, target.own, stored.own)
-        elif target.kind is stored.kind is Kind.DICT:
+        """Record what fits and what does not, in both trees."""
+        target, name = target.content, entry_name(path)
+        if target.kind is stored.kind is NodeKind.TENSOR:
+            self._compare_tensors(name, target.value, stored.value)
+        elif target.kind is stored.kind is NodeKind.DICT:
             for key, child in target.children.items():
                 if key in stored.children:
                     self.compare(child, stored.children[key], (*path, key))
@@ -48,13 +51,13 @@ class Match:
             for key, child in stored.children.items():
                 if key not in target.children:
                     self.unexpected += _names(child, (*path, key))
-        elif replaced_whole(target, stored):
+        elif is_replaced_whole(target, stored):
             return
         elif target.kind is stored.kind and len(target.children) == len(stored.children) > 0:
             for key, child in target.children.items():
                 self.compare(child, stored.children[key], (*path, key))
         else:
-            self._differ(name, _what(target), _what(stored))
+            self._differ(name, _describe(target), _describe(stored))
 
     def _compare_tensors(self, name: str, tensor: torch.Tensor, stored: StoredTensor) -> None:
         if tensor.shape != stored.size:
@@ -71,14 +74,20 @@ class Match:
         self.different.append(f"'{name}' is {mine} in {self.state} and {theirs} in {self.stored}")
 
     def require(self, what: str, *, strict: bool = True, part: bool = False, advice: bool = True) -> None:
-        """Raise one error with all that does not fit, after what it says first; names that only one side has are no
-        matter unless strict, and those that only the state has neither where a part of the checkpoint was asked for.
-        With ``advice``, it says how `load` can be told otherwise."""
-        told = [("different", self.different)]
+        """Raise one error, beginning with ``what``, that lists all differences.
+
+        Names that only one side has count if ``strict``; with ``part``, only those of the checkpoint. With ``advice``,
+        the error names the options of `load` that accept the differences.
+        """
+        differences = [("different", self.different)]
         if strict:
             missing = [] if part else self.missing
-            told = [(f"missing in {self.stored}", missing), (f"not in {self.state}", self.unexpected), *told]
-        lines = [f"  {what}: {_listed(found)}" for what, found in told if found]
+            differences = [
+                (f"missing in {self.stored}", missing),
+                (f"not in {self.state}", self.unexpected),
+                *differences,
+            ]
+        lines = [f"  {what}: {_listed(found)}" for what, found in differences if found]
         if not lines:
             return
         if strict and any("/state/" in f"/{name}" for name in self.unexpected):
@@ -92,33 +101,33 @@ class Match:
         raise StateMismatchError("\n".join([what, *lines]))
 
 
-def replaced_whole(target: Node, stored: Node) -> bool:
-    """Whether what the checkpoint has is a value that takes the place of what is there: dicts only of None."""
-    same = (target.kind is Kind.DICT) == (stored.kind is Kind.DICT) or target.own is None
+def is_replaced_whole(target: Node, stored: Node) -> bool:
+    """Whether a stored plain value replaces the target as a whole. A stored dict replaces only None."""
+    same = (target.kind is NodeKind.DICT) == (stored.kind is NodeKind.DICT) or target.value is None
     return same and target.is_value() and stored.is_value()
 
 
-def settle(target: Node, stored: Node, in_step: InStep) -> Any:
+def apply_values(target: Node, stored: Node, in_step: RunInStep) -> Any:
     """Put the plain values of a checkpoint into a state whose tensors are filled; gives the state.
 
-    First each object is given its state dict, complete, when all ranks have given the one before; then dicts and lists
-    are changed in place, tuples made anew. Objects come in the checkpoint's order, for theirs may be collectives.
+    First, one object after the other loads its state dict, in the checkpoint's order on all ranks, for
+    ``load_state_dict`` may be collective. Then dicts and lists are changed in place, and tuples replaced.
     """
     for owned, there in _objects(target, stored):
-        in_step(partial(_give, owned, there, in_step))
+        in_step(partial(_load_object, owned, there, in_step))
     return _with_values(target, stored)
 
 
-InStep = Callable[[Callable[[], None]], None]  # does something on all ranks, and raises on all if it fails on one
+RunInStep = Callable[[Callable[[], None]], None]  # runs work on all ranks, and raises on all if it fails on one
 
 
 def count_objects(target: Node, stored: Node) -> int:
-    """How often `settle` calls ``in_step``: once for each object that is given a state dict."""
+    """How often `apply_values` calls ``in_step``: once for each object that loads a state dict."""
     return sum(1 + count_objects(owned.children[0], there) for owned, there in _objects(target, stored))
 
 
 def _objects(target: Node, stored: Node) -> Iterator[tuple[Node, Node]]:
-    if target.kind is Kind.OBJECT:
+    if target.kind is NodeKind.OBJECT:
         yield target, stored
         return
     for key, child in stored.children.items():
@@ -126,33 +135,33 @@ def _objects(target: Node, stored: Node) -> Iterator[tuple[Node, Node]]:
             yield from _objects(target.children[key], child)
 
 
-def _give(owned: Node, stored: Node, in_step: InStep) -> None:
+def _load_object(owned: Node, stored: Node, in_step: RunInStep) -> None:
     content = owned.children[0]
-    groups = groups_of(owned.own, content.own)
-    state = settle(content, stored, in_step)
+    groups = param_groups(owned.value, content.value)
+    state = apply_values(content, stored, in_step)
     if groups is not None:
-        state = {**state, "param_groups": with_all_parameters(groups, state["param_groups"])}
-    owned.own.load_state_dict(state)
+        state = {**state, "param_groups": merge_param_groups(groups, state["param_groups"])}
+    owned.value.load_state_dict(state)
 
 
 def _with_values(target: Node, stored: Node) -> Any:
-    own = target.own
-    if target.kind is stored.kind is Kind.DICT:
+    own = target.value
+    if target.kind is stored.kind is NodeKind.DICT:
         for key, child in target.children.items():
             if key in stored.children:
                 own[key] = _with_values(child, stored.children[key])
-    elif target.kind in (Kind.TENSOR, Kind.OBJECT):
+    elif target.kind in (NodeKind.TENSOR, NodeKind.OBJECT):
         return own
-    elif replaced_whole(target, stored):
-        if target.kind is stored.kind is Kind.LIST:
-            own[:] = stored.own
-        elif target.kind is stored.kind is Kind.TUPLE:
-            return _tuple_like(own, stored.own)
+    elif is_replaced_whole(target, stored):
+        if target.kind is stored.kind is NodeKind.LIST:
+            own[:] = stored.value
+        elif target.kind is stored.kind is NodeKind.TUPLE:
+            return _tuple_like(own, stored.value)
         else:
-            return stored.own
+            return stored.value
     else:
         items = [_with_values(child, stored.children[key]) for key, child in target.children.items()]
-        if target.kind is Kind.TUPLE:
+        if target.kind is NodeKind.TUPLE:
             return _tuple_like(own, items)
         own[:] = items
     return own
@@ -161,24 +170,68 @@ def _with_values(target: Node, stored: Node) -> Any:
 def _tuple_like(own: tuple[Any, ...], items: Sequence[Any]) -> Any:
     if all(new is old for new, old in zip(items, own, strict=False)) and len(items) == len(own):
         return own
-    make = getattr(type(own), "_make", type(own))  # a named tuple wants its items one by one
+    make = getattr(type(own), "_make", type(own))  # a named tuple takes its items one by one
     return make(items)
 
 
 def _names(node: Node, path: Path) -> list[str]:
-    """The entries in a node, or itself where there are none."""
-    return [name_of(at) for at, inner in node.walk(path) if not inner.children]
+    """The names of the entries in a node, or of the node itself if it has none."""
+    return [entry_name(at) for at, inner in node.walk(path) if not inner.children]
 
 
-def _what(node: Node) -> str:
-    if node.kind is Kind.VALUE:
-        return f"the value {node.own!r:.40}"
-    if node.kind is Kind.TENSOR:
-        size = node.own.size if isinstance(node.own, StoredTensor) else node.own.shape
-        return f"a tensor of size {tuple(size)}, {node.own.dtype}"
+def _describe(node: Node) -> str:
+    if node.kind is NodeKind.VALUE:
+        return f"the value {node.value!r:.40}"
+    if node.kind is NodeKind.TENSOR:
+        size = node.value.size if isinstance(node.value, StoredTensor) else node.value.shape
+        return f"a tensor of size {tuple(size)}, {node.value.dtype}"
     return f"a {node.kind.value} of {len(node.children)}"
 
 
 def _listed(found: Sequence[str]) -> str:
     more = f" and {len(found) - MOST_LISTED} more" if len(found) > MOST_LISTED else ""
     return "; ".join(found[:MOST_LISTED]) + more
+
+
+def match_state(state: Any, stored: Node, match: Match) -> Node:
+    """The tree of a state, compared with the stored one; optimizers without state get empty tensors to fill.
+
+    Changes nothing. May be collective, as an object's ``state_dict()`` may be.
+    """
+    target = state_tree.parse_state(state, lambda owner, path: object_state_to_fill(owner, stored.at(path), path))
+    match.compare(target, stored)
+    return target
+
+
+def require_module_data(target: Node) -> None:
+    """Raise where a module in a state would keep buffers without data."""
+    for module in target.objects():
+        if isinstance(module, nn.Module):
+            require_data(module)
+
+
+def modules_without_memory(state: Any) -> list[nn.Module]:
+    """The modules in a state that were sharded on meta, and whose plain tensors have no memory yet."""
+    tree = state_tree.parse_state(state, lambda owner, _: {})  # without state_dict() of objects
+    return [one for one in tree.objects() if isinstance(one, nn.Module) and lacks_plain_memory(one)]
+
+
+def objects_without_state(state: Any, stored: Node) -> list[Any]:
+    """The objects with ``init_state()`` that lack state which the checkpoint has.
+
+    Optimizers are not among them: `object_state_to_fill` makes their state, just for the parameters that have any.
+    """
+    found: list[Any] = []
+
+    def content(owner: Any, path: state_tree.Path) -> Any:
+        inner, there = object_state(owner), stored.at(path)
+        lazy = callable(getattr(owner, "init_state", None)) and not isinstance(owner, torch.optim.Optimizer)
+        if there is not None and lazy:
+            match = Match()
+            match.compare(state_tree.parse_state(inner, lambda nested, _: object_state(nested)), there)
+            if match.unexpected:
+                found.append(owner)
+        return inner
+
+    state_tree.parse_state(state, content)
+    return found

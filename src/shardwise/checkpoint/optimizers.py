@@ -1,4 +1,4 @@
-"""Optimizers: room for their state, which they have not before the first step, and whether a stored one fits at all."""
+"""Optimizers: empty state to load into before the first step, and checks that a stored optimizer fits."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from typing import Any
 
 import torch
 
-from shardwise.archive.nest import Kind, Node, Path, name_of
-from shardwise.archive.stored import StoredTensor
+from shardwise.checkpoint.archive.state_tree import Node, NodeKind, Path, entry_name
+from shardwise.checkpoint.archive.stored import StoredTensor
 from shardwise.errors import StateMismatchError
-from shardwise.sharded_optim import ShardedOptimizer
-from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.nn.optim import ShardedOptimizer
+from shardwise.tensor import ShardedTensorBase
 
-Group = Mapping[str, Any]  # the options of some parameters, and in "params" their names or numbers
+Group = Mapping[str, Any]  # a parameter group; "params" has names or numbers
 
 NAMES = ("params", "param_names")
 OF_SCHEDULES = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr")
 
 
-def content_of(owner: Any) -> Any:
-    """The state dict of an object; of an optimizer, with the state that it has made so far."""
-    ours = type(owner).state_dict is ShardedOptimizer.state_dict  # and not that of a subclass
+def object_state(owner: Any) -> Any:
+    """The state dict of an object; of a `ShardedOptimizer`, only the state that exists so far."""
+    ours = type(owner).state_dict is ShardedOptimizer.state_dict  # not overridden
     return owner.state_dict_so_far() if ours else owner.state_dict()
 
 
-def content_to_fill(owner: Any, stored: Node | None, path: Path) -> Any:
-    """The state dict of an object; with tensors to load into where it is an optimizer that has not made them yet.
+def object_state_to_fill(owner: Any, stored: Node | None, path: Path) -> Any:
+    """The state dict of an object; of an optimizer before its first step, with empty tensors to load into.
 
-    What torch's optimizers keep for a parameter is of its size, and then lies as it does, or else is plain. A parameter
-    that the checkpoint knows without state has never been updated: then it gets none.
+    State of a parameter's size gets the parameter's layout; other state is plain. A parameter that has no state in the
+    checkpoint was never updated, and gets none.
     """
-    content = content_of(owner)
-    own, groups = groups_of(owner, content), None if stored is None else _groups(stored)
+    content = object_state(owner)
+    own, groups = param_groups(owner, content), None if stored is None else _groups(stored)
     if stored is None or own is None or groups is None:
         return content
-    _require_same_kind(own, groups, name_of(path))
+    _require_same_kind(own, groups, entry_name(path))
     pairs = zip(owner.param_groups, own, strict=True)
     parameters = dict(pair for group, packed in pairs for pair in zip(packed["params"], group["params"], strict=True))
     known = {one for group in groups for one in group["params"]}
@@ -43,7 +43,7 @@ def content_to_fill(owner: Any, stored: Node | None, path: Path) -> Any:
     for one, parameter in parameters.items():
         there = stored.children["state"].children.get(one)
         if there is not None and there.children:
-            entries[one] = entries.get(one) or _blank(parameter, there)
+            entries[one] = entries.get(one) or _empty_state(parameter, there)
         elif there is not None:
             entries[one] = {}
         elif one in known:
@@ -51,44 +51,45 @@ def content_to_fill(owner: Any, stored: Node | None, path: Path) -> Any:
     return {**content, "state": entries}
 
 
-def groups_of(owner: Any, state: Any) -> list[Group] | None:
-    """The groups in the state dict of an optimizer, as they are now; None for other objects."""
+def param_groups(owner: Any, state: Any) -> list[Group] | None:
+    """A copy of the parameter groups in the state dict of an optimizer; None for other objects."""
     if not isinstance(owner, torch.optim.Optimizer) or not {"state", "param_groups"} <= state.keys():
         return None
     return [{**group, "params": list(group["params"])} for group in state["param_groups"]]
 
 
-def with_all_parameters(own: Sequence[Group], loaded: Sequence[Group]) -> list[dict[str, Any]]:
-    """The loaded groups with exactly the parameters that there are.
+def merge_param_groups(own: Sequence[Group], loaded: Sequence[Group]) -> list[dict[str, Any]]:
+    """The loaded groups with exactly the parameters of the optimizer.
 
-    One that the checkpoint did not know joins those that it is with, or keeps its options if it is with none of them.
+    A parameter that is not in the checkpoint joins the loaded group of its own group's other parameters. A group that
+    is all new keeps its options.
     """
     mine = [one for group in own for one in group["params"]]
     theirs = [one for group in loaded for one in group["params"]]
     if set(mine) == set(theirs):
         return [dict(group) for group in loaded]
-    made = [{**group, "params": [one for one in group["params"] if one in mine]} for group in loaded]
+    merged = [{**group, "params": [one for one in group["params"] if one in mine]} for group in loaded]
     for group in own:
         new = [one for one in group["params"] if one not in theirs]
-        joined = next((other for other in made if set(group["params"]) & set(other["params"])), None)
+        joined = next((other for other in merged if set(group["params"]) & set(other["params"])), None)
         if joined is not None:
             joined["params"] = [*joined["params"], *new]
         elif new:
-            made.append({**group, "params": new})
-    return [group for group in made if group["params"]]
+            merged.append({**group, "params": new})
+    return [group for group in merged if group["params"]]
 
 
 def _groups(stored: Node) -> list[Group] | None:
-    """The groups in the checkpoint, if it holds an optimizer here."""
+    """The parameter groups in the checkpoint, if it holds an optimizer here."""
     if not {"state", "param_groups"} <= stored.children.keys():
         return None
-    groups = stored.children["param_groups"].own
+    groups = stored.children["param_groups"].value
     fit = isinstance(groups, list) and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
     return groups if fit else None
 
 
 def _require_same_kind(own: Sequence[Group], stored: Sequence[Group], name: str) -> None:
-    """Raise unless parameters are told apart in the same way, and the options are not those of another class."""
+    """Raise unless both name their parameters in the same way and have options of the same class."""
     mine, theirs = ([one for group in groups for one in group["params"]] for groups in (own, stored))
     by_name, was_by_name = (all(isinstance(one, str) for one in ones) for ones in (mine, theirs))
     if by_name != was_by_name:
@@ -119,20 +120,20 @@ def _require_same_kind(own: Sequence[Group], stored: Sequence[Group], name: str)
 
 
 @torch.no_grad()
-def _blank(parameter: torch.Tensor, stored: Node) -> Any:
-    if stored.kind is Kind.TENSOR:
-        return _blank_tensor(parameter, stored.own)
-    inner = {key: _blank(parameter, child) for key, child in stored.children.items()}
-    if stored.kind is Kind.DICT:
+def _empty_state(parameter: torch.Tensor, stored: Node) -> Any:
+    if stored.kind is NodeKind.TENSOR:
+        return _empty_tensor(parameter, stored.value)
+    inner = {key: _empty_state(parameter, child) for key, child in stored.children.items()}
+    if stored.kind is NodeKind.DICT:
         return inner
-    return stored.own if stored.kind is Kind.VALUE else type(stored.own)(inner.values())
+    return stored.value if stored.kind is NodeKind.VALUE else type(stored.value)(inner.values())
 
 
-def _blank_tensor(parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+def _empty_tensor(parameter: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
     if parameter.shape != stored.size:
         return torch.zeros(stored.size, dtype=stored.dtype)
     if isinstance(parameter, ShardedTensorBase):
         tensors = [torch.zeros_like(local, dtype=stored.dtype) for local in parameter._local_tensors()]
-        made: torch.Tensor = parameter._like(tensors, stored.dtype)
-        return made
+        empty: torch.Tensor = parameter._like(tensors, stored.dtype)
+        return empty
     return torch.zeros_like(parameter, dtype=stored.dtype)

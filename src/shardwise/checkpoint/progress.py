@@ -1,55 +1,57 @@
-"""A bar that shows bytes and rates, on the rank that asks for it, and in the command line."""
+"""`Progress`: a bar of bytes and rates on stderr."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 from shardwise.errors import CheckpointError
-from shardwise.viz.words import bytes_text
+from shardwise.layout.pictures.words import bytes_text
 
-LEAST_PAUSE = 0.2  # seconds between two lines
+LEAST_PAUSE = 0.2  # seconds between two updates of the line
 
 
 class Progress:
-    """A context in which a bar on stderr counts bytes: that of rich, or else a line that is written again and again.
+    """A context with a bar on stderr: that of rich, or else a line that is overwritten.
 
-    One that is ``transient`` is not to be seen any more when it ends.
+    A ``transient`` bar is erased at the end. Without ``enabled`` there is no bar.
     """
 
-    def __init__(self, what: str, total: int, *, transient: bool = False) -> None:
-        self._bar: Any = _rich_bar(what, total, transient) or _Line(what, total)
+    def __init__(self, what: str, total: int, *, transient: bool = False, enabled: bool = True) -> None:
+        self._bar: Any = (_rich_bar(what, total, transient) or _Line(what, total)) if enabled else None
 
     @staticmethod
     def require() -> None:
-        """Raise where rich is not installed; to be called where all ranks fail together."""
+        """Raise where rich is not installed. Call it where all ranks fail together."""
         if find_spec("rich") is None:
             raise CheckpointError("a progress bar needs rich: pip install shardwise[cli]")
 
     def __enter__(self) -> Progress:
-        self._bar.start()
+        if self._bar is not None:
+            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
 
     def advance(self, count: int) -> None:
-        """So many bytes more are done."""
-        self._bar.advance(0, count)  # the first task, and the only one
+        """Count bytes."""
+        if self._bar is not None:
+            self._bar.advance(0, count)  # the only task
 
-    def counted(self, stretches: Iterable[Any]) -> Iterator[Any]:
-        """The same stretches, counted as they go by."""
-        for stretch in stretches:
-            self.advance(stretch[0].nbytes)
-            yield stretch
+    def counted(self, buffers: Iterable[Any]) -> Iterator[Any]:
+        """The same buffers, counted as they are used."""
+        for buffer in buffers:
+            self.advance(buffer[0].nbytes)
+            yield buffer
 
 
 def _rich_bar(what: str, total: int, transient: bool) -> Any:
-    """The bar of rich; None where that is not installed."""
+    """The bar of rich; None where rich is not installed."""
     try:
         from rich import progress as bars
         from rich.console import Console
@@ -69,7 +71,7 @@ def _rich_bar(what: str, total: int, transient: bool) -> Any:
 
 
 class _Line:
-    """What is done, the rate, and no bar."""
+    """A line with bytes and rate."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total = what, total
@@ -92,23 +94,3 @@ class _Line:
         if self._shown:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
-
-
-class _Silent(Progress):
-    """No bar."""
-
-    def __init__(self) -> None:
-        pass
-
-    def advance(self, count: int) -> None:
-        """Nobody looks."""
-
-    def counted(self, stretches: Iterable[Any]) -> Iterator[Any]:
-        """The same stretches."""
-        return iter(stretches)
-
-
-@contextmanager
-def silent() -> Iterator[Progress]:
-    """A context without a bar."""
-    yield _Silent()

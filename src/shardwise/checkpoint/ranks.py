@@ -1,4 +1,4 @@
-"""`Ranks`: who saves or loads together."""
+"""`Ranks`: the ranks that save or load together."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardwise.comm.agreement import in_step_sharing
+from shardwise.comm.group import Fields, group_ranks, is_member, or_default, without_data
 from shardwise.errors import CheckpointError, ProcessGroupError
-from shardwise.process_group import Fields, group_ranks, in_step_sharing, is_member, or_default, without_data
 
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ class Ranks:
     group: ProcessGroup | None
     here: int  # this process, as a global rank
     all: tuple[int, ...]  # in group order
-    verb: str  # what they do, which must be the same on all of them
+    verb: str  # the call, which must be the same on all ranks
 
     @staticmethod
     def of(process_group: ProcessGroup | None, verb: str) -> Ranks:
@@ -39,21 +40,33 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this rank does what only one must do."""
+        """Whether this is the first rank, which does what only one must do."""
         return self.here == self.all[0]
 
     def hosts(self) -> int:
-        """On how many hosts they are. Every rank calls it."""
+        """The number of hosts. Every rank calls this."""
         return len(set(self.in_step(lambda: (None, {}, socket.gethostname()))[1]))
 
     def in_step(self, work: Callable[[], tuple[T, Fields, Any]]) -> tuple[T, list[Any]]:
-        """Do this rank's part; return only if it went well on all, with what each brought, in group order."""
+        """Run ``work`` on every rank; return this rank's value and what each rank shares, in group order.
+
+        Raises on every rank if it fails on one.
+        """
         if self.group is None:
-            value, _, brought = work()
-            return value, [brought]
+            value, _, shared = work()
+            return value, [shared]
 
         def named() -> tuple[T, Fields, Any]:
-            value, fields, brought = work()
-            return value, {"verb": self.verb, **fields}, brought
+            value, fields, shared = work()
+            return value, {"verb": self.verb, **fields}, shared
 
         return in_step_sharing(self.group, named, subject="the state's")
+
+    def together(self, work: Callable[[], object]) -> None:
+        """Run ``work`` on every rank; raise on every rank if it fails on one."""
+
+        def run() -> tuple[None, Fields, None]:
+            work()
+            return None, {}, None
+
+        self.in_step(run)

@@ -13,17 +13,17 @@ from functools import partial
 import numpy as np
 import torch
 
-from shardwise.archive import Archive, StoredTensor
-from shardwise.archive.blocks import Blocks
-from shardwise.archive.slabs import Reads, slabs_of
+from shardwise.checkpoint.archive import Archive, StoredTensor
+from shardwise.checkpoint.archive.blocks import Blocks
+from shardwise.checkpoint.archive.slabs import Reads, slabs_of
 from shardwise.checkpoint.local import Local
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.geometry import Boxes
+from shardwise.checkpoint.storage import LocalStorage, Storage
+from shardwise.comm.group import Fields, is_fake
+from shardwise.comm.transfer import make_plan, move
+from shardwise.comm.transfer.views import view_of
 from shardwise.layout import Layout, Places
-from shardwise.process_group import Fields, is_fake
-from shardwise.storage import LocalStorage, Storage
-from shardwise.transfer import make_plan, move
-from shardwise.transfer.views import view_of
+from shardwise.layout.geometry import Boxes
 
 WORTH = 4 * 2**20  # bytes of a tensor: messages for smaller ones take longer than reading them again
 PART = 8 * 2**20  # bytes that a rank reads of a stored box at a time
@@ -62,7 +62,7 @@ def is_relayed(stored: StoredTensor, local: Local, ranks: Ranks, costs: Costs, *
     """Whether a tensor is cheaper to read once and send than to be read by each rank that needs it."""
     if ranks.group is None or len(ranks.all) == 1 or is_fake(ranks.group) or stored.nbytes < WORTH:
         return False
-    if any(isinstance(spot, torch.Tensor) for spot in stored.spots or ()):
+    if any(isinstance(location, torch.Tensor) for location in stored.locations or ()):
         return False  # it is in everybody's memory
     wanted = wanted_by_all(local, ranks)
     rows = wanted.pattern.filled
@@ -87,7 +87,7 @@ def _read_for(stored: StoredTensor, box: Boxes, verify: bool) -> int:
     _, rows = stored.layout.meeting(box)
     there = stored.layout.at(rows)
     low, high = np.maximum(there.offsets, box.offsets), np.minimum(there.ends, box.ends)
-    checked = verify and stored.spots is None
+    checked = verify and stored.locations is None
     for extent, offsets, sizes in zip(
         there.sizes.tolist(), (low - there.offsets).tolist(), (high - low).tolist(), strict=True
     ):
@@ -117,7 +117,7 @@ class Relay:
         for read in rounds:
             _, rows = stored.layout.meeting(read.at(read.rows_on(ranks.here)))
             for row in np.unique(rows).tolist():
-                archive.spot(stored, row)
+                archive.locate(stored, row)
         return Relay(stored, local, wanted, rounds)
 
     @property

@@ -1,4 +1,4 @@
-"""`save`: every rank writes what only it has, and its share of what all have; then the index makes it a checkpoint."""
+"""`save`: every rank writes its own boxes and its share of replicated ones; then the index makes it a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch.distributed import ProcessGroup
 
-from shardwise.archive.index_file import FileWords, write_index
-from shardwise.archive.values import encode
+from shardwise.checkpoint.archive.index_file import FileRecord, write_index
+from shardwise.checkpoint.archive.state_json import encode_tree
 from shardwise.checkpoint.background import SaveHandle, begin_save, earlier_saves, require_well
-from shardwise.checkpoint.draft import FileDraft, draft_file, draft_tensors
-from shardwise.checkpoint.generation import Generation, is_committed, told_of
+from shardwise.checkpoint.draft import FileDraft, draft_file, draft_stored_tensors
+from shardwise.checkpoint.generation import Generation, describe_failure, is_committed
 from shardwise.checkpoint.local import Local
-from shardwise.checkpoint.progress import Progress, silent
+from shardwise.checkpoint.progress import Progress
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.sharing_out import Source
-from shardwise.checkpoint.snapshot import agreed
-from shardwise.checkpoint.streams import HostCopies, Stretch, lying
+from shardwise.checkpoint.snapshot import agree_on_state
+from shardwise.checkpoint.storage import Storage, storage_at
+from shardwise.checkpoint.streams import BlockBuffer, HostCopies, stream_tensors
+from shardwise.checkpoint.write_assignment import Source
+from shardwise.comm.group import Fields
 from shardwise.errors import CheckpointError
-from shardwise.process_group import Fields
-from shardwise.storage import Storage, storage_at
 
 
 @overload
@@ -97,7 +97,7 @@ def save_then(
     progress: bool = False,
     process_group: ProcessGroup | None = None,
 ) -> SaveHandle | None:
-    """The same, and when the checkpoint is there the first rank does something more."""
+    """`save`, after which the first rank calls ``after``."""
     saving = _Saving(state, path, Ranks.of(process_group, "save" if wait else "save(wait=False)"), after)
     if not wait:
         return saving.in_background(max_bytes)
@@ -106,14 +106,14 @@ def save_then(
 
 
 class _Saving:
-    """A save under way: steps that all ranks take together."""
+    """The steps of a save, which all ranks take together."""
 
     _storage: Storage
-    _words: Any  # the state as the index has it
+    _encoded_state: Any  # the state, encoded for the index
     _id: str
     _sources: list[Source]
-    _locals: list[Local]  # of each source, what is here
-    _file: FileDraft | None  # that this rank writes
+    _locals: list[Local]  # of each source
+    _file: FileDraft | None  # of this rank
 
     def __init__(
         self, state: Any, path: str | os.PathLike[str] | Storage, ranks: Ranks, after: Callable[[], None]
@@ -122,18 +122,18 @@ class _Saving:
         self._generation: Generation | None = None
 
     def now(self, progress: bool) -> None:
-        """Save, and wait until it is done."""
+        """Save and wait."""
         progress = progress and self.ranks.first
         try:
             self._agree(progress)
-            with Progress("saving", self._size) if progress else silent() as bar:
-                _, written = self._in_step(lambda: self._write(bar.counted(lying(self._tensors()))))
-            self._in_step(lambda: self._telling(lambda: self._commit(written)))
-            self._in_step(lambda: self._telling(self._clear))
-        except CheckpointError:  # which all ranks raise alike
+            with Progress("saving", self._size, enabled=progress) as bar:
+                _, written = self._in_step(lambda: self._write(bar.counted(stream_tensors(self._tensors()))))
+            self._in_step(lambda: self._describing_failure(lambda: self._commit(written)))
+            self._in_step(lambda: self._describing_failure(self._clear))
+        except CheckpointError:  # the same on all ranks
             self._discard()
             raise
-        except Exception as error:  # a rank may be gone: then each looks for itself what is there
+        except Exception as error:  # a rank may be gone: each looks whether the checkpoint exists
             self._discard()
             self._raise(error)
         except BaseException:
@@ -141,7 +141,7 @@ class _Saving:
             raise
 
     def in_background(self, max_bytes: int | None) -> SaveHandle:
-        """Copy everything, and save the copies."""
+        """Copy everything to host memory, and save the copies in a thread."""
         copies = HostCopies(max_bytes)
         try:
             self._agree()
@@ -158,7 +158,7 @@ class _Saving:
             self._discard()
             raise
         try:
-            copies.make(self._tensors())  # if it fails, the others learn of it from the thread that writes
+            copies.copy(self._tensors())  # the thread that writes tells the others of a failure
         finally:
             self._locals = []
         return handle
@@ -166,7 +166,7 @@ class _Saving:
     # The steps ------------------------------------------------------------------------------------------------------
 
     def _agree(self, progress: bool = False) -> None:
-        """Find out that all ranks have the same state, and that there is room for it."""
+        """Check that all ranks have the same state, prepare the folder, and draft this rank's file."""
         earlier = earlier_saves()
 
         def begin() -> str:
@@ -179,13 +179,13 @@ class _Saving:
                 self._generation.begin()
             return self._generation.id
 
-        snapshot, first, self._id = agreed(self._state, self.ranks, begin)
+        snapshot, first, self._id = agree_on_state(self._state, self.ranks, begin)
         sources = snapshot.sources(first)
         names = {node: sources[number].name for node, number in zip(snapshot.nodes, first, strict=True)}
-        self._words = encode(snapshot.tree, names.__getitem__)
+        self._encoded_state = encode_tree(snapshot.tree, names.__getitem__)
         self._sources = list(sources.values())
         self._locals = [snapshot.locals[number] for number in sources]
-        # All ranks work it out of what all know, so that it fails on all if it fails.
+        # From what all ranks know, so that it fails on all or none.
         self._file = draft_file(self._id, self._sources, self.ranks.all, self.ranks.here)
 
     @property
@@ -193,32 +193,34 @@ class _Saving:
         return 0 if self._file is None else self._file.size
 
     def _tensors(self) -> Iterable[torch.Tensor]:
-        """What this rank writes."""
+        """The tensors that this rank writes."""
         return () if self._file is None else self._file.tensors(self._locals)
 
-    def _write(self, stretches: Iterable[Stretch]) -> FileWords | None:
-        """Write this rank's file, if it has any; what the index will say of it."""
+    def _write(self, buffers: Iterable[BlockBuffer]) -> FileRecord | None:
+        """Write this rank's file, if there is one; gives its record for the index."""
         if self._file is None:
             return None
         sums: list[int] = []
-        self._storage.write(self._file.name, self._file.buffers(stretches, sums))
-        return self._file.words(sums)
+        self._storage.write(self._file.name, self._file.buffers(buffers, sums))
+        return self._file.record(sums)
 
-    def _write_copies(self, copies: HostCopies) -> FileWords | None:
+    def _write_copies(self, copies: HostCopies) -> FileRecord | None:
         try:
-            return self._write(copies.stretches())
+            return self._write(copies.buffers())
         finally:
-            copies.give_up()
+            copies.abandon()
 
     def _commit(self, written: Iterable[list[Any] | None]) -> None:
-        """When all have written, the first rank writes the index."""
+        """On the first rank, write the index. Called when all ranks have written."""
         if self.ranks.first:
             assert self._generation is not None
-            found = {rank: FileWords(*words) for rank, words in zip(self.ranks.all, written, strict=True) if words}
+            found = {rank: FileRecord(*record) for rank, record in zip(self.ranks.all, written, strict=True) if record}
             numbers = {rank: number for number, rank in enumerate(found)}
-            tensors = draft_tensors(self._sources, self.ranks.all, numbers)
+            tensors = draft_stored_tensors(self._sources, self.ranks.all, numbers)
             files = list(found.values())
-            self._generation.commit(write_index(self._id, files, tensors, self._words), [file.name for file in files])
+            self._generation.commit(
+                write_index(self._id, files, tensors, self._encoded_state), [file.name for file in files]
+            )
 
     def _clear(self) -> None:
         if self.ranks.first:
@@ -231,26 +233,26 @@ class _Saving:
             self._commit(written)
             self._clear()
 
-        self._telling(both)
+        self._describing_failure(both)
 
     def _discard(self) -> None:
         if self._generation is not None:
             self._generation.discard()
 
-    def _telling(self, work: Callable[[], None]) -> None:
-        """Do what may fail after the commit; the error then says that the checkpoint is there."""
+    def _describing_failure(self, work: Callable[[], None]) -> None:
+        """Run ``work``; an error after the commit says that the checkpoint exists."""
         try:
             work()
         except Exception as error:
             self._raise(error)
 
     def _raise(self, error: Exception) -> NoReturn:
-        told = told_of(error, self._storage, self._id) if hasattr(self, "_id") else error
-        raise told from (error.__cause__ if told is error else error)
+        described = describe_failure(error, self._storage, self._id) if hasattr(self, "_id") else error
+        raise described from (error.__cause__ if described is error else error)
 
     def _in_step(self, work: Callable[[], Any]) -> tuple[Any, list[Any]]:
         def done() -> tuple[Any, Fields, Any]:
             value = work()
-            return value, {}, list(value) if isinstance(value, FileWords) else None
+            return value, {}, list(value) if isinstance(value, FileRecord) else None
 
         return self.ranks.in_step(done)

@@ -1,4 +1,4 @@
-"""`Snapshot`: a state that is to be written, as one rank has it, and what the ranks must agree on."""
+"""`Snapshot`: a state to be written, as one rank has it, and what the ranks must agree on."""
 
 from __future__ import annotations
 
@@ -8,74 +8,74 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise import settings
-from shardwise.archive import nest
-from shardwise.archive.nest import Kind, Node
-from shardwise.archive.values import encode
+from shardwise.checkpoint.archive import state_tree
+from shardwise.checkpoint.archive.state_json import encode_tree
+from shardwise.checkpoint.archive.state_tree import Node, NodeKind
 from shardwise.checkpoint.local import Local
-from shardwise.checkpoint.optimizers import content_of
+from shardwise.checkpoint.optimizers import object_state
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.sharing_out import Source
+from shardwise.checkpoint.write_assignment import Source
+from shardwise.comm.group import Fields
 from shardwise.errors import RankMismatchError
-from shardwise.process_group import Fields
 
-Ties = list[list[int]]  # pairs of tensors by number, the later one first
+Ties = list[list[int]]  # pairs of numbers of tensors, the later one first
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The tree of a state, and its tensors in order, each with what is here of it."""
+    """The tree of a state, and its tensors in order, each with its local boxes."""
 
     tree: Node
-    paths: Sequence[nest.Path]
+    paths: Sequence[state_tree.Path]
     nodes: Sequence[Node]
     locals: Sequence[Local]
 
     @staticmethod
     def of(state: Any, ranks: Ranks) -> Snapshot:
-        """What a state is now, or a `CheckpointError` that names the entry that cannot be saved."""
-        return Snapshot.of_tree(nest.parse(state, lambda owner, _: content_of(owner)), ranks)
+        """The snapshot of a state; raises a `CheckpointError` that names an entry that cannot be saved."""
+        return Snapshot.of_tree(state_tree.parse_state(state, lambda owner, _: object_state(owner)), ranks)
 
     @staticmethod
     def of_tree(tree: Node, ranks: Ranks) -> Snapshot:
-        """The same of a state whose objects have given their state dicts."""
-        found = [(path, node) for path, node in tree.walk() if node.kind is Kind.TENSOR]
-        locals_ = [Local.of(nest.name_of(path), node.own, ranks) for path, node in found]
+        """The snapshot of a parsed state."""
+        found = [(path, node) for path, node in tree.walk() if node.kind is NodeKind.TENSOR]
+        locals_ = [Local.of(state_tree.entry_name(path), node.value, ranks) for path, node in found]
         return Snapshot(tree, [path for path, _ in found], [node for _, node in found], locals_)
 
     def fields(self) -> dict[str, object]:
-        """What must be the same on every rank: first each entry, then how they are nested."""
+        """What must be the same on every rank: each entry, then the containers."""
         entries: dict[str, object] = {}
         containers: dict[str, object] = {}
         tensors = iter(self.locals)
         for path, node in self.tree.walk():
-            name = repr(nest.name_of(path))
-            if node.kind is Kind.TENSOR:
+            name = repr(state_tree.entry_name(path))
+            if node.kind is NodeKind.TENSOR:
                 entries[name] = _description(next(tensors))
-            elif node.kind is Kind.VALUE:
-                entries[name] = f"{type(node.own).__name__} {encode(node, lambda _: '')!r}"
+            elif node.kind is NodeKind.VALUE:
+                entries[name] = f"{type(node.value).__name__} {encode_tree(node, lambda _: '')!r}"
             else:
                 containers[f"{name} (as a whole)"] = f"a {node.kind.value} of {list(node.children)}"
         return {**entries, **containers}
 
     def checksums(self) -> list[int]:
-        """What the bytes of each plain tensor come to, which must be the same on every rank."""
+        """The checksums of all plain tensors, which must be the same on every rank."""
         return [local.checksum() for local in self.locals if local.plain]
 
-    def require_same_content(self, told: Sequence[Sequence[int]], ranks: Ranks, done: str = "saved") -> None:
-        """Raise unless these checksums, as each rank has told them, are the same."""
+    def require_same_content(self, checksums: Sequence[Sequence[int]], ranks: Ranks, done: str = "saved") -> None:
+        """Raise unless all ranks have the same checksums."""
         plain = [path for path, local in zip(self.paths, self.locals, strict=True) if local.plain]
-        for path, first, *others in zip(plain, *told, strict=True):
+        for path, first, *others in zip(plain, *checksums, strict=True):
             different = [rank for rank, other in zip(ranks.all[1:], others, strict=True) if other != first]
             if different:
                 raise RankMismatchError(
-                    f"'{nest.name_of(path)}' is a plain tensor, and its content is not the same on rank "
+                    f"'{state_tree.entry_name(path)}' is a plain tensor, and its content is not the same on rank "
                     f"{different[0]} as on rank {ranks.all[0]}; nothing was {done}. A plain tensor is one value for "
                     "all ranks: broadcast it, or if each rank has its own, make all of them one ShardedTensor, or give "
                     "them under a name for each rank that every rank has"
                 )
 
     def ties(self) -> Ties:
-        """Tensors that have the same memory here as an earlier one."""
+        """The tensors that share their local memory with an earlier one."""
         first: dict[Any, int] = {}
         found = []
         for number, local in enumerate(self.locals):
@@ -85,12 +85,12 @@ class Snapshot:
                 found.append([number, earlier])
         return found
 
-    def tie(self, said: Sequence[Ties], ranks: Ranks) -> list[int]:
-        """For each tensor the first one that it is tied to, given what each rank said of its memory.
+    def tie(self, ties_by_rank: Sequence[Ties], ranks: Ranks) -> list[int]:
+        """For each tensor the first one that it is tied to (or itself), given the ties on each rank.
 
-        Two are tied if every rank that holds anything of them says so; a rank without shards cannot know.
+        Two tensors are tied if they are tied on every rank that holds any of their elements.
         """
-        pairs = [{(later, earlier) for later, earlier in ties} for ties in said]
+        pairs = [{(later, earlier) for later, earlier in ties} for ties in ties_by_rank]
         first = list(range(len(self.locals)))
         for later, earlier in sorted(set().union(*pairs)):
             layout = self.locals[later].layout
@@ -100,22 +100,24 @@ class Snapshot:
         return first
 
     def sources(self, first: Sequence[int]) -> dict[int, Source]:
-        """The tensors to be written, by number: those that are tied to no earlier one."""
+        """The tensors to write, by number: all that are tied to no earlier one."""
         names: set[str] = set()
         found: dict[int, Source] = {}
         for number, (path, local) in enumerate(zip(self.paths, self.locals, strict=True)):
             if first[number] == number:
-                name = nest.name_of(path)
-                while name in names:  # keys 1 and "1", or strokes in keys
+                name = state_tree.entry_name(path)
+                while name in names:  # for keys 1 and "1", or slashes in keys
                     name += "'"
                 names.add(name)
                 found[number] = Source(name, local.dtype, local.layout.size, None if local.plain else local.layout)
         return found
 
 
-def agreed(state: Any, ranks: Ranks, prepare: Callable[[], Any]) -> tuple[Snapshot, list[int], Any]:
-    """The state, if all ranks have the same; for each tensor the first one that it is tied to; and what the first rank
-    brings from what is to be done when its state is known. Every rank calls it."""
+def agree_on_state(state: Any, ranks: Ranks, prepare: Callable[[], Any]) -> tuple[Snapshot, list[int], Any]:
+    """The state, the first tensor that each tensor is tied to, and what ``prepare`` gives on the first rank.
+
+    Every rank calls this; raises on every rank unless all have the same state.
+    """
     checks = settings.current().validate and len(ranks.all) > 1
     sums: list[int] = []
 
@@ -125,7 +127,7 @@ def agreed(state: Any, ranks: Ranks, prepare: Callable[[], Any]) -> tuple[Snapsh
         return snapshot, snapshot.fields(), (prepare(), snapshot.ties(), zlib.crc32(repr(sums).encode()))
 
     snapshot, brought = ranks.in_step(work)
-    if len({total for _, _, total in brought}) > 1:  # now it is worth to tell all of them
+    if len({total for _, _, total in brought}) > 1:  # find out which tensor differs
         snapshot.require_same_content(ranks.in_step(lambda: (None, {}, sums))[1], ranks)
     return snapshot, snapshot.tie([ties for _, ties, _ in brought], ranks), brought[0][0]
 

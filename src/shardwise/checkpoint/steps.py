@@ -1,4 +1,4 @@
-"""`Checkpoints`: the checkpoints of one training, by the number of its steps, of which the last ones are kept."""
+"""`Checkpoints`: the numbered checkpoints of one training, of which the last ones are kept."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, SupportsIndex
 
 from torch.distributed import ProcessGroup
 
-from shardwise.archive.index_file import INDEX, OWN_FILE, index_text, parse_index
+from shardwise.checkpoint.archive.index_file import INDEX, OWN_FILE, index_text, parse_index
 from shardwise.checkpoint.background import SaveHandle
-from shardwise.checkpoint.generation import LONG
+from shardwise.checkpoint.generation import STALE_AFTER
 from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.saving import save_then
+from shardwise.checkpoint.storage import Storage, storage_at
+from shardwise.comm.group import Fields
 from shardwise.errors import CheckpointError, DamageError
-from shardwise.process_group import Fields
-from shardwise.storage import Storage, storage_at
 
 NAME = re.compile(r"step-(\d{8,})")
 
@@ -63,7 +63,7 @@ class Checkpoints:
         self.keep, self.every = keep, every
         self._wait, self._max_bytes, self._group = wait, max_bytes, process_group
         self._handle: SaveHandle | None = None
-        self._damaged: set[int] = set()  # those that could not be loaded
+        self._damaged: set[int] = set()  # steps whose checkpoint could not be loaded
 
     def __repr__(self) -> str:
         return f"Checkpoints('{self.storage}', keep={self.keep}, every={self.every})"
@@ -77,23 +77,23 @@ class Checkpoints:
     # Looking --------------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """The steps of which there is a whole checkpoint, in order."""
+        """The steps with a whole checkpoint, in order."""
         return [step for step in self._numbered() if self._is_whole(step)]
 
     @property
     def latest(self) -> int | None:
-        """The last step of which there is a whole checkpoint, or None."""
+        """The last step with a whole checkpoint, or None."""
         return next((step for step in reversed(self._numbered()) if self._is_whole(step)), None)
 
     def at(self, step: int) -> Storage:
-        """Where the checkpoint of a step lies, which `shardwise.load` and `shardwise.verify` take."""
+        """The storage of the checkpoint of a step, for `shardwise.load` and `shardwise.verify`."""
         return self.storage.within(f"step-{step:08d}")
 
     def _numbered(self) -> list[int]:
         return sorted(int(found[1]) for name in self.storage.folders() if (found := NAME.fullmatch(name)))
 
     def _is_whole(self, step: int) -> bool:
-        """Whether the index is there and what was written, and all files that it speaks of."""
+        """Whether the index is valid and all its files exist."""
         place = self.at(step)
         with suppress(CheckpointError):
             return set(parse_index(index_text(place), place).files) <= set(place.names())
@@ -102,9 +102,9 @@ class Checkpoints:
     # Saving ---------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: Any, *, force: bool = False) -> bool:
-        """Save a state if its step is one of those that are saved, or with ``force``; whether it is.
+        """Save a state at every ``every``-th step, or with ``force``; gives whether it does.
 
-        Raises what went wrong with the save before, if that was in the background and nobody asked.
+        Raises the error of the save before, if that was in the background and nobody has seen it.
         """
         if not _counts(step, 0):
             raise CheckpointError(f"steps are numbered by whole numbers from 0 on; found {step!r}")
@@ -136,39 +136,39 @@ class Checkpoints:
         return True
 
     def wait(self) -> None:
-        """Return when the last save is there; raise, on every rank, what went wrong with it."""
+        """Return when the last save is done; raise its error, on every rank, if it failed."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
 
     def _remove_old(self, saved: int) -> None:
-        """On the first rank, when a checkpoint is there: remove what is not kept."""
-        self._damaged.discard(saved)  # what was damaged there has been replaced
+        """On the first rank, after a save: remove the checkpoints that are not kept."""
+        self._damaged.discard(saved)  # the save has replaced a damaged one
         numbered = self._numbered()
         whole = [step for step in numbered if step != saved and step not in self._damaged and self._is_whole(step)]
         kept = {saved, *(whole if self.keep is None else whole[max(len(whole) - self.keep + 1, 0) :])}
         for step in numbered:
             if step in self._damaged or (step in whole and step not in kept) or (step not in whole and step < saved):
-                with suppress(CheckpointError):  # a later save will
+                with suppress(CheckpointError):  # the next save tries again
                     self._remove(step, half=step not in whole and step not in self._damaged)
         self._damaged.clear()
 
     def _remove(self, step: int, *, half: bool) -> None:
-        """Remove a checkpoint, the index first, so that what is left of it if this ends is not taken for one.
+        """Remove a checkpoint, its index first, so that the rest is never taken for a checkpoint.
 
-        Half of one may be somebody's who is writing it.
+        ``half`` says that it has no valid index: another job may be writing it.
         """
         place = self.at(step)
         with place.writing() as alone:
             names = [name for name in place.names() if OWN_FILE.fullmatch(name)]
-            if half and not alone and any(place.seconds_since(name) < LONG for name in names):
+            if half and not alone and any(place.seconds_since(name) < STALE_AFTER for name in names):
                 return
             place.remove([INDEX])
             place.remove(names)
-        place.remove([])  # the folder, which held the lock until now
+        place.remove([])  # the folder, which held the lock
 
     def remove_after(self, step: int) -> None:
-        """Remove the checkpoints of all later steps, so that training goes on from this one."""
+        """Remove the checkpoints of all later steps, so that training resumes from this one."""
         ranks = Ranks.of(self._group, "Checkpoints.remove_after")
 
         def work() -> tuple[None, Fields, None]:
@@ -186,7 +186,7 @@ class Checkpoints:
     # Loading --------------------------------------------------------------------------------------------------------
 
     def load(self, state: Any, step: int | None = None, **options: Any) -> Any:
-        """Fill a state from the checkpoint of a step, by default the latest; the options are those of `load`."""
+        """Fill a state from the checkpoint of a step, by default the latest. Options are those of `load`."""
         ranks = Ranks.of(self._group, "Checkpoints.load")
 
         def find() -> tuple[None, Fields, int | None]:
@@ -200,9 +200,9 @@ class Checkpoints:
         return load(state, self.at(found), process_group=self._group, **options)
 
     def resume(self, state: Any, **options: Any) -> int | None:
-        """Fill a state from the latest checkpoint and give its step; None, and the state as it is, if there is none.
+        """Fill a state from the latest checkpoint and give its step; None, without changes, if there is none.
 
-        Of one that is damaged it warns, and takes the one before; it is removed when a new one is there.
+        Skips a damaged checkpoint with a warning; the next save removes it.
         """
         ranks = Ranks.of(self._group, "Checkpoints.resume")
 
@@ -231,7 +231,7 @@ class Checkpoints:
 
 
 def _counts(value: SupportsIndex, least: int) -> bool:
-    """Whether it is a whole number, also one of numpy or in a tensor, and not too small."""
+    """Whether a value is a whole number (also of numpy or in a tensor) of at least ``least``."""
     try:
         return operator.index(value) >= least
     except TypeError:

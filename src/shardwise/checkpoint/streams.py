@@ -1,6 +1,6 @@
-"""The bytes of local tensors as they are written: in stretches of whole blocks, each of about a block.
+"""The bytes of local tensors for a file, in buffers of whole blocks.
 
-Either straight from the tensors' memory, or from copies in host memory, so that the tensors may change meanwhile.
+`stream_tensors` uses the tensors' own memory. `HostCopies` are copies, so that the tensors may change meanwhile.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 
 import torch
 
-from shardwise.archive.blocks import BLOCK, Blocks
-from shardwise.archive.memory import STAGED, buffer_of, lies_plain
+from shardwise.checkpoint.archive.blocks import BLOCK, Blocks
+from shardwise.checkpoint.archive.memory import STAGING_BYTES, has_plain_bytes, tensor_buffer
+from shardwise.comm.transfer.views import as_bytes, resolved, view_of
 from shardwise.errors import CheckpointError
-from shardwise.transfer.views import as_bytes, resolved, view_of
 
-SMALL = BLOCK // 16  # bytes of a block that is written together with others
-CHUNK = 16 * 2**20  # bytes of the copies that are made and written at a time
+SMALL = BLOCK // 16  # bytes of a block that is joined with others
+CHUNK = 16 * 2**20  # bytes of a chunk of copies
 
-Stretch = tuple[memoryview, list[int]]  # bytes, and the lengths of the blocks that they are
+BlockBuffer = tuple[memoryview, list[int]]  # bytes, and the lengths of the blocks in them
 
 
-def lying(tensors: Iterable[torch.Tensor]) -> Iterator[Stretch]:
-    """Tensors as they lie; a stretch is done with when the next one is asked for."""
+def stream_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[BlockBuffer]:
+    """The bytes of tensors. Each buffer is valid until the next one is requested."""
     small, used, lengths = bytearray(BLOCK), 0, list[int]()
     for tensor in tensors:
-        for memory, of_blocks in _in_memory(tensor):
+        for memory, block_lengths in _in_memory(tensor):
             begin = 0
-            for length in of_blocks:
+            for length in block_lengths:
                 block, begin = memory[begin : begin + length], begin + length
                 if lengths and (length > SMALL or used + length > BLOCK):
                     yield memoryview(small)[:used], lengths
@@ -45,18 +45,18 @@ def lying(tensors: Iterable[torch.Tensor]) -> Iterator[Stretch]:
         yield memoryview(small)[:used], lengths
 
 
-def _in_memory(tensor: torch.Tensor) -> Iterator[Stretch]:
-    """A tensor in the memory of the CPU: as it lies, or copies of a part at a time."""
-    if lies_plain(tensor):
-        yield buffer_of(tensor), _lengths(tensor)
+def _in_memory(tensor: torch.Tensor) -> Iterator[BlockBuffer]:
+    """A tensor in CPU memory: its own memory, or copies of one part at a time."""
+    if has_plain_bytes(tensor):
+        yield tensor_buffer(tensor), _lengths(tensor)
         return
     for part in _parts(tensor):
-        yield buffer_of(part.contiguous().cpu()), _lengths(part)
+        yield tensor_buffer(part.contiguous().cpu()), _lengths(part)
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """A tensor in parts of whole blocks."""
-    for offsets, sizes in Blocks.of(tensor.shape, tensor.element_size()).parts(STAGED // tensor.element_size()):
+    for offsets, sizes in Blocks.of(tensor.shape, tensor.element_size()).parts(STAGING_BYTES // tensor.element_size()):
         yield resolved(view_of(tensor, offsets, sizes))
 
 
@@ -69,7 +69,7 @@ def _lengths(tensor: torch.Tensor) -> list[int]:
 
 @dataclass
 class _Pool:
-    """Chunks of host memory that are used again, pinned ones and others."""
+    """Chunks of host memory for reuse, pinned and pageable."""
 
     free: dict[bool, list[torch.Tensor]] = field(default_factory=lambda: {True: [], False: []})
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -89,29 +89,29 @@ _pool = _Pool()
 
 
 class HostCopies:
-    """Copies of tensors on their way to a file: one thread makes them, another reads their stretches.
+    """Copies of tensors in host memory: one thread copies, another one writes.
 
-    They never take more than ``max_bytes`` (at least two chunks): to make more, one waits until some are written.
-    Until then, or until all are made, nothing is written, which would only slow down the one who waits for the copies.
+    The copies never take more than ``max_bytes`` (at least two chunks): then `copy` waits until some are written. Until
+    then, or until all copies are made, `buffers` waits, so that writing does not slow down the copying.
     """
 
     def __init__(self, max_bytes: int | None) -> None:
-        self._made: queue.SimpleQueue[tuple[torch.Tensor, list[int], Any] | None] = queue.SimpleQueue()
+        self._copied: queue.SimpleQueue[tuple[torch.Tensor, list[int], Any] | None] = queue.SimpleQueue()
         self._room = None if max_bytes is None else threading.Semaphore(max(max_bytes // CHUNK, 2))
-        self._given_up = threading.Event()
-        self._failure: BaseException | None = None  # of the one who copies
-        self._full = threading.Event()  # whether all are made, or no more can be before some are written
+        self._abandoned = threading.Event()
+        self._failure: BaseException | None = None  # of `copy`
+        self._full = threading.Event()  # set when all copies are made, or memory is used up
         self._chunk: torch.Tensor | None = None
         self._lengths: list[int] = []
         self._used = 0
-        self._last: Any = None  # the event after which the last copy is made
-        self._stream: torch.cuda.Stream | None = None  # that of the last copy
+        self._last: Any = None  # the CUDA event of the last copy
+        self._stream: torch.cuda.Stream | None = None  # of the last copy
 
-    def make(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copy these; when it returns they may change."""
+    def copy(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Copy tensors, which may change afterwards."""
         try:
             for tensor in tensors:
-                if self._given_up.is_set():  # nobody writes any more, and why is told elsewhere
+                if self._abandoned.is_set():  # the writer has failed, and has reported it
                     return
                 plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
                 for part in [tensor] if plain else _parts(tensor):
@@ -123,7 +123,7 @@ class HostCopies:
             self._failure = error
             raise
         finally:
-            self._made.put(None)
+            self._copied.put(None)
             self._full.set()
 
     def _copy(self, flat: torch.Tensor, lengths: list[int]) -> None:
@@ -143,54 +143,54 @@ class HostCopies:
             self._used, begin, first = self._used + total, begin + total, end
 
     def _record(self, stream: torch.cuda.Stream) -> None:
-        """Note when the last copy is made. Its device need not be the current one, nor that of the copy before."""
+        """Record the event of the last copy. Copies may come from several devices."""
         if self._last is not None and stream != self._stream:
-            self._last.synchronize()  # an event tells of one stream
+            self._last.synchronize()  # an event covers one stream
         self._stream, self._last = stream, stream.record_event()
 
     def _take(self, *, pinned: bool) -> torch.Tensor:
         if self._room is not None and not self._room.acquire(blocking=False):
             self._full.set()
-            while not self._room.acquire(timeout=0.1) and not self._given_up.is_set():
+            while not self._room.acquire(timeout=0.1) and not self._abandoned.is_set():
                 pass
         return _pool.take(pinned)
 
     def _ship(self) -> None:
         if self._chunk is not None:
-            self._made.put((self._chunk, self._lengths, self._last))
+            self._copied.put((self._chunk, self._lengths, self._last))
         self._chunk, self._lengths, self._used = None, [], 0
 
-    def stretches(self) -> Iterator[Stretch]:
-        """The copies, as they are made; each is used again when the next one is asked for. Raises if not all were."""
+    def buffers(self) -> Iterator[BlockBuffer]:
+        """The copies in order. Each buffer is valid until the next one is requested. Raises if copying failed."""
         self._full.wait()
-        while (made := self._made.get()) is not None:
+        while (made := self._copied.get()) is not None:
             chunk, lengths, event = made
             if event is not None:
                 event.synchronize()
-            memory, begin = buffer_of(chunk), 0
-            for total, together in _joined(lengths):
+            memory, begin = tensor_buffer(chunk), 0
+            for total, together in _batch_lengths(lengths):
                 yield memory[begin : begin + total], together
                 begin += total
-            self._done(chunk)
+            self._recycle(chunk)
         if self._failure is not None:
             raise CheckpointError(f"the tensors could not be copied: {self._failure}") from self._failure
 
-    def give_up(self) -> None:
-        """Nobody reads the copies any more."""
-        self._given_up.set()
-        while not self._made.empty():
-            made = self._made.get()
+    def abandon(self) -> None:
+        """Drop all copies: nobody will write them."""
+        self._abandoned.set()
+        while not self._copied.empty():
+            made = self._copied.get()
             if made is not None:
-                self._done(made[0])
+                self._recycle(made[0])
 
-    def _done(self, chunk: torch.Tensor) -> None:
+    def _recycle(self, chunk: torch.Tensor) -> None:
         _pool.give(chunk)
         if self._room is not None:
             self._room.release()
 
 
-def _joined(lengths: list[int]) -> Iterator[tuple[int, list[int]]]:
-    """Lengths of blocks in lists of about a block together, each with its sum."""
+def _batch_lengths(lengths: list[int]) -> Iterator[tuple[int, list[int]]]:
+    """The lengths in lists that sum up to about a block, each with its sum."""
     total, found = 0, list[int]()
     for length in lengths:
         if found and total + length > BLOCK:

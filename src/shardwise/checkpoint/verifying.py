@@ -1,4 +1,4 @@
-"""`verify`: every byte of a checkpoint against its checksums, without a model."""
+"""`verify`: checks every byte of a checkpoint against its checksums, without a model."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.archive import Archive, StoredTensor, open_archive, read_index
-from shardwise.archive.blocks import Blocks
-from shardwise.archive.slabs import slabs_of
+from shardwise.checkpoint.archive import Archive, StoredTensor, open_archive, read_index
+from shardwise.checkpoint.archive.blocks import Blocks
+from shardwise.checkpoint.archive.slabs import slabs_of
+from shardwise.checkpoint.storage import Storage
 from shardwise.errors import CheckpointError, DamageError
-from shardwise.geometry import Boxes
-from shardwise.storage import Storage
+from shardwise.layout.geometry import Boxes
 
-PART = 16 * 2**20  # bytes that are read at a time
+PART = 16 * 2**20  # bytes read at a time
 MOST_LISTED = 20
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What was found whole."""
+    """A checkpoint that was found whole."""
 
     format: str
     tensors: int
     files: int
     bytes: int  # of tensors
-    checksums: bool  # whether the format has any; else only names, sizes and places were checked
+    checksums: bool  # whether the format has any; else only names, sizes and locations were checked
 
 
-def verify(path: str | os.PathLike[str] | Storage, *, told: Callable[[int], object] = lambda _: None) -> Verified:
+def verify(path: str | os.PathLike[str] | Storage, *, on_read: Callable[[int], object] = lambda _: None) -> Verified:
     """Read all of a checkpoint and compare every block with its checksum. No communication, and no model.
 
-    Raises one `CheckpointError` with all that is damaged: tensors, boxes and files. ``told`` is called with numbers of
-    bytes as they are read.
+    Raises one `CheckpointError` that lists all damage: tensors, boxes and files. ``on_read`` is called with the bytes
+    of each read.
 
     >>> import tempfile, torch, shardwise
     >>> path = tempfile.mkdtemp()
@@ -43,11 +43,11 @@ def verify(path: str | os.PathLike[str] | Storage, *, told: Callable[[int], obje
     Verified(format='shardwise', tensors=1, files=1, bytes=64, checksums=True)
     """
     with open_archive(path) as archive:
-        archive.told = told
+        archive.on_read = on_read
         index = archive.index
-        damage = [*_of_files(archive), *_of_tensors(archive)]
-        if damage and read_index(path).id != index.id:  # it was replaced meanwhile
-            return verify(path, told=told)
+        damage = [*_damaged_files(archive), *_damaged_tensors(archive)]
+        if damage and read_index(path).id != index.id:  # the checkpoint was replaced meanwhile
+            return verify(path, on_read=on_read)
         if damage:
             shown = "\n  ".join(dict.fromkeys(damage[:MOST_LISTED]))
             more = f"\n  and {len(damage) - MOST_LISTED} more" if len(damage) > MOST_LISTED else ""
@@ -56,8 +56,8 @@ def verify(path: str | os.PathLike[str] | Storage, *, told: Callable[[int], obje
         return Verified(index.format, len(index.tensors), len(index.files), total, index.sums is not None)
 
 
-def _of_files(archive: Archive) -> Iterator[str]:
-    """What is wrong with files as such."""
+def _damaged_files(archive: Archive) -> Iterator[str]:
+    """What is wrong with the sizes and headers of files."""
     for name in archive.index.files:
         try:
             archive.header(name) if archive.index.sums is not None else archive.file(name)
@@ -65,14 +65,14 @@ def _of_files(archive: Archive) -> Iterator[str]:
             yield _short(error, archive)
 
 
-def _of_tensors(archive: Archive) -> Iterator[str]:
-    """What is wrong with the bytes of tensors: many small ones are read together, and one by one if something is."""
+def _damaged_tensors(archive: Archive) -> Iterator[str]:
+    """What is wrong with the bytes of tensors. Small ones are read together, and one by one if that fails."""
     batch: list[tuple[StoredTensor, Boxes]] = []
     total = 0
     for stored in archive.index.tensors.values():
         for row in stored.layout.pattern.filled.tolist():
             try:
-                archive.spot(stored, row)
+                archive.locate(stored, row)
             except CheckpointError as error:
                 yield _short(error, archive)
                 continue
@@ -80,33 +80,33 @@ def _of_tensors(archive: Archive) -> Iterator[str]:
                 batch.append((stored, part))
                 total += int(part.volumes[0]) * stored.dtype.itemsize
                 if total >= PART:
-                    yield from _of_parts(archive, batch)
+                    yield from _damaged_parts(archive, batch)
                     batch, total = [], 0
-    yield from _of_parts(archive, batch)
+    yield from _damaged_parts(archive, batch)
 
 
 def _parts(stored: StoredTensor, row: int) -> Iterator[Boxes]:
-    """A stored box in parts of whole blocks."""
+    """A stored box, in parts of whole blocks."""
     (first, extent), itemsize = stored.box(row), stored.dtype.itemsize
     for offsets, sizes in Blocks.of(extent, itemsize).parts(PART // itemsize):
         begin = [one + other for one, other in zip(first, offsets, strict=True)]
         yield Boxes.parse([begin], [sizes], len(sizes))
 
 
-def _of_parts(archive: Archive, parts: Sequence[tuple[StoredTensor, Boxes]]) -> Iterator[str]:
+def _damaged_parts(archive: Archive, parts: Sequence[tuple[StoredTensor, Boxes]]) -> Iterator[str]:
     try:
-        made = [torch.empty(part.sizes[0].tolist(), dtype=stored.dtype) for stored, part in parts]
-        pairs = zip(parts, made, strict=True)
+        memories = [torch.empty(part.sizes[0].tolist(), dtype=stored.dtype) for stored, part in parts]
+        pairs = zip(parts, memories, strict=True)
         archive.fill(slab for (stored, part), memory in pairs for slab in slabs_of(stored, part, [memory]))
     except CheckpointError as error:
         if len(parts) == 1:
             yield _short(error, archive)
             return
         for part in parts:
-            yield from _of_parts(archive, [part])
+            yield from _damaged_parts(archive, [part])
 
 
 def _short(error: CheckpointError, archive: Archive) -> str:
-    """What an error says beside that the checkpoint is damaged."""
-    said = str(error).removeprefix(f"'{archive.storage}' is damaged").lstrip(":, ")
-    return said.removesuffix(". Copy the file again, or take another checkpoint")
+    """The error without the words that all of them share."""
+    message = str(error).removeprefix(f"'{archive.storage}' is damaged").lstrip(":, ")
+    return message.removesuffix(". Copy the file again, or take another checkpoint")

@@ -11,6 +11,10 @@ Or without touching the program::
 
     python -m shardwise.dropin train.py --steps 100
     python -m shardwise.dropin -m torch.distributed.run --nproc-per-node 4 train.py
+
+Files: `table` (old names and ours), `modules` and `finder` (the old modules in memory, and their import),
+`installation`, `corrections` (patches of torch), `old_functions`, `old_pickles`, `children` and `startup` (started
+processes).
 """
 
 from shardwise.dropin.installation import install, is_installed, uninstall

@@ -1,4 +1,4 @@
-"""`python -m shardwise.dropin`: run a script or a module with shardwise in the place of `torch.distributed._shard`."""
+"""`python -m shardwise.dropin`: runs a script or a module with shardwise in the place of `torch.distributed._shard`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 
-from shardwise.dropin import install
+from shardwise.dropin.installation import install
 
 USAGE = """usage: python -m shardwise.dropin script.py [argument ...]
        python -m shardwise.dropin -m module [argument ...]
@@ -15,7 +15,7 @@ Runs the script or module as Python would, with shardwise in the place of torch.
 process that is started from there, such as the workers of torch.distributed.run."""
 
 
-def main(arguments: list[str]) -> None:
+def run_with_dropin(arguments: list[str]) -> None:
     """Install the drop-in and run what is named by the first argument, or by the one after ``-m``."""
     by_name = arguments[:1] == ["-m"]
     arguments = arguments[1:] if by_name else arguments
@@ -33,4 +33,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_with_dropin(sys.argv[1:])

@@ -1,7 +1,7 @@
-"""Processes that are started from here: they find the drop-in through `PYTHONPATH`.
+"""Child processes find the drop-in through `PYTHONPATH`.
 
-What starts a Python (`multiprocessing` with spawn or forkserver, torchrun, `subprocess`) hands its environment on, so
-the folder `startup` in front of `PYTHONPATH` reaches all of them, and theirs. A forked process has the modules already.
+Child processes (of `multiprocessing` with spawn or forkserver, torchrun, `subprocess`) inherit the environment, so the
+folder `startup` at the front of `PYTHONPATH` reaches all of them. A forked process has the modules already.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ VARIABLE = "PYTHONPATH"
 
 
 def include() -> None:
-    """Let every Python that is started from now on put shardwise in the place of the old system."""
+    """Install the drop-in in all Python processes that are started from now on."""
     os.environ[VARIABLE] = os.pathsep.join([STARTUP, *_others()])
 
 
 def exclude() -> None:
-    """Leave those that are started from now on alone."""
+    """Do not install the drop-in in processes that are started from now on."""
     others = _others()
     if others:
         os.environ[VARIABLE] = os.pathsep.join(others)
@@ -28,6 +28,6 @@ def exclude() -> None:
 
 
 def _others() -> list[str]:
-    """What else is on the path, as it is: an empty entry stands for the folder that a Python is started in."""
+    """The other entries of the path; an empty entry is the working directory."""
     path = os.environ.get(VARIABLE, "")
     return [entry for entry in path.split(os.pathsep) if entry != STARTUP] if path else []

@@ -1,8 +1,8 @@
-"""Two functions of torch outside the old system misjudge sharded tensors: while installed, ours are in their place.
+"""Patches of two functions of torch outside the old system, while the drop-in is installed.
 
-One puts whole tensors together for a full state dict, and takes each to be cut into even chunks of its first dim. The
-other prepares a state for a checkpoint, and forgets the tensors that a rank has no shards of, which a load then takes
-for a sign of an old format. Neither asks anything that a tensor could answer for itself.
+`_all_gather_sharded_tensor` gathers tensors for a full state dict, and assumes even chunks of the first dim.
+`_flatten_sharded_tensors` prepares a state for a checkpoint, and drops tensors without local shards, which a load then
+takes for an old format.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from shardwise.interop.loading import Function, replace_when_loaded
-from shardwise.sharded_tensor import ShardedTensor
+from shardwise.interop.patching import Function, replace_when_loaded
+from shardwise.tensor import ShardedTensor
 
 
 def gathering(theirs: Function) -> Callable[..., torch.Tensor]:
-    """What puts a sharded tensor together for a full state dict, however it is cut."""
+    """Gathers a sharded tensor of any layout for a full state dict."""
 
     def gathered(
         sharded_tensor: ShardedTensor, pg: ProcessGroup | None = None, device: torch.device | None = None
     ) -> torch.Tensor:
-        """The whole tensor on every rank of its own group, each of which calls it."""
+        """The whole tensor on every rank of its group. Every rank calls this."""
         whole = sharded_tensor.full_tensor().detach()
         return whole if device is None else whole.to(device)
 
@@ -31,10 +31,10 @@ def gathering(theirs: Function) -> Callable[..., torch.Tensor]:
 
 
 def flattening(theirs: Function) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """What prepares a state for a checkpoint, and keeps what this rank has no shards of."""
+    """Prepares a state for a checkpoint, and keeps tensors without local shards."""
 
     def flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state, with sharded tensors in sharded tensors taken apart."""
+        """The state, with nested sharded tensors flattened."""
         from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict
 
         state: dict[str, Any] = theirs(state_dict)
@@ -49,21 +49,21 @@ def flattening(theirs: Function) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return flattened
 
 
-# By module and name, what makes our function from theirs.
+# The module, the function, and what makes our function from torch's.
 REPLACED: list[tuple[str, str, Callable[[Function], Function]]] = [
     ("torch.distributed._state_dict_utils", "_all_gather_sharded_tensor", gathering),
     ("torch.distributed.checkpoint._sharded_tensor_utils", "_flatten_sharded_tensors", flattening),
 ]
-_undoing: list[Callable[[], None]] = []  # what `stop` does
+_undoing: list[Callable[[], None]] = []  # called by `stop`
 
 
 def start() -> None:
-    """Replace them, now or when they are loaded."""
+    """Patch the functions, now or when their modules are loaded."""
     for module, name, make in REPLACED:
         _undoing.append(replace_when_loaded(module, name, make))
 
 
 def stop() -> None:
-    """Put back what was replaced, and replace no more."""
+    """Undo the patches."""
     while _undoing:
         _undoing.pop()()

@@ -1,7 +1,7 @@
-"""What an import of the old system's modules finds, besides those in memory.
+"""`Finder`: the imports of the old system's modules.
 
-`torch.distributed._shard.checkpoint` is where `torch.distributed.checkpoint` used to be: the old name gives it. What is
-not in the table is not there, and the error says why.
+`torch.distributed._shard.checkpoint` gives `torch.distributed.checkpoint`, which it became. Modules that are not in the
+table raise an error that names the drop-in.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """For a module in memory, itself; for one that has moved, one that gives the other; else an error."""
+        """The spec of a module in memory, or of one that has moved; raises for other modules of the old system."""
         if name != ROOT and not name.startswith(f"{ROOT}."):
             return None
         for old, new in MOVED.items():
             if name == old or name.startswith(f"{old}."):
-                return ModuleSpec(name, Moved(new + name.removeprefix(old)))
+                return ModuleSpec(name, MovedModule(new + name.removeprefix(old)))
         module = sys.modules.get(name)
         if isinstance(module, VirtualModule):
             return module.__spec__
@@ -39,26 +39,26 @@ class Finder(MetaPathFinder):
         )
 
 
-class Moved(Loader):
-    """Gives a module that has another name today."""
+class MovedModule(Loader):
+    """Loads a module under its new name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """An empty one, which is then left."""
+        """None: the default module, which is then replaced."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the other in its place, which is what the import gives then."""
+        """Put the module of the new name into `sys.modules`."""
         sys.modules[module.__name__] = importlib.import_module(self.name)
 
 
 def start() -> None:
-    """Begin to find them, and end the watch of `startup/sitecustomize.py`, whose work is done."""
+    """Add the finder, and remove that of `startup/sitecustomize.py`, whose work is done."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not hasattr(finder, "installs_shardwise")]
     sys.meta_path.insert(0, Finder())
 
 
 def stop() -> None:
-    """Find them no longer."""
+    """Remove the finder."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]

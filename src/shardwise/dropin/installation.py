@@ -1,21 +1,22 @@
-"""Putting shardwise in the place of `torch.distributed._shard`, and taking it away again."""
+"""`install` and `uninstall`: put shardwise in the place of `torch.distributed._shard`, and undo it."""
 
 from __future__ import annotations
 
 import sys
+import warnings
+from types import ModuleType
 
 import torch.distributed
 
 from shardwise import settings
 from shardwise.dropin import children, corrections, finder, old_pickles
-from shardwise.dropin.importers import holders, loaded
 from shardwise.dropin.modules import ROOT, VirtualModule, full_name, make_modules
 from shardwise.errors import DropinError
 
-SHOWN = 6  # importers in an error
+SHOWN = 6  # modules listed in an error
 
 
-# Settings by which the old system differs from this library, in the whole process.
+# Settings of the old system's behaviour, for the whole process.
 OLD_RULES = ("own_batches", "own_draws", "shared_files", "mutable_specs", "outsiders_compare")
 
 
@@ -31,11 +32,11 @@ def install(*, for_children: bool = True) -> None:
     that are made from now on can be changed, as the old ones can. A rank outside of a tensor's group may compare it.
     """
     if not is_installed():
-        if loaded(ROOT):
+        if loaded_modules(ROOT):
             raise DropinError(_too_late())
         for path, module in make_modules().items():
             sys.modules[full_name(path)] = module
-        torch.distributed._shard = sys.modules[ROOT]  # as importing it would
+        torch.distributed._shard = sys.modules[ROOT]  # as an import does
         finder.start()
         corrections.start()
         old_pickles.start()
@@ -56,7 +57,7 @@ def uninstall() -> None:
         finder.stop()
         children.exclude()
         aliases = [name for name, module in sys.modules.items() if isinstance(module, VirtualModule)]
-        for name in dict.fromkeys([*loaded(ROOT), *aliases]):
+        for name in dict.fromkeys([*loaded_modules(ROOT), *aliases]):
             del sys.modules[name]
             parent, _, child = name.rpartition(".")
             if parent in sys.modules:
@@ -69,10 +70,40 @@ def is_installed() -> bool:
 
 
 def _too_late() -> str:
-    names = holders(ROOT)
+    names = modules_holding(ROOT)
     shown = ", ".join(names[:SHOWN]) or "unknown modules"
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return (
         f"{ROOT} is already imported in this process, by {shown}{more}: call shardwise.dropin.install() "
         "before importing them, or start the program with `python -m shardwise.dropin`, which does"
     )
+
+
+def loaded_modules(package: str) -> list[str]:
+    """The names of the loaded modules of a package."""
+    return [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
+
+
+def modules_holding(package: str) -> list[str]:
+    """The loaded modules outside a package that hold something of it; those outside torch first."""
+    inside = set(loaded_modules(package))
+    parent = package.rpartition(".")[0]  # the parent always holds it
+    found, seen = [], set()  # for modules with several names
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # attributes may be deprecated
+        for name, module in list(sys.modules.items()):  # in import order
+            if name not in inside and name != parent and isinstance(module, ModuleType) and id(module) not in seen:
+                seen.add(id(module))
+                held = {_owner(value) for value in list(vars(module).values())}
+                if not inside.isdisjoint(held):
+                    found.append(name)
+    return sorted(found, key=lambda name: name.partition(".")[0] == "torch")
+
+
+def _owner(value: object) -> str:
+    """The name of the module that defines a value, or that it is."""
+    try:
+        owner = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
+    except Exception:  # a proxy that raises
+        return ""
+    return owner if isinstance(owner, str) else ""

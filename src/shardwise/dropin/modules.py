@@ -1,4 +1,4 @@
-"""The old system's modules, made in memory from the table."""
+"""The old system's modules, built in memory from the table."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ class VirtualModule(ModuleType):
 
 
 class InMemory(Loader):
-    """Gives the module that is there; importing it again, or reloading it, changes nothing."""
+    """Gives the module in `sys.modules`; importing or reloading changes nothing."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """The module of that name."""
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
 def full_name(path: str) -> str:
-    """The name under which Python knows a module of the table."""
+    """The full name of a module of the table."""
     return f"{ROOT}.{path}" if path else ROOT
 
 
 def make_modules() -> dict[str, VirtualModule]:
-    """Every module of the table by its path, each an attribute of the one that it lies in."""
+    """Every module of the table by path, each an attribute of its parent."""
     modules = {path: _module(path) for path in TABLE}
     for path, module in modules.items():
         if path:

@@ -1,7 +1,6 @@
-"""Files that the old system wrote with `torch.save`: while installed, `torch.load` accepts them as data too.
+"""`torch.load` with ``weights_only=True`` accepts files of the old system while the drop-in is installed.
 
-With ``weights_only=True`` it knows classes by the names in the file, which are the old ones. Each is ours here, and
-checks what it is filled with before a tensor is made of it.
+The old names in a file become shardwise's classes, which check their content before they make tensors.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import torch
 
 from shardwise.dropin.modules import full_name
 from shardwise.dropin.table import TABLE
-from shardwise.placement import RemoteDevice
-from shardwise.sharded_tensor import ShardedTensor
+from shardwise.layout.placement import RemoteDevice
+from shardwise.tensor import ShardedTensor
 
-# The classes that such files are made of, by the module that the old system defines them in.
+# The classes in such files, with the modules in which the old system defines them.
 WRITTEN = [
     ("metadata", "ShardMetadata"),
     ("sharded_tensor.api", "ShardedTensor"),
@@ -28,12 +27,12 @@ WRITTEN = [
     ("sharding_spec.api", "EnumerableShardingSpec"),
     ("sharding_spec.chunk_sharding_spec", "ChunkShardingSpec"),
 ]
-INNER = "ProcessGroupState"  # a class inside of ShardedTensor, which files reach by `getattr`
-_undoing = ExitStack()  # what `stop` does
+INNER = "ProcessGroupState"  # a class within ShardedTensor, which files reach by `getattr`
+_undoing = ExitStack()  # closed by `stop`
 
 
 def attribute(owner: Any, name: str) -> Any:
-    """What `getattr` gives in a file that is read as data: the one class that is needed, unless it was allowed."""
+    """``getattr`` for files: gives only the class that is needed, unless the user has allowed ``getattr``."""
     if owner is ShardedTensor and name == INNER:
         return ShardedTensor.ProcessGroupState
     if getattr in torch.serialization.get_safe_globals():
@@ -42,7 +41,7 @@ def attribute(owner: Any, name: str) -> Any:
 
 
 def start() -> None:
-    """Accept their names."""
+    """Accept the old names."""
     safe: list[Any] = [(TABLE[path][name], f"{full_name(path)}.{name}") for path, name in WRITTEN]
     safe += [
         (ShardedTensor.ProcessGroupState, f"{full_name('sharded_tensor.api')}.ShardedTensor.{INNER}"),
@@ -53,5 +52,5 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Accept them no longer."""
+    """Stop accepting the old names."""
     _undoing.close()

@@ -1,7 +1,7 @@
-"""`TABLE`: for each module of the old system, which of our objects each of its names is.
+"""`TABLE`: the names of each module of the old system, and shardwise's object for each.
 
-It is all that the drop-in knows of the old system: modules are made from it, the tests compare every name and signature
-with the installed torch, and the guide for migrating is checked against it.
+The modules are built from the table, the tests compare every name and signature with the installed torch, and the
+migration guide is checked against it.
 """
 
 from __future__ import annotations
@@ -9,22 +9,16 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from shardwise import (
-    api,
-    dispatch,
-    metadata,
-    named_parameters,
-    partial,
-    process_group,
-    sharded_optim,
-    sharded_tensor,
-    sharder,
-    sharding_plan,
-    sharding_spec,
-)
-from shardwise.dropin import records, resharding
-from shardwise.sharded_tensor import assembly, joining, remote, shard
-from shardwise.sharding_spec import chunking, enumerable
+from shardwise import nn as api
+from shardwise import tensor as sharded_tensor
+from shardwise.comm import group
+from shardwise.dropin import old_functions
+from shardwise.layout import metadata
+from shardwise.layout import specs as sharding_spec
+from shardwise.layout.specs import chunking, enumerable
+from shardwise.nn import optim as sharded_optim
+from shardwise.nn import parameters, sharding_plan
+from shardwise.tensor import assembly, dispatch, metadata_merge, partial, remote, shard
 
 LOGGER = "shardwise"
 
@@ -75,30 +69,27 @@ _FACTORIES = {
 }
 _OPTIMIZERS = {
     "ShardedOptimizer": sharded_optim.ShardedOptimizer,
-    "named_params_with_sharded_tensor": named_parameters.named_params_with_sharded_tensor,
+    "named_params_with_sharded_tensor": parameters.named_params_with_sharded_tensor,
 }
 
 _VERBS = {
     "_shard_tensor": sharded_tensor.shard_tensor,
     "shard_parameter": api.shard_parameter,
     "shard_module": api.shard_module,
-    "load_with_process_group": process_group.load_with_process_group,
+    "load_with_process_group": group.load_with_process_group,
 }
-_PLANS = {
-    "ShardingPlan": sharding_plan.ShardingPlan,
-    "ShardingPlanner": sharding_plan.ShardingPlanner,
-}
+_PLANS = {"ShardingPlan": sharding_plan.ShardingPlan, "ShardingPlanner": sharding_plan.ShardingPlanner}
 
-_SHARDER = {"Sharder": sharder.Sharder}
+_SHARDER = {"Sharder": sharding_plan.Sharder}
 _RESHARDING = {
-    "reshuffle_local_shard": resharding.reshuffle_local_shard,
-    "reshard_local_shard": resharding.reshard_local_shard,
+    "reshuffle_local_shard": old_functions.reshuffle_local_shard,
+    "reshard_local_shard": old_functions.reshard_local_shard,
 }
 _BUILDING = {
-    "_parse_and_validate_remote_device": process_group.parse_and_validate_remote_device,
+    "_parse_and_validate_remote_device": group.parse_and_validate_remote_device,
     "_flatten_tensor_size": assembly.flatten_size,
-    "build_metadata_from_local_shards": joining.build_metadata_from_local_shards,
-    "build_global_metadata": joining.build_global_metadata,
+    "build_metadata_from_local_shards": metadata_merge.build_metadata_from_local_shards,
+    "build_global_metadata": metadata_merge.build_global_metadata,
 }
 
 TABLE: dict[str, dict[str, Any]] = {
@@ -110,7 +101,7 @@ TABLE: dict[str, dict[str, Any]] = {
         **_CHUNK,
         **_SHARDER,
         "ShardingPlan": sharding_plan.ShardingPlan,
-        "_get_current_process_group": process_group.current_process_group,
+        "_get_current_process_group": group.current_process_group,
         "_reshard_output": api.reshard_output,
         "_collect_local_shard": api.collect_local_shard,
     },
@@ -145,16 +136,16 @@ TABLE: dict[str, dict[str, Any]] = {
         **_METADATA,
         **_SHARD,
         "narrow_tensor": shard.narrow_tensor,
-        "_parse_and_validate_remote_device": process_group.parse_and_validate_remote_device,
+        "_parse_and_validate_remote_device": group.parse_and_validate_remote_device,
     },
     "sharding_spec._internals": {
         **_METADATA,
         **_CHECKS,
         **_CHUNKING,
         "get_chunk_sharding_params": chunking.get_chunk_sharding_params,
-        "_check_shard_metadata_pair_overlap": records.check_shard_metadata_pair_overlap,
-        "_find_nd_overlapping_shards": records.find_nd_overlapping_shards,
-        "_find_1d_overlapping_shards": records.find_1d_overlapping_shards,
+        "_check_shard_metadata_pair_overlap": old_functions.check_shard_metadata_pair_overlap,
+        "_find_nd_overlapping_shards": old_functions.find_nd_overlapping_shards,
+        "_find_1d_overlapping_shards": old_functions.find_1d_overlapping_shards,
     },
     "sharded_tensor": {
         **_METADATA,
@@ -177,18 +168,14 @@ TABLE: dict[str, dict[str, Any]] = {
         "_create_tensor_from_params": assembly.create_tensor_from_params,
         "_sharded_tensor_map": remote.ids.tensors,
     },
-    "sharded_tensor.metadata": {
-        **_METADATA,
-        **_TENSOR_METADATA,
-        "MEM_FORMAT_ENCODING": metadata.MemoryFormatEncoding,
-    },
+    "sharded_tensor.metadata": {**_METADATA, **_TENSOR_METADATA, "MEM_FORMAT_ENCODING": metadata.MemoryFormatEncoding},
     "sharded_tensor.shard": {**_SHARD, **_METADATA},
     "sharded_tensor.utils": {
         **_BUILDING,
         **_CHECKS,
         **_TENSOR_METADATA,
         **_SHARD,
-        "recalc_global_sharded_tensor_metadata": records.recalc_global_sharded_tensor_metadata,
+        "recalc_global_sharded_tensor_metadata": old_functions.recalc_global_sharded_tensor_metadata,
     },
     "sharded_optim": {**_OPTIMIZERS, **_TENSOR},
     "sharded_optim.api": {"ShardedOptimizer": sharded_optim.ShardedOptimizer, **_TENSOR},
@@ -197,8 +184,8 @@ TABLE: dict[str, dict[str, Any]] = {
         **_METADATA,
         **_SHARD,
         **_CHUNKING,
-        "get_idx_from_placements": resharding.get_idx_from_placements,
-        "build_reshard_metadata": resharding.build_reshard_metadata,
+        "get_idx_from_placements": old_functions.get_idx_from_placements,
+        "build_reshard_metadata": old_functions.build_reshard_metadata,
     },
     "sharded_tensor.logger": {"_get_or_create_logger": _get_or_create_logger},
     # Imported for their effect: they registered ops, which are built in here.

@@ -1,17 +1,12 @@
-"""Other systems' tensors and checkpoints."""
+"""Other systems' tensors, checkpoints and trainers.
 
-from shardwise.interop import collectives, compiling, dcp_optimizers, ddp, fsdp1, fsdp2, lightning, wrapping
+- `dtensor`: the conversions to and from DTensor; `conversion` does them, `placements` has DTensor's layouts.
+- `dcp`, `dcp_optimizers`: `torch.distributed.checkpoint` with sharded tensors and `ShardedOptimizer`.
+- `patching`: replaces functions when their module is imported. `torch_patches`: the patches of torch.
+- `lightning`: a strategy for its Trainer. `huggingface`: folders of safetensors, transformers, accelerate and peft.
+"""
+
+from shardwise.interop import dcp_optimizers, lightning, torch_patches
 from shardwise.interop.dtensor import from_dtensor, to_dtensor
 
-__all__ = [
-    "collectives",
-    "compiling",
-    "dcp_optimizers",
-    "ddp",
-    "from_dtensor",
-    "fsdp1",
-    "fsdp2",
-    "lightning",
-    "to_dtensor",
-    "wrapping",
-]
+__all__ = ["dcp_optimizers", "from_dtensor", "lightning", "to_dtensor", "torch_patches"]

@@ -1,7 +1,7 @@
-"""Beside `torch.distributed.checkpoint`: what it cannot do with sharded tensors by itself.
+"""Additions to `torch.distributed.checkpoint` for sharded tensors.
 
-Saving and loading need nothing of this: `dcp.save`, `dcp.load` and `dcp.async_save` take sharded tensors as they are.
-Importing this module imports `torch.distributed.checkpoint`, and with it the old system.
+`dcp.save`, `dcp.load` and `dcp.async_save` take sharded tensors without this module. Importing it imports
+`torch.distributed.checkpoint`, and with it the old system.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from shardwise.comm.agreement import in_step
+from shardwise.comm.group import Fields, or_default
 from shardwise.errors import CheckpointError
-from shardwise.process_group import Fields, in_step, or_default
-from shardwise.sharded_tensor import ShardedTensor
+from shardwise.tensor import ShardedTensor
 
 __all__ = ["HuggingFaceStorageWriter", "full_state_dict"]
 
@@ -56,7 +57,7 @@ def full_state_dict(state: Any, *, cpu_offload: bool = False, process_group: Pro
 
 
 def _distributed_in(state: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Each tensor that is in pieces, by its path."""
+    """Each sharded tensor and DTensor with its path."""
     if isinstance(state, ShardedTensor | DTensor):
         yield "/".join(path), state
     elif isinstance(state, Mapping | list | tuple):
@@ -65,12 +66,12 @@ def _distributed_in(state: Any, path: tuple[str, ...]) -> Iterator[tuple[str, An
 
 
 def _replaced(state: Any, whole: dict[int, torch.Tensor], cpu_offload: bool) -> Any:
-    """The state with other tensors in the place of those in pieces; containers are of the same kind."""
+    """The state with whole tensors in the place of distributed ones; containers keep their types."""
     if isinstance(state, torch.Tensor):
         plain = whole.get(id(state), state).detach()
         return plain.cpu() if cpu_offload else plain
     if isinstance(state, MutableMapping):
-        made = copy.copy(state)  # with what hangs on it, such as the versions of a module's state
+        made = copy.copy(state)  # keeps its attributes, such as a module's versions
         made.update({key: _replaced(value, whole, cpu_offload) for key, value in state.items()})
         return made
     if isinstance(state, list | tuple):
@@ -88,7 +89,7 @@ class HuggingFaceStorageWriter(hf_storage.HuggingFaceStorageWriter):
     """
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Number each rank's files, and refuse shards of several ranks where all write into one file."""
+        """Number the files of each rank; refuse several writers without ``save_distributed``."""
         if not self.save_distributed and sum(bool(plan.items) for plan in plans) > 1:
             raise CheckpointError(
                 "several ranks have something to write, and without save_distributed=True all would write into the "
@@ -98,7 +99,7 @@ class HuggingFaceStorageWriter(hf_storage.HuggingFaceStorageWriter):
         return [replace(plan, storage_data={**plan.storage_data, "ranks": len(plans)}) for plan in prepared]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items, in as many rounds of files as a tensor has shards here."""
+        """Write this rank's items, in as many files as a tensor has local shards."""
         results: list[WriteResult] = []
         for number, items in enumerate(_each_name_once(plan.items)):
             data = dict(plan.storage_data)
@@ -114,7 +115,7 @@ class HuggingFaceStorageWriter(hf_storage.HuggingFaceStorageWriter):
 
 
 def _each_name_once(items: list[WriteItem]) -> list[list[WriteItem]]:
-    """The items in rounds, so that a round has each tensor at most once."""
+    """The items in lists that have each tensor at most once."""
     rounds: list[list[WriteItem]] = []
     seen: Counter[str] = Counter()
     for item in items:

@@ -1,9 +1,9 @@
-"""What `torch.distributed.checkpoint.state_dict` is told of a `ShardedOptimizer`, when it is loaded.
+"""Patches of `torch.distributed.checkpoint.state_dict` for `ShardedOptimizer`.
 
-`get_optimizer_state_dict` and `set_optimizer_state_dict` expect what torch's own optimizers do: parameters by their
-numbers, which they exchange for the names in the model; state in which every rank finds every key; and a first step
-with a learning rate of zero to make it. Here parameters have names already, a rank may hold nothing of a parameter, and
-state is made without a step.
+`get_optimizer_state_dict` and `set_optimizer_state_dict` expect torch's own optimizers: parameters by number, which
+they replace by names of the model; all keys of the state on every rank; and a first step with a learning rate of zero
+that makes the state. A `ShardedOptimizer` names its parameters, a rank may hold nothing of a parameter, and needs no
+step.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.interop.loading import Function, replace_when_loaded
-from shardwise.sharded_optim import ShardedOptimizer
+from shardwise.interop.patching import Function, replace_when_loaded
+from shardwise.nn.optim import ShardedOptimizer
 
 HELPERS = "torch.distributed.checkpoint.state_dict"
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 
 
-def numbered(optimizer: ShardedOptimizer) -> dict[str, Any]:
-    """The state dict with a number for each parameter, as torch's optimizers give it. Every rank calls it."""
-    state_dict = ShardedOptimizer.state_dict(optimizer)  # for torch may have patched that of the instance
+def state_dict_by_number(optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """The state dict with parameters by number, as torch's optimizers have it. Every rank calls this."""
+    state_dict = ShardedOptimizer.state_dict(optimizer)  # torch may have patched the instance
     numbers = {name: number for number, name in enumerate(optimizer.named_params)}
     return {
         **state_dict,
@@ -30,10 +30,10 @@ def numbered(optimizer: ShardedOptimizer) -> dict[str, Any]:
 
 
 def load_by_model_names(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load a state dict whose parameters have the names of the model, in the order of the optimizer.
+    """Load a state dict whose parameters have the model's names, in the order of the optimizer.
 
-    Where those are not the names that the optimizer knows, they are exchanged. Every rank calls it; what a rank lacks
-    travels. A dict of other parameters is refused by the optimizer, on every rank.
+    The names are replaced by the optimizer's own. Every rank calls this, and receives the state that it lacks. The
+    optimizer refuses a dict of other parameters, on every rank.
     """
     names = list(optimizer.named_params)
     given = [name for group in state_dict.get(GROUPS, ()) for name in group[PARAMS]]
@@ -45,10 +45,12 @@ def load_by_model_names(optimizer: ShardedOptimizer, state_dict: Mapping[str, An
     ShardedOptimizer.load_state_dict(optimizer, state_dict)
 
 
-def unflattened(optimizer: ShardedOptimizer, flat: Mapping[str, Any], names_of: Mapping[Any, Any]) -> dict[str, Any]:
-    """The state dict that was flattened into keys such as ``state.weight.exp_avg``, a group for each parameter.
+def unflatten_state_dict(
+    optimizer: ShardedOptimizer, flat: Mapping[str, Any], names_of: Mapping[Any, Any]
+) -> dict[str, Any]:
+    """The state dict from flat keys such as ``state.weight.exp_avg``, with a group for each parameter.
 
-    ``names_of`` gives for each parameter all names that it has in the model, of which one is in the flat dict.
+    ``names_of`` has all names of each parameter in the model; one of them is in the flat dict.
     """
     entries: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
@@ -65,7 +67,7 @@ def _below(flat: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Dicts in dicts, where keys have dots."""
+    """Nested dicts from keys with dots."""
     made: dict[str, Any] = {}
     for key, value in flat.items():
         *outer, last = key.split(".")
@@ -76,10 +78,10 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-# The helpers' own functions, which ask those above where the optimizer is ours.
+# Patches of torch's functions, which use the functions above for a `ShardedOptimizer`.
 
 
-def _making_state(theirs: Function) -> Function:
+def _skip_first_step(theirs: Function) -> Function:
     def init_optim_state(optim: Any) -> None:
         if not isinstance(optim, ShardedOptimizer):
             theirs(optim)
@@ -87,27 +89,27 @@ def _making_state(theirs: Function) -> Function:
     return init_optim_state
 
 
-def _asking(theirs: Function) -> Function:
+def _state_dict_functions(theirs: Function) -> Function:
     def state_dict_fn(obj: Any, api: str) -> Function:
         if not isinstance(obj, ShardedOptimizer):
             function: Function = theirs(obj, api)
             return function
         if api == "state_dict":
-            return lambda: numbered(obj)
+            return lambda: state_dict_by_number(obj)
         return lambda state_dict: load_by_model_names(obj, state_dict)
 
     return state_dict_fn
 
 
-def _unflattening(theirs: Function) -> Function:
+def _unflatten(theirs: Function) -> Function:
     def unflatten_optim_state_dict(optim: Any, state_dict: Any, info: Any) -> Any:
         if isinstance(optim, ShardedOptimizer):
-            return unflattened(optim, state_dict, info.fqn_param_mapping)
+            return unflatten_state_dict(optim, state_dict, info.fqn_param_mapping)
         return theirs(optim, state_dict, info)
 
     return unflatten_optim_state_dict
 
 
-replace_when_loaded(HELPERS, "_init_optim_state", _making_state)
-replace_when_loaded(HELPERS, "_state_dict_fn", _asking)
-replace_when_loaded(HELPERS, "_unflatten_optim_state_dict", _unflattening)
+replace_when_loaded(HELPERS, "_init_optim_state", _skip_first_step)
+replace_when_loaded(HELPERS, "_state_dict_fn", _state_dict_functions)
+replace_when_loaded(HELPERS, "_unflatten_optim_state_dict", _unflatten)

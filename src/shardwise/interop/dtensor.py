@@ -1,7 +1,6 @@
-"""The verbs between `torch.distributed.tensor.DTensor` and `ShardedTensor`.
+"""The conversions between `torch.distributed.tensor.DTensor` and `ShardedTensor`.
 
-What they do is in `conversion`, which is imported when one of them is first called: DTensor brings five hundred modules
-along, which nobody should wait for who does not use it.
+`conversion` implements them, and is imported on the first call: DTensor imports five hundred modules.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardwise.dispatch import registry
-from shardwise.partial import PartialTensor, ReplicatedTensor
-from shardwise.sharded_tensor import ShardedTensor
-from shardwise.sharding_spec import ShardingSpec
+from shardwise.layout.specs import ShardingSpec
+from shardwise.tensor import ShardedTensor
+from shardwise.tensor.dispatch import registry
+from shardwise.tensor.partial import PartialTensor, ReplicatedTensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -68,4 +67,4 @@ def _conversion() -> Any:
 
 
 registry.verbs["to_dtensor"] = to_dtensor
-registry.verbs["shards_of_dtensor"] = lambda dtensor: _conversion().shards_of(dtensor)
+registry.verbs["shards_of_dtensor"] = lambda dtensor: _conversion().dtensor_shards(dtensor)

@@ -1,4 +1,4 @@
-"""DTensor's placements as cuts of a mesh, and the placements that describe how a sharded tensor lies."""
+"""DTensor's placements and layouts: each as the other, and a rank's local tensor as boxes of a layout."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import SpecError
 from shardwise.layout import Layout, Places
-from shardwise.placement import mesh_ranks
-from shardwise.sharding_spec.mesh_cuts import Cut, mesh_layout
+from shardwise.layout.geometry import Boxes
+from shardwise.layout.placement import mesh_ranks
+from shardwise.layout.specs.mesh_cuts import AxisCut, mesh_layout
 
-MOST_TRIED = 4096  # combinations of placements that are looked through to find those of a layout
+MOST_TRIED = 4096  # combinations of placements tried for a layout
 
 
 def require_mesh(mesh: object) -> DeviceMesh:
@@ -31,14 +32,16 @@ def require_mesh(mesh: object) -> DeviceMesh:
 
 
 def mesh_places(mesh: DeviceMesh, device_type: str, known: Layout | None = None) -> Places:
-    """A place on each rank of a mesh in row-major order: where a layout has one already, that, else by convention."""
+    """A place on each rank of a mesh in row-major order: that of the known layout if it has one, else the default."""
     ranks = mesh_ranks(mesh).flatten()
     there = None if known is None else known.places.of_type(device_type)
     return there.for_ranks(ranks) if there else Places.on_ranks(ranks, device_type)
 
 
-def normalized(placements: Sequence[Placing], mesh: DeviceMesh, ndim: int, *, advice: str = "") -> tuple[Placing, ...]:
-    """One placement for each axis of the mesh, dims counted from the front; or the error that says what is wrong."""
+def normalize_placements(
+    placements: Sequence[Placing], mesh: DeviceMesh, ndim: int, *, advice: str = ""
+) -> tuple[Placing, ...]:
+    """One placement for each axis of the mesh, with dims counted from the front; raises where they are wrong."""
     if not isinstance(placements, Sequence) or len(placements) != mesh.ndim:
         raise SpecError(
             f"a mesh of {mesh.ndim} axes needs {mesh.ndim} placements such as [Shard(0)], found {placements!r}"
@@ -63,22 +66,22 @@ def normalized(placements: Sequence[Placing], mesh: DeviceMesh, ndim: int, *, ad
     return tuple(found)
 
 
-def cuts_of(placements: Sequence[Placing], shard_order: Any = None) -> tuple[Cut, ...]:
-    """Which axes cut which dims, in the order in which they do: from left to right, unless another order is given."""
+def placement_cuts(placements: Sequence[Placing], shard_order: Any = None) -> tuple[AxisCut, ...]:
+    """Which axes cut which dims, in order: from left to right, unless ``shard_order`` has another order."""
     cuts = {
-        axis: Cut(axis, placement.dim, int(placement.split_factor) if isinstance(placement, _StridedShard) else 1)
+        axis: AxisCut(axis, placement.dim, int(placement.split_factor) if isinstance(placement, _StridedShard) else 1)
         for axis, placement in enumerate(placements)
         if isinstance(placement, Shard | _StridedShard)
     }
-    told = [axis for entry in shard_order or () for axis in entry.mesh_dims]
-    return tuple(cuts[axis] for axis in (told if sorted(told) == list(cuts) else cuts))
+    order = [axis for entry in shard_order or () for axis in entry.mesh_dims]
+    return tuple(cuts[axis] for axis in (order if sorted(order) == list(cuts) else cuts))
 
 
-def require_ascending(mesh: DeviceMesh, cuts: Sequence[Cut]) -> None:
+def require_ascending(mesh: DeviceMesh, cuts: Sequence[AxisCut]) -> None:
     """Raise where torch itself would mix up the shards of a DTensor.
 
-    It finds a rank's shard by its place in the mesh, but sends and collects shards through process groups, whose ranks
-    are always in ascending order.
+    Torch finds a rank's shard by its position in the mesh, but moves shards through process groups, whose ranks are
+    always in ascending order.
     """
     ranks = mesh_ranks(mesh)
     for axis in sorted({cut.axis for cut in cuts}):
@@ -89,23 +92,23 @@ def require_ascending(mesh: DeviceMesh, cuts: Sequence[Cut]) -> None:
             )
 
 
-def layout_of_dtensor(dtensor: DTensor, device_type: str) -> Layout:
-    """How a DTensor lies; one that is partial as if it were replicated."""
+def dtensor_layout(dtensor: DTensor, device_type: str) -> Layout:
+    """The layout of a DTensor; a partial one counts as replicated."""
     placements, mesh = dtensor.placements, dtensor.device_mesh
     advice = ": redistribute the DTensor to such placements first"
-    placing = normalized(placements, mesh, dtensor.ndim, advice=advice)
-    cuts = cuts_of(placing, getattr(dtensor._spec, "shard_order", None))
+    placing = normalize_placements(placements, mesh, dtensor.ndim, advice=advice)
+    cuts = placement_cuts(placing, getattr(dtensor._spec, "shard_order", None))
     require_ascending(mesh, cuts)
     return mesh_layout(dtensor.shape, _shape(mesh), cuts, mesh_places(mesh, device_type))
 
 
 def layout_on_mesh(size: torch.Size, mesh: DeviceMesh, placements: Sequence[Placing], places: Places) -> Layout:
-    """How a DTensor of these placements would lie."""
-    return mesh_layout(size, _shape(mesh), cuts_of(placements), places)
+    """The layout of a DTensor with these placements."""
+    return mesh_layout(size, _shape(mesh), placement_cuts(placements), places)
 
 
-def inferred(layout: Layout, mesh: DeviceMesh, places: Places, dims: Sequence[int]) -> tuple[Placing, ...]:
-    """The placements that describe this layout on this mesh; those that shard the given dims are tried first."""
+def infer_placements(layout: Layout, mesh: DeviceMesh, places: Places, dims: Sequence[int]) -> tuple[Placing, ...]:
+    """The placements on a mesh that give this layout; those that shard ``dims`` are tried first."""
     if np.array_equal(layout.places.different_ranks, places.different_ranks):
         others = [dim for dim in range(layout.ndim) if dim not in dims]
         kinds = [*map(Shard, dims), Replicate(), *map(Shard, others)]
@@ -122,7 +125,7 @@ def inferred(layout: Layout, mesh: DeviceMesh, places: Places, dims: Sequence[in
 
 
 def _from_right_to_left(placements: tuple[Placing, ...], mesh: DeviceMesh) -> tuple[Placing, ...]:
-    """The placements when a dim that several axes cut is cut by the last of them first, as FSDP2 does over others."""
+    """The placements if the last axis cuts a dim first, as FSDP2 does over other axes."""
     made, pieces = list(placements), dict[int, int]()
     for axis, placement in reversed(list(enumerate(placements))):
         if isinstance(placement, Shard):
@@ -140,3 +143,33 @@ def same_boxes(some: Layout, others: Layout) -> bool:
 
 def _shape(mesh: DeviceMesh) -> tuple[int, ...]:
     return mesh_ranks(mesh).shape
+
+
+def local_size(boxes: Boxes) -> list[int]:
+    """The size of a DTensor's local tensor that holds these boxes."""
+    return [sum(lengths) for lengths in _lengths(boxes)]
+
+
+def split_local(local: torch.Tensor, boxes: Boxes) -> list[torch.Tensor]:
+    """A DTensor's local tensor, split into views of these boxes."""
+    parts = [local]
+    for dim, lengths in enumerate(_lengths(boxes)):
+        if len(lengths) > 1:
+            parts = [piece for part in parts for piece in torch.split_with_sizes(part, lengths, dim)]
+    return parts
+
+
+def join_local(parts: Sequence[torch.Tensor], boxes: Boxes) -> torch.Tensor:
+    """A DTensor's local tensor from the tensors of these boxes; a single one as it is."""
+    joined = list(parts)
+    for dim, lengths in reversed(list(enumerate(_lengths(boxes)))):
+        count = len(lengths)
+        if count > 1:
+            joined = [torch.cat(joined[k : k + count], dim) for k in range(0, len(joined), count)]
+    return joined[0]
+
+
+def _lengths(boxes: Boxes) -> list[list[int]]:
+    """For each dim, the lengths of the boxes along it."""
+    first = [np.unique(boxes.offsets[:, dim], return_index=True)[1] for dim in range(boxes.ndim)]
+    return [boxes.sizes[rows, dim].tolist() for dim, rows in enumerate(first)]

@@ -1,9 +1,8 @@
 """`Cut`: one dim in consecutive intervals, by a rule where there is one.
 
-Edge ``i`` of a cut in steps lies at ``start + i * step``, but never before the dim begins nor behind its end. That says
-even chunks, short and empty ones behind them, slices of such a dim (``start`` is then negative), and, with a negative
-step, the same from the end. Any other cut has its edges listed. Each cut has one form only, so that forms can be
-compared.
+Edge ``i`` of a cut in steps lies at ``start + i * step``, clipped to the dim. Such cuts are even chunks, with short and
+empty chunks at the end; slices of such a dim, with a negative ``start``; and, with a negative step, the same from the
+end. Any other cut has a list of edges. Each cut has one canonical form, so that cuts can be compared.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from shardwise.geometry import IntArray, read_only
-from shardwise.geometry.boxes import LARGEST
+from shardwise.layout.geometry import IntArray, read_only
+from shardwise.layout.geometry.boxes import LARGEST
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Cut:
             inside = range(max((-start) // step + 1, 0), min((size - 1 - start) // step, count) + 1)
         if len(inside) > 1:
             return Cut(size, count, start, step)
-        # Then other steps say the same: those as long as the dim stand for all.
+        # Other steps give the same edges: the step as long as the dim is canonical.
         long = size if step > 0 else -size
         if inside:
             at, edge = inside[0], start + inside[0] * step

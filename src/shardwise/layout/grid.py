@@ -1,8 +1,8 @@
 """`Grid`: boxes by a rule. The rows run over the places of a grid; each axis of it cuts one dim, or repeats the boxes.
 
 Chunks are a grid of one axis, replicas an axis that cuts nothing, and what most ops make of such tensors are grids too.
-A grid answers by arithmetic what is asked of a few boxes, whatever their number. Boxes that are a grid in any way are
-one in exactly one way: `Grid.of` and `recognised` give the same one, so that grids can be compared.
+A grid answers questions about a few boxes by arithmetic, however many there are. A grid has one canonical form, which
+`Grid.of` and `grid_from_boxes` give, so that grids can be compared.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from shardwise.geometry import Boxes, IntArray, read_only
 from shardwise.layout.cut import Cut
+from shardwise.layout.geometry import Boxes, IntArray, read_only
 
 Pairs = tuple[IntArray, IntArray]
 
@@ -38,7 +38,7 @@ class Grid:
 
     @staticmethod
     def of(size: Sequence[int], axes: Iterable[Axis]) -> Grid:
-        """The one grid that is written so; each dim is cut by at most one axis."""
+        """The grid with these axes, in canonical form; each dim is cut by at most one axis."""
         kept: list[Axis] = []
         for axis in axes:
             if axis.count == 1:
@@ -59,7 +59,7 @@ class Grid:
 
     @cached_property
     def strides(self) -> tuple[int, ...]:
-        """By how many rows the next place along each axis is away."""
+        """The distance in rows between neighbours along each axis."""
         strides = [1]
         for axis in self.axes[:0:-1]:
             strides.append(strides[-1] * axis.count)
@@ -67,7 +67,7 @@ class Grid:
 
     @cached_property
     def cuts(self) -> dict[int, Cut]:
-        """How each dim is cut that is cut at all."""
+        """The cut of each dim that is cut."""
         return {axis.dim: axis.cut for axis in self.axes if axis.dim is not None and axis.cut is not None}
 
     def at(self, rows: IntArray) -> Boxes:
@@ -93,8 +93,8 @@ class Grid:
 
     @property
     def boxes(self) -> Boxes:
-        """All of them, spelled out."""
-        return _spelled(self)
+        """All boxes, as arrays."""
+        return _all_boxes(self)
 
     # Which boxes meet, and which are the same ------------------------------------------------------------------------
 
@@ -127,12 +127,12 @@ class Grid:
 
     @cached_property
     def copies(self) -> int:
-        """How often each box is held."""
+        """The number of replicas of each box."""
         return math.prod(axis.count for axis in self.axes if axis.cut is None)
 
     @property
     def _replicas(self) -> IntArray:
-        """How many rows behind the first one the replicas of a box are."""
+        """The distances in rows from the first replica of a box to each replica."""
         away = np.zeros(1, dtype=np.int64)
         for axis, stride in zip(self.axes, self.strides, strict=False):
             if axis.cut is None:
@@ -148,7 +148,7 @@ class Grid:
         return found
 
     def holders(self, first: IntArray) -> Pairs:
-        """For each of these first rows all that hold the same box: pairs of the number in the list, and the row."""
+        """All rows with the same box as each of these first rows: pairs of the position in the list, and the row."""
         rows: IntArray = np.add.outer(first, self._replicas)
         return np.repeat(np.arange(len(first)), self.copies), rows.reshape(-1)
 
@@ -160,11 +160,7 @@ class Grid:
     @property
     def once(self) -> IntArray:
         """The rows of the first replicas."""
-        kept = np.arange(1)
-        for axis in self.axes:
-            index = np.arange(1 if axis.cut is None else axis.count)
-            kept = np.add.outer(kept * axis.count, index).reshape(-1)
-        return kept
+        return self._selected(lambda axis: (None, np.arange(1)) if axis.cut is None else None)[1]
 
     # What the boxes are like ------------------------------------------------------------------------------------------
 
@@ -202,40 +198,37 @@ class Grid:
 
     # Other grids made of it -------------------------------------------------------------------------------------------
 
+    def _selected(self, select: Callable[[Axis], tuple[Cut | None, IntArray] | None]) -> tuple[list[Axis], IntArray]:
+        """The axes with only the selected places along each, and the rows of these places; None selects all places."""
+        axes: list[Axis] = []
+        rows: IntArray = np.zeros(1, dtype=np.int64)
+        for axis in self.axes:
+            selected = select(axis)
+            index = np.arange(axis.count) if selected is None else selected[1]
+            axes.append(axis if selected is None else Axis(len(index), axis.dim, selected[0]))
+            rows = np.add.outer(rows * axis.count, index).reshape(-1)
+        return axes, rows
+
     def packed(self, dims: Iterable[int]) -> tuple[Grid, IntArray]:
         """Without the places whose part of one of these dims is empty: the grid of the others, and their rows."""
-        kept = np.zeros(1, dtype=np.int64)
-        axes = []
         chosen = set(dims)
-        for axis in self.axes:
-            index = np.arange(axis.count)
-            if axis.cut is not None and axis.dim in chosen:
-                cut, index = axis.cut.packed()
-                axis = Axis(len(index), axis.dim, cut)
-            axes.append(axis)
-            kept = np.add.outer(kept * self.axes[len(axes) - 1].count, index).reshape(-1)
-        return Grid.of(self.size, axes), kept
+        axes, rows = self._selected(lambda axis: axis.cut.packed() if axis.cut and axis.dim in chosen else None)
+        return Grid.of(self.size, axes), rows
 
     def sliced(self, dim: int, start: int, stop: int, step: int) -> tuple[Grid, IntArray]:
-        """Every so many elements of a dim, on the places that have any: the grid of these, and their rows.
+        """A slice of a dim, on the places that have any of its elements: the grid of these places, and their rows.
 
         Places whose part of the dim was empty before stay as well.
         """
         count = max(-(-(stop - start) // step), 0)
         size = tuple(count if k == dim else extent for k, extent in enumerate(self.size))
-        kept: IntArray = np.zeros(1, dtype=np.int64)
-        axes: list[Axis] = []
-        for axis in self.axes:
-            index = np.arange(axis.count)
-            if axis.dim == dim and axis.cut is not None:
-                cut, index = axis.cut.sliced(start, count, step)
-                axis = Axis(len(index), dim, cut)
-            kept = np.add.outer(kept * self.axes[len(axes)].count, index).reshape(-1)
-            axes.append(axis)
-        return Grid.of(size, axes), kept
+        axes, rows = self._selected(
+            lambda axis: axis.cut.sliced(start, count, step) if axis.cut and axis.dim == dim else None
+        )
+        return Grid.of(size, axes), rows
 
     def mirrored(self, dims: Iterable[int]) -> Grid:
-        """The same from the end, in these dims."""
+        """The grid mirrored in these dims."""
         chosen = set(dims)
         return self.mapped(self.size, lambda dim, cut: (dim, cut.mirrored() if dim in chosen else cut))
 
@@ -249,8 +242,8 @@ class Grid:
 
 
 @lru_cache(maxsize=16)
-def _spelled(grid: Grid) -> Boxes:
-    """Kept for a few grids only: of a large world, each takes a lot of memory."""
+def _all_boxes(grid: Grid) -> Boxes:
+    """Cached for a few grids only: in a large world each takes a lot of memory."""
     boxes = grid.at(np.arange(len(grid)))
     return Boxes(read_only(boxes.offsets), read_only(boxes.sizes))
 
@@ -269,8 +262,8 @@ def _range_along(axis: Axis, wanted: Boxes, given: IntArray) -> Pairs:
     return axis.cut.meeting(wanted.offsets[given, axis.dim], wanted.ends[given, axis.dim])
 
 
-def recognised(size: Sequence[int], boxes: Boxes) -> Grid | None:
-    """The grid that these boxes are, if they are one."""
+def grid_from_boxes(size: Sequence[int], boxes: Boxes) -> Grid | None:
+    """The grid of these boxes, in canonical form; None if they are no grid."""
     count = len(boxes)
     if not count:
         return None
@@ -280,7 +273,7 @@ def recognised(size: Sequence[int], boxes: Boxes) -> Grid | None:
     if cut and count == 1:
         return None
     for dim in cut:
-        made = _recognised_axis(dim, size[dim], boxes.offsets[:, dim], boxes.ends[:, dim])
+        made = _axis_from_spans(dim, size[dim], boxes.offsets[:, dim], boxes.ends[:, dim])
         if made is None:
             return None
         found.append(made)
@@ -295,8 +288,8 @@ def recognised(size: Sequence[int], boxes: Boxes) -> Grid | None:
     return Grid.of(size, [*axes, Axis(rest)])
 
 
-def _recognised_axis(dim: int, length: int, begins: IntArray, ends: IntArray) -> tuple[int, Axis] | None:
-    """How one dim is cut by an axis, and the stride of that; the boxes are not alike in this dim."""
+def _axis_from_spans(dim: int, length: int, begins: IntArray, ends: IntArray) -> tuple[int, Axis] | None:
+    """The stride of the axis that cuts a dim, and the axis; None if no axis cuts so. The boxes differ in this dim."""
     count = len(begins)
     filled = begins < ends
     if not length or not filled.any():

@@ -1,10 +1,10 @@
-"""`Layout`: the frozen truth inside the library. Which boxes of a tensor of one size lie where.
+"""`Layout`: which boxes of a tensor of one size lie on which ranks. Frozen.
 
 A spec is a rule that makes layouts; the metadata records are a layout as others see it. Tensors with the same
 sharding share one layout object, and every result of an op reuses its input's.
 
-Boxes that follow a rule are a `Grid`, all others a `Listing`; nobody else needs to know which. What is asked of a few
-boxes costs as much in a world of thousands of ranks as on one machine; `boxes` spells all of them out.
+Boxes that follow a rule are a `Grid`, all others a `Listing`; both have the same methods. A question about a few boxes
+costs as much in a world of thousands of ranks as on one machine; `boxes` lists all of them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,21 @@ import numpy as np
 import torch
 
 from shardwise.errors import LayoutError
-from shardwise.geometry import Boxes, IntArray, read_only
-from shardwise.layout.checks import require_cover, require_disjoint, require_inside
-from shardwise.layout.grid import Axis, Grid, Pairs, recognised
+from shardwise.layout.checks import (
+    parse_shards,
+    parse_size,
+    require_cover,
+    require_disjoint,
+    require_within_size,
+    shard_names,
+)
+from shardwise.layout.geometry import Boxes, IntArray, read_only
+from shardwise.layout.grid import Axis, Grid, Pairs, grid_from_boxes
 from shardwise.layout.listing import Listing
-from shardwise.layout.places import MOST_ASKED, Places
-from shardwise.layout.records import parse_shards, parse_size, shard_names
-from shardwise.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from shardwise.placement import Placement, PlacementLike
-from shardwise.viz import Picture, layout_picture
+from shardwise.layout.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from shardwise.layout.pictures import Picture, layout_picture
+from shardwise.layout.placement import Placement, PlacementLike
+from shardwise.layout.places import MOST_CACHED, Places
 
 Where = Iterable[PlacementLike | Placement | None] | Places
 
@@ -48,18 +54,18 @@ class Layout:
     size: torch.Size
     pattern: Grid | Listing
     places: Places  # of each box
-    # Of the records, where they say that empty boxes lie beyond the end: all offsets, or the dim and length of chunks.
-    said: IntArray | tuple[int, int] | None = None
+    # Where records have empty boxes beyond the end, as in the old system: all offsets, or dim and length of the chunks.
+    record_offsets: IntArray | tuple[int, int] | None = None
 
     @staticmethod
     def of(size: Sequence[int], boxes: Boxes, placements: Where) -> Layout:
         """A layout of boxes that are known to make up the tensor."""
-        # The old system's records let empty chunks begin beyond the end; in here, no box does.
-        limit, said = np.array(size, dtype=np.int64), None
+        # In records of the old system empty chunks begin beyond the end; in a layout no box does.
+        limit, record_offsets = np.array(size, dtype=np.int64), None
         if (boxes.offsets > limit).any():
-            said, boxes = read_only(boxes.offsets), Boxes(np.minimum(boxes.offsets, limit), boxes.sizes)
-        pattern = recognised(size, boxes) or Listing(size, boxes)
-        return Layout(torch.Size(size), pattern, Places.of(placements), said)
+            record_offsets, boxes = read_only(boxes.offsets), Boxes(np.minimum(boxes.offsets, limit), boxes.sizes)
+        pattern = grid_from_boxes(size, boxes) or Listing(size, boxes)
+        return Layout(torch.Size(size), pattern, Places.of(placements), record_offsets)
 
     @staticmethod
     def by_rule(size: Sequence[int], axes: Iterable[Axis], places: Places) -> Layout:
@@ -68,7 +74,7 @@ class Layout:
 
     @staticmethod
     def on_grid(grid: Grid, places: Places) -> Layout:
-        """The layout of a grid that is there."""
+        """The layout of this grid."""
         return Layout(torch.Size(grid.size), grid, places)
 
     @staticmethod
@@ -82,7 +88,7 @@ class Layout:
 
     @staticmethod
     def from_metadata(shards: Sequence[ShardMetadata], size: Sequence[int]) -> Layout:
-        """The layout that these records describe, or the error that says why they describe none."""
+        """The layout of these records, or the error that says why they make up no tensor."""
         boxes, places = parse_shards(shards), [shard.placement for shard in shards]
         return Layout.checked(parse_size(size), boxes, places, shard_names(shards))
 
@@ -98,7 +104,7 @@ class Layout:
         """A layout of boxes that may or may not make up the tensor; with replicas, the same box may lie on many."""
         if len(boxes) != len(placements):
             raise LayoutError(f"{len(placements)} placements for {len(boxes)} boxes")
-        require_inside(boxes, size, name)
+        require_within_size(boxes, size, name)
         distinct = boxes
         if replicas:
             both = np.concatenate([boxes.offsets, boxes.sizes], axis=1)
@@ -119,7 +125,7 @@ class Layout:
 
     @property
     def boxes(self) -> Boxes:
-        """All boxes, spelled out: for a picture or a record, not for what every call does."""
+        """All boxes, as arrays: for a picture or a record, not for the hot path."""
         return self.pattern.boxes
 
     def at(self, rows: Sequence[int] | IntArray) -> Boxes:
@@ -131,7 +137,7 @@ class Layout:
         found = self._extents.get(row)
         if found is None:
             found = self.at([row]).sizes[0].tolist()
-            if len(self._extents) < MOST_ASKED:
+            if len(self._extents) < MOST_CACHED:
                 self._extents[row] = found
         return list(found)
 
@@ -168,7 +174,7 @@ class Layout:
         return isinstance(grid, Grid) and not grid.cuts
 
     def is_first(self, row: int) -> bool:
-        """Whether a box is the first of its replicas: so that every element counts once."""
+        """Whether a box is the first of its replicas."""
         return int(self.pattern.first(np.array([row]))[0]) == row
 
     @property
@@ -213,13 +219,13 @@ class Layout:
 
     @cached_property
     def most_elements(self) -> int:
-        """How many elements the rank holds that holds most."""
+        """The elements on the rank that holds most."""
         if self.places.each_once:
             return self.volumes[1]
         return max(self.elements_by_rank().values(), default=0)
 
     def elements_by_rank(self) -> dict[int, int]:
-        """How many elements each rank holds, for the ranks that hold a box."""
+        """The number of elements on each rank that holds a box."""
         ranks, number = np.unique(self.ranks, return_inverse=True)
         totals = np.zeros(len(ranks), dtype=np.int64)
         np.add.at(totals, number.reshape(-1), self.pattern.all_volumes)
@@ -227,12 +233,12 @@ class Layout:
 
     @cached_property
     def in_rank_order(self) -> Layout:
-        """The same boxes on the same places, listed by their ranks; those of one rank in the order that they have.
+        """The same boxes on the same places, sorted by rank; the boxes of one rank keep their order.
 
-        As in the old system's records after a reshard, an empty box begins where the tensor ends.
+        As in records of the old system after a reshard, an empty box begins where the tensor ends.
         """
         if (np.diff(self.ranks) >= 0).all():
-            return replace(self, said=None)
+            return replace(self, record_offsets=None)
         return self.chosen(np.argsort(self.ranks, kind="stable"))
 
     def chosen(self, rows: IntArray) -> Layout:
@@ -244,7 +250,7 @@ class Layout:
         return replace(self, places=places)
 
     def moved(self, place: Callable[[Placement], Placement]) -> Layout:
-        """The same boxes, each place replaced by the function's answer."""
+        """The same boxes, each place mapped by the function."""
         return self.on(self.places.mapped(place))
 
     def with_dim(self, at: int, length: int) -> Layout:
@@ -258,32 +264,34 @@ class Layout:
 
     # Records ----------------------------------------------------------------------------------------------------------
 
-    def said_at(self, rows: Sequence[int] | IntArray) -> IntArray:
-        """The offsets that records give of these boxes."""
-        if isinstance(self.said, np.ndarray):
-            return self.said[np.asarray(rows, dtype=np.int64)]
+    def record_offsets_at(self, rows: Sequence[int] | IntArray) -> IntArray:
+        """The offsets of these boxes in records."""
+        if isinstance(self.record_offsets, np.ndarray):
+            return self.record_offsets[np.asarray(rows, dtype=np.int64)]
         offsets = self.at(rows).offsets
-        if self.said is not None:
-            # An empty chunk is said to begin at its number times the chunk size, as the old records do.
-            dim, length = self.said
+        if self.record_offsets is not None:
+            # In records of the old system an empty chunk begins at its number times the chunk size.
+            dim, length = self.record_offsets
             offsets[:, dim] = np.asarray(rows, dtype=np.int64) * length
         return offsets
 
     @property
-    def offsets_to_say(self) -> IntArray:
-        """The offsets that records give."""
-        return self.boxes.offsets if self.said is None else self.said_at(np.arange(len(self)))
+    def all_record_offsets(self) -> IntArray:
+        """The offsets of all boxes in records."""
+        return self.boxes.offsets if self.record_offsets is None else self.record_offsets_at(np.arange(len(self)))
 
     def shard_metadata(self, row: int) -> ShardMetadata:
         """A new record of one box."""
-        return ShardMetadata.trusted(self.said_at([row])[0].tolist(), self.extent(row), self.place(row).remote_device())
+        return ShardMetadata.trusted(
+            self.record_offsets_at([row])[0].tolist(), self.extent(row), self.place(row).remote_device()
+        )
 
     def metadata(self, properties: TensorProperties) -> ShardedTensorMetadata:
         """New records of the whole tensor."""
         places, place_of = self.places.distinct
         devices = [place.remote_device() for place in places]
         placements = map(devices.__getitem__, place_of.tolist())
-        shards = ShardMetadata.many(self.offsets_to_say.tolist(), self.boxes.sizes.tolist(), placements)
+        shards = ShardMetadata.many(self.all_record_offsets.tolist(), self.boxes.sizes.tolist(), placements)
         return ShardedTensorMetadata(shards, self.size, properties)
 
     # Comparing --------------------------------------------------------------------------------------------------------
@@ -293,7 +301,7 @@ class Layout:
         """16 bytes that differ, for all practical purposes, when the layouts differ."""
         hasher = hashlib.blake2b(self.places.digest, digest_size=16)
         hasher.update(repr(tuple(self.size)).encode())
-        if isinstance(self.pattern, Grid):  # which is the only way to write these boxes by rule
+        if isinstance(self.pattern, Grid):  # a grid has one canonical form
             hasher.update(repr(self.pattern.axes).encode())
         else:
             for array in (self.boxes.offsets, self.boxes.sizes):
@@ -328,7 +336,7 @@ class Layout:
         return rows
 
     def _table(self, kinds: dict[Any, int]) -> IntArray:
-        """Everything about the boxes, one column each."""
+        """Offsets, sizes, kind of place and rank, one column for each box."""
         numbers = np.array([kinds[kind] for kind in self.places.kinds], dtype=np.int64)
         boxes = self.boxes
         return np.stack([*boxes.offsets.T, *boxes.sizes.T, numbers[self.places.kind_of], self.ranks])

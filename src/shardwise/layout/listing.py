@@ -1,4 +1,4 @@
-"""`Listing`: boxes that follow no rule, each spelled out. It answers the same questions as a `Grid`, from arrays."""
+"""`Listing`: boxes that follow no rule, as arrays, with the methods of a `Grid`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardwise.geometry import Boxes, IntArray, intersections, read_only
+from shardwise.layout.geometry import Boxes, IntArray, intersections, read_only
 from shardwise.layout.grid import Pairs, runs
 
 
@@ -69,7 +69,7 @@ class Listing:
         return order, np.concatenate([[0], stops[:-1]]), stops
 
     def holders(self, first: IntArray) -> Pairs:
-        """For each of these first rows all that hold the same box: pairs of the number in the list, and the row."""
+        """All rows with the same box as each of these first rows: pairs of the position in the list, and the row."""
         order, starts, stops = self._holders
         box = self._same[1][first]
         given, position = runs(starts[box], stops[box])

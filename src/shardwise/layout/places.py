@@ -11,30 +11,30 @@ import numpy as np
 import torch
 
 from shardwise.errors import PlacementError
-from shardwise.geometry import IntArray, read_only
+from shardwise.layout.geometry import IntArray, read_only
 from shardwise.layout.grid import runs
-from shardwise.placement import WITHOUT_INDEX, Placement, PlacementLike, RemoteDevice
+from shardwise.layout.placement import WITHOUT_INDEX, Placement, PlacementLike, RemoteDevice
 
-Kind = tuple[torch.device, str | None]  # a device, and the name of an RPC worker if there is one
+PlaceKind = tuple[torch.device, str | None]  # a device, and the name of an RPC worker or None
 
 NOWHERE = -1  # the rank of a placement that names none
 
 
 class Places(Sequence[Placement]):
-    """One placement for each box, in order. Frozen; equal, and hashed, by what it says."""
+    """One placement for each box, in order. Frozen; compared and hashed by value."""
 
-    def __init__(self, ranks: IntArray, kinds: Sequence[Kind], kind_of: IntArray | None = None) -> None:
+    def __init__(self, ranks: IntArray, kinds: Sequence[PlaceKind], kind_of: IntArray | None = None) -> None:
         self.ranks = read_only(ranks)
         self.kinds, self._kind_of = _in_order(tuple(kinds), kind_of, len(ranks))
-        self._asked: dict[int, tuple[int, ...]] = {}
+        self._cached_rows: dict[int, tuple[int, ...]] = {}
 
     @staticmethod
     def of(placements: Iterable[PlacementLike | Placement | None]) -> Places:
         """The frozen form of anything that names places."""
         if isinstance(placements, Places):
             return placements
-        kinds: dict[Kind, int] = {}
-        seen: dict[Kind, int] = {}  # as they were said: cpu:0 is cpu
+        kinds: dict[PlaceKind, int] = {}
+        seen: dict[PlaceKind, int] = {}  # as given: cpu:0 is cpu
         ranks: list[int] = []
         kind_of: list[int] = []
         for placement in placements:
@@ -92,7 +92,7 @@ class Places(Sequence[Placement]):
 
     @staticmethod
     def join(parts: Sequence[Places]) -> Places:
-        """One behind another."""
+        """The places of all parts, one after another."""
         if len(parts) == 1:
             return parts[0]
         kinds = list(dict.fromkeys(kind for part in parts for kind in part.kinds))
@@ -120,10 +120,10 @@ class Places(Sequence[Placement]):
     def distinct(self) -> tuple[tuple[Placement, ...], IntArray]:
         """Each place once, in order of appearance, and for each box the number of its place."""
         kinds = max(len(self.kinds), 1)
-        said = (self.ranks * kinds + self.kind_of).tolist()
-        numbers = {place: number for number, place in enumerate(dict.fromkeys(said))}
+        codes = (self.ranks * kinds + self.kind_of).tolist()
+        numbers = {place: number for number, place in enumerate(dict.fromkeys(codes))}
         places = tuple(self._place(*divmod(place, kinds)) for place in numbers)
-        return places, np.array([numbers[place] for place in said], dtype=np.int64)
+        return places, np.array([numbers[place] for place in codes], dtype=np.int64)
 
     @cached_property
     def each_once(self) -> bool:
@@ -137,7 +137,7 @@ class Places(Sequence[Placement]):
 
     @cached_property
     def _sorted(self) -> tuple[IntArray, IntArray] | None:
-        """Boxes in order of their ranks, and these; None if the ranks ascend one by one."""
+        """Rows sorted by rank, and the sorted ranks; None if the ranks ascend one by one."""
         if len(self) and (np.diff(self.ranks) == 1).all():
             return None
         order = np.argsort(self.ranks, kind="stable")
@@ -145,15 +145,15 @@ class Places(Sequence[Placement]):
 
     def rows_on(self, rank: int) -> tuple[int, ...]:
         """The boxes on this rank, in order."""
-        found = self._asked.get(rank)
+        found = self._cached_rows.get(rank)
         if found is None:
             if len(self) <= FEW:
                 rows = np.flatnonzero(self.ranks == rank)
             else:
                 rows = self.rows_on_each(np.array([rank], dtype=np.int64))[1]
             found = tuple(rows.tolist())
-            if len(self._asked) < MOST_ASKED:
-                self._asked[rank] = found
+            if len(self._cached_rows) < MOST_CACHED:
+                self._cached_rows[rank] = found
         return found
 
     def rows_on_each(self, ranks: IntArray) -> tuple[IntArray, IntArray]:
@@ -170,13 +170,12 @@ class Places(Sequence[Placement]):
     # The same on other devices --------------------------------------------------------------------------------------
 
     def mapped(self, place: Callable[[Placement], Placement]) -> Places:
-        """Each different place replaced by the function's answer."""
+        """Each distinct place mapped by the function."""
         distinct, number = self.distinct
-        made = Places.of([place(old) for old in distinct])
-        return made.take(number)
+        return Places.of([place(old) for old in distinct]).take(number)
 
     def of_type(self, device_type: str) -> Places:
-        """Those on devices of this type."""
+        """The places on devices of this type."""
         if self.device_types == {device_type}:
             return self
         fits = np.array([device.type == device_type for device, _ in self.kinds], dtype=bool)
@@ -189,7 +188,7 @@ class Places(Sequence[Placement]):
         return Places(self.ranks, [(Placement(device).device, None)])
 
     def for_ranks(self, ranks: IntArray) -> Places:
-        """A place on each of these ranks: the first that is here; else by convention, of the type of the first one."""
+        """A place on each of these ranks: the first one on that rank here, else the one that it uses by convention."""
         if np.array_equal(self.ranks, ranks):
             return self
         usual = Places.on_ranks(ranks, self.kinds[0][0].type)
@@ -222,13 +221,13 @@ class Places(Sequence[Placement]):
 
 
 MOST_RANKS = 2**31
-FEW = 256  # places that are looked through rather than sorted
-MOST_ASKED = 64  # ranks whose boxes are kept at hand; it is nearly always one's own
+FEW = 256  # places that are searched one by one, not sorted
+MOST_CACHED = 64  # ranks whose rows are cached; nearly always only this rank
 
 
 def _in_order(
-    kinds: tuple[Kind, ...], kind_of: IntArray | None, count: int
-) -> tuple[tuple[Kind, ...], IntArray | None]:
+    kinds: tuple[PlaceKind, ...], kind_of: IntArray | None, count: int
+) -> tuple[tuple[PlaceKind, ...], IntArray | None]:
     """The kinds that occur, in order of appearance; no numbers where there is only one."""
     if kind_of is None or len(kinds) <= 1:
         return kinds if count else (), None

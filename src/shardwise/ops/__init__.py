@@ -1,9 +1,12 @@
 """Ops on sharded tensors. Importing this package registers them.
 
-``engine`` works out what a call comes down to and runs it, ``families`` say how ops compute, ``embedding`` looks up in
-tables, ``bridge`` ties hooks, Functions and backwards of torch to the graph that lies in the shards.
+- ``engine``: how a call is computed on shards: cache, decomposition, rules, schedules
+- ``families``: the rules and handlers of ops, by kind
+- ``embedding``: looking up in sharded tables
+- ``autograd``: hooks, custom Functions and backwards of torch, on the graph of the local shards
+- ``validation``: which checks between ranks are made
 """
 
-from shardwise.ops import bridge, embedding, engine, families, validation
+from shardwise.ops import autograd, embedding, engine, families, validation
 
-__all__ = ["bridge", "embedding", "engine", "families", "validation"]
+__all__ = ["autograd", "embedding", "engine", "families", "validation"]

@@ -1,8 +1,8 @@
-"""`validation`: which checks between ranks are made. Those of plain operands' values are made here.
+"""`validation`: which checks between ranks are made; and the check of the values of plain operands.
 
-A plain operand must be the same on every rank, which no rank can see alone. So with ``values=True`` every call of
-torch that takes sharded and plain tensors together is watched by a torch function mode, and a hash of each plain one is
-compared between the ranks before the call.
+A plain operand must be the same on every rank, which no rank can see alone. So with ``values=True`` a torch function
+mode sees every call that takes sharded and plain tensors together, and ranks compare a hash of each plain one before
+the call.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from torch.overrides import TorchFunctionMode, get_testing_overrides
 from torch.utils import _pytree as pytree
 
 from shardwise import settings
-from shardwise.dispatch import Distributed, op_name
+from shardwise.comm.agreement import in_step_sharing
+from shardwise.comm.group import Fields, group_ranks, talks
+from shardwise.comm.value_digest import digest
 from shardwise.errors import PlainValueError
-from shardwise.process_group import Fields, group_ranks, in_step_sharing, talks
-from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.value_digest import digest
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.dispatch import Distributed, op_name
 
-BATCH = {"input", "indices", "offsets", "per_sample_weights"}  # arguments that may be each rank's own, in these ops:
-OF_OWN_BATCHES = {functional.linear, functional.embedding, functional.embedding_bag}
-OF_OWN_BATCHES |= {torch.embedding, torch.embedding_bag}
+OWN_BATCH_ARGUMENTS = {"input", "indices", "offsets", "per_sample_weights"}  # each rank's own, under own_batches, in:
+OWN_BATCH_OPS = {functional.linear, functional.embedding, functional.embedding_bag}
+OWN_BATCH_OPS |= {torch.embedding, torch.embedding_bag}
 
 
 @contextmanager
@@ -57,7 +58,7 @@ def validation(enabled: bool = True, *, values: bool = False, strict: bool = Fal
 
 
 class _ValuesCompared(TorchFunctionMode):
-    """Sees every call of torch in this thread, and compares the plain operands of those that have sharded ones."""
+    """Compares the plain operands of every call of torch in this thread that also has sharded ones."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -71,11 +72,11 @@ class _ValuesCompared(TorchFunctionMode):
 def _compare(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     leaves = pytree.tree_leaves_with_path((tuple(args), kwargs))
     sharded = next((leaf for _, leaf in leaves if isinstance(leaf, ShardedTensorBase)), None)
-    own = settings.current().own_batches and op in OF_OWN_BATCHES
+    own = settings.current().own_batches and op in OWN_BATCH_OPS
     plain = [
         (path, leaf)
         for path, leaf in leaves
-        if _is_plain(leaf) and not _is_destination(op, path) and not (own and _name(op, path) in BATCH)
+        if _is_plain(leaf) and not _is_destination(op, path) and not (own and _name(op, path) in OWN_BATCH_ARGUMENTS)
     ]
     group = None if sharded is None else sharded._process_group
     if not plain or group is None or not talks(group):
@@ -86,15 +87,16 @@ def _compare(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
         return (
             None,
             {"op": op_name(op), "operands": len(plain)},
-            [f"{said} {digest(leaf, None)}" for said, (_, leaf) in zip(about, plain, strict=True)],
+            [f"{one} {digest(leaf, None)}" for one, (_, leaf) in zip(about, plain, strict=True)],
         )
 
-    _, told = in_step_sharing(group, work, subject="a call with plain operands")
+    _, of_ranks = in_step_sharing(group, work, subject="a call with plain operands")
     for number, (path, _) in enumerate(plain):
-        found = [hashes[number] for hashes in told]
-        others = [rank for rank, one in zip(group_ranks(group), found, strict=True) if one != found[0]]
+        digests = [one[number] for one in of_ranks]
+        others = [rank for rank, one in zip(group_ranks(group), digests, strict=True) if one != digests[0]]
         if others:
-            here, there = (str(one).rsplit(" ", 1)[0] for one in (found[0], next(o for o in found if o != found[0])))
+            other = next(one for one in digests if one != digests[0])
+            here, there = (str(one).rsplit(" ", 1)[0] for one in (digests[0], other))
             raise PlainValueError(
                 f"{op_name(op)}: {_argument(op, path)} is a plain tensor, which must be the same on every rank, but on "
                 f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))} it differs from that on rank "
@@ -109,33 +111,33 @@ def _is_plain(value: object) -> bool:
 
 
 def _is_destination(op: Callable[..., Any], path: Sequence[Any]) -> bool:
-    """Whether an argument is written into, whatever it holds."""
+    """Whether an argument is only written into."""
     first = path[1]
     by_name = isinstance(first, pytree.MappingKey) and first.key == "out"
     return by_name or (op is torch.Tensor.copy_ and isinstance(first, pytree.SequenceKey) and first.idx == 0)
 
 
 def _argument(op: Callable[..., Any], path: Sequence[Any]) -> str:
-    """An argument, and where in it."""
+    """The argument and the position within it, for an error."""
     name = _name(op, path)
     return f"argument {name if isinstance(name, int) else repr(name)}{pytree.keystr(tuple(path[2:]))}"
 
 
 def _name(op: Callable[..., Any], path: Sequence[Any]) -> str | int:
-    """The name of an argument, as torch declares it, from its place in ``(args, kwargs)``; else its number."""
+    """The name that torch declares for an argument at a path in ``(args, kwargs)``; else its number."""
     first: Any = path[1]
     if isinstance(first, pytree.MappingKey):
         return str(first.key)
-    names, place = _names(op), int(first.idx)
-    return names[place] if place < len(names) else place
+    names, position = _names(op), int(first.idx)
+    return names[position] if position < len(names) else position
 
 
 @lru_cache(maxsize=256)
 def _names(op: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of an op's arguments: functions of C have none, but torch keeps a stand-in of each for its tests."""
+    """The names of an op's arguments; for functions of C, those of the stand-ins in torch's own tests."""
     try:
-        found = inspect.signature(get_testing_overrides().get(op, op))
+        signature = inspect.signature(get_testing_overrides().get(op, op))
     except (TypeError, ValueError):
         return ()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return tuple(name for name, parameter in found.parameters.items() if parameter.kind in kinds)
+    return tuple(name for name, parameter in signature.parameters.items() if parameter.kind in kinds)

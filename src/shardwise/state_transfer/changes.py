@@ -10,8 +10,8 @@ from math import prod
 from types import EllipsisType
 from typing import Any, TypeAlias
 
+from shardwise.checkpoint.name_patterns import NUMBER
 from shardwise.errors import RecipeError, recipe_error
-from shardwise.named_patterns import NUMBER
 from shardwise.state_transfer.patches import ZEROS, Patchwork, joined
 
 Span = tuple[int | None, int | None]  # a slice: those of Python cannot be hashed before 3.12
@@ -31,18 +31,18 @@ class Change(ABC):
 
 
 @dataclass(frozen=True)
-class Index(Change):
+class IndexChange(Change):
     """A box of a tensor."""
 
     items: tuple[Item, ...]
 
     @staticmethod
-    def parse(index: Any) -> Index:
+    def parse(index: Any) -> IndexChange:
         """An index as it stands in brackets."""
         items = index if isinstance(index, tuple) else (index,)
         if sum(item is ... for item in items) > 1:
             raise wrong("an index in a recipe has at most one ...")
-        return Index(tuple(map(_as_item, items)))
+        return IndexChange(tuple(map(_as_item, items)))
 
     def written(self, tensor: str) -> str:
         """In brackets."""

@@ -9,10 +9,10 @@ from functools import cached_property
 
 import numpy as np
 
-from shardwise.geometry import IntArray
+from shardwise.layout.geometry import IntArray
+from shardwise.layout.pictures import Picture, traffic_picture
+from shardwise.layout.pictures.words import bytes_text, numbered, ranks_text
 from shardwise.state_transfer.planning import Planned
-from shardwise.viz import Picture, traffic_picture
-from shardwise.viz.words import bytes_text, numbered, ranks_text
 
 RATE = 10e9  # bytes a second that a link is taken to carry
 MOST_LISTED = 16  # ranks
@@ -79,11 +79,11 @@ def explained(planned: Planned, ranks: Sequence[int], here: int, rate: float, wh
     if not moved:
         return "\n".join(lines)
     lines.append(
-        f"they go in bundles of {bytes_text(planned.most)} at most, "
-        f"in {numbered(len(planned.load.turns), 'turn')} here."
+        f"they go in messages of {bytes_text(planned.load.limits.most)} at most, "
+        f"in {numbered(len(planned.load.rounds), 'round')} here."
     )
     if len(ranks) > MOST_ASKED:
-        sent, got = ({**side.bytes_by_rank, here: 0} for side in planned.load.sides)
+        sent, got = ({**side.bytes_by_rank, here: 0} for side in (planned.load.sends, planned.load.receives))
         return "\n".join([*lines, _busy(here, sent, got, rate)])
     between = account.between
     source, target = divmod(int(between.argmax()), len(ranks))

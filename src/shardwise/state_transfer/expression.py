@@ -65,7 +65,7 @@ class Expression(ABC):
         return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
 
     def __getitem__(self, index: Any) -> Expression:
-        return Changed(self, changes.Index.parse(index))
+        return Changed(self, changes.IndexChange.parse(index))
 
     @property
     def T(self) -> Expression:  # noqa: N802 # as tensors have it

@@ -16,10 +16,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import RankMismatchError, TransferError, same_kind
+from shardwise.layout.pictures.words import ranks_text
 from shardwise.state_transfer.job_store import SLACK, StoreClient
 from shardwise.state_transfer.job_wire import TAG, JobWire, gloo_over, hang_up, nccl_over
 from shardwise.state_transfer.meetings import Work
-from shardwise.viz.words import ranks_text
 
 T = TypeVar("T")
 SIDES = ("source", "target")

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import Store
 
+from shardwise.comm.transfer.wire import Buffer, PendingWork
 from shardwise.errors import TransferError
 from shardwise.state_transfer.threads import within
-from shardwise.state_transfer.wires import Message, Waiting
+from shardwise.state_transfer.wires import StateWire
 
 TAG = 0  # of all messages: between two ranks they come in order
 PROBE, NOBODYS = 1, 2  # of messages that nobody sends
@@ -82,8 +83,9 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 Numbered = Iterator[tuple[int, str, torch.Tensor]]  # number in the backend, what errors call the rank, memory
 
 
-class JobWire:
-    """The ranks of two jobs. After an error it is of no use: `close` it, and make another in another meeting."""
+class JobWire(StateWire):
+    """The ranks of two jobs, which agree in their store: on a run when they meet, and when all of it has come. After an
+    error the wire is of no use: `close` it, and make another in another meeting."""
 
     def __init__(
         self, backend: Any, numbers: Mapping[int, int], names: Mapping[int, str], timeout: float, device: torch.device
@@ -94,10 +96,7 @@ class JobWire:
         self._under_way: list[_Sent | _Streamed] = []
         self._probes: list[Any] = []
 
-    def begin(self, said: dict[str, object]) -> None:
-        """The jobs have agreed on it when they met."""
-
-    def exchange(self, receives: Sequence[Message], sends: Iterable[Message]) -> Waiting:
+    def exchange(self, receives: Sequence[Buffer], sends: Iterable[Buffer]) -> PendingWork:
         """Begin to receive and to send; what does not end within the timeout is an error."""
         taken, given = self._numbered(receives), self._numbered(sends)
         waiting: _Sent | _Streamed
@@ -108,7 +107,7 @@ class JobWire:
         self._under_way = [*(each for each in self._under_way if not each.over), waiting]
         return waiting
 
-    def _numbered(self, messages: Iterable[Message]) -> Numbered:
+    def _numbered(self, messages: Iterable[Buffer]) -> Numbered:
         return ((self._numbers[rank], self._names[rank], memory) for rank, memory in messages)
 
     def _limited(self, begin: Callable[[], None]) -> None:
@@ -127,19 +126,6 @@ class JobWire:
             if not done:
                 self._backend, self._under_way = None, []
             raise
-
-    def finish(self) -> None:
-        """The jobs agree when all has come, in their store."""
-
-    def failing(self) -> AbstractContextManager[object]:
-        """Whoever runs the transfer tells the others."""
-        return nullcontext()
-
-    def tell(self, error: Exception) -> None:
-        """Whoever runs the transfer does."""
-
-    def end(self) -> None:
-        """The jobs have no calls but runs."""
 
     def gone(self) -> list[int]:
         """The ranks to which the connection is known to be broken. Only gloo tells; nothing is sent."""

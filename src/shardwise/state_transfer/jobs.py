@@ -157,7 +157,7 @@ class OtherJob:
         return self._renewed().connected()
 
     def _renewed(self) -> StoreClient:
-        """Another connection to the store, without waiting for it. A meeting does not outlast that."""
+        """Another connection to the store, without waiting for it. A meeting does not wait_for_device that."""
         if self.meeting is not None:
             self.meeting.close()
         self.meeting = None

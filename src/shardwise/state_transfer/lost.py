@@ -10,8 +10,8 @@ import torch
 
 from shardwise.checkpoint.local import Local
 from shardwise.errors import ProcessGroupError, StateLostError
-from shardwise.geometry import IntArray
 from shardwise.layout import Layout, Places
+from shardwise.layout.geometry import IntArray
 
 MOST_LISTED = 20  # tensors
 MOST_BOXES = 3  # of a tensor

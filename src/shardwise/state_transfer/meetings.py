@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.process_group import Fields, in_step_telling, talks
-from shardwise.state_transfer.wires import GroupWire, LocalWire, Wire
+from shardwise.comm.agreement import in_step_telling
+from shardwise.comm.group import Fields, talks
+from shardwise.state_transfer.wires import GroupStateWire, StateWire
 
 T = TypeVar("T")
 Work = Callable[[], tuple[T, Fields, bytes]]  # what a rank does, what all must say alike, and what it tells
@@ -29,7 +30,7 @@ class Meeting(Protocol):
     def everyone(self) -> Sequence[int]:
         """The ranks that take part."""
 
-    def wire(self, kinds: frozenset[str]) -> Wire:
+    def wire(self, device_types: frozenset[str]) -> StateWire:
         """What carries bytes between memory of these types of devices."""
 
 
@@ -54,8 +55,8 @@ class GroupMeeting:
             return value, [told]
         return in_step_telling(self.ranks.group, work, subject="the transfer's")
 
-    def wire(self, kinds: frozenset[str]) -> Wire:
+    def wire(self, device_types: frozenset[str]) -> StateWire:
         """The group's own backend."""
         if self.ranks.group is None or not talks(self.ranks.group):
-            return LocalWire()
-        return GroupWire(self.ranks.group, kinds)
+            return StateWire()
+        return GroupStateWire(self.ranks.group, device_types)

@@ -13,20 +13,19 @@ from functools import cached_property, partial, reduce
 import numpy as np
 import torch
 
+from shardwise.checkpoint.name_patterns import Rename
+from shardwise.comm.group import Fields
+from shardwise.comm.transfer.segments import Limits, Load, Piece
+from shardwise.comm.transfer.views import view_of
 from shardwise.errors import PropertyError, StateMismatchError
-from shardwise.geometry import Boxes, IntArray
-from shardwise.named_patterns import Rename
-from shardwise.process_group import Fields
-from shardwise.state_transfer.bundles import Limits, Part, parts_of
-from shardwise.state_transfer.carrying import NOTHING, SLOTS, Load
+from shardwise.layout.geometry import Boxes, IntArray
 from shardwise.state_transfer.expression import Expression, Take
 from shardwise.state_transfer.meetings import Meeting
 from shardwise.state_transfer.recipe import Recipe, resolve
 from shardwise.state_transfer.routes import Plans, Route, routes_of
-from shardwise.state_transfer.sides import Given, State, Tensor, digest_of, given, joined, words_of
-from shardwise.state_transfer.turns import Pace, turns_of
-from shardwise.transfer.views import view_of
+from shardwise.state_transfer.sides import Given, State, Tensor, given, joined, side_digest, words_of
 
+NOTHING = Load.of((), (), 0, 1, Limits(0, 0, 1, 1))
 OnArrival = Callable[[str, list[torch.Tensor]], object]  # the name of a target, and its local boxes
 
 
@@ -64,12 +63,11 @@ class Planned:
     routes: Sequence[Route]
     made_of: Mapping[str, frozenset[str]]  # the sources of each target that is filled, but for second names
     gaps: Mapping[str, Boxes]  # of targets that have more than their sources: what is filled with zeros
-    kinds: frozenset[str]  # of devices, on all ranks
+    device_types: frozenset[str]  # on all ranks
     crowded: bool = False  # whether a host has fewer cores than ranks
-    busiest: int = 0  # the most others that a rank sends to and receives from
-    most: int = 0  # bytes of a bundle
+    most_peers: int = 0  # to and from how many others a rank sends and receives at most
     load: Load = NOTHING
-    passes: bool = False  # whether any rank hands over what arrives
+    hands_over: bool = False  # whether any rank hands over what arrives
 
     def local_sources(self, name: str, here: int) -> dict[int, torch.Tensor]:
         """What is here of a source, by the rows of its layout."""
@@ -99,30 +97,30 @@ class Planned:
         dtypes = [tensor.dtype for tensor in map(self.sources.__getitem__, self.made_of[target]) if tensor.dtype]
         return known or _common(dtypes)
 
-    def source_view(self, here: int) -> Callable[[Part], torch.Tensor]:
-        """A function that gives the place of a part of this rank's sources."""
+    def source_view(self, here: int) -> Callable[[Piece], torch.Tensor]:
+        """A function that gives the place of a piece of this rank's sources."""
         views: dict[tuple[int, int], torch.Tensor] = {}
 
-        def view(part: Part) -> torch.Tensor:
-            found = views.get((part.route, part.row))
+        def view(piece: Piece) -> torch.Tensor:
+            found = views.get((piece.plan, piece.row))
             if found is None:
-                route = self.routes[part.route]
+                route = self.routes[piece.plan]
                 local, layout = self.local_sources(route.source, here), self.sources[route.source].layout
-                found = route.windows[0].view(local[part.row].detach(), layout.at([part.row]).offsets[0].tolist())
-                views[part.route, part.row] = found
-            return view_of(found, part.offsets, part.sizes)
+                found = route.windows[0].view(local[piece.row].detach(), layout.at([piece.row]).offsets[0].tolist())
+                views[piece.plan, piece.row] = found
+            return view_of(found, piece.offsets, piece.sizes)
 
         return view
 
     @property
-    def kinds_here(self) -> set[str]:
-        """Of devices, on this rank."""
-        return _kinds(self.given)
+    def device_types_here(self) -> set[str]:
+        """On this rank."""
+        return _device_types(self.given)
 
     @cached_property
     def digest(self) -> str:
         """By which ranks tell that they are about to do the same transfer."""
-        return digest_of(
+        return side_digest(
             repr([(route.source, route.target, route.patch, route.dtype) for route in self.routes]).encode()
         )
 
@@ -138,8 +136,8 @@ def planned(
     def give() -> tuple[tuple[dict[str, Given], dict[str, Given], bytes], Fields, bytes]:
         mine = given(source, meeting.ranks), given(target, meeting.ranks)
         words = words_of(*mine)
-        brought = [digest_of(words), socket.gethostname(), sorted(_kinds(mine)), meeting.shift, cores()]
-        return (*mine, words), options.fields, _told(brought)
+        brought = [side_digest(words), socket.gethostname(), sorted(_device_types(mine)), meeting.shift, cores()]
+        return (*mine, words), options.fields, _encoded(brought)
 
     (ours, theirs, words), told = meeting.in_step(give)
     known = [json.loads(each) for each in told]
@@ -151,7 +149,7 @@ def planned(
     said = dict(zip(meeting.everyone, spoken, strict=True))
     names = [host for _, host, *_ in known]
     hosts, ranks_on = _hosts(meeting, names), Counter(names)
-    kinds = frozenset(kind for _, _, some, *_ in known for kind in some) | {"cpu"}
+    device_types = frozenset(each for _, _, some, *_ in known for each in some) | {"cpu"}
     crowded = any(ranks_on[host] > there for _, host, _, _, there in known)
 
     def plan() -> tuple[Planned, Fields, bytes]:
@@ -163,16 +161,16 @@ def planned(
         ]
         if problems:
             raise StateMismatchError("the ranks do not give the same states:\n  " + "\n  ".join(problems))
-        found = _planned((ours, theirs), sides[0], sides[1], options, hosts, kinds)
+        found = _planned((ours, theirs), sides[0], sides[1], options, hosts, device_types)
         require(found)
-        passes = any(found.local_targets(name, meeting.here) is None for name in found.made_of)
+        hands_over = any(found.local_targets(name, meeting.here) is None for name in found.made_of)
         rename = "a function" if callable(options.rename) else options.rename
         fields: Fields = {"recipe": dict(options.recipe), "rename": rename, "transfer": found.digest}
-        return found, {"verb": "StateTransfer", **fields}, _told([_peers(found.routes, meeting.here), passes])
+        return found, {"verb": "StateTransfer", **fields}, _encoded([_peers(found.routes, meeting.here), hands_over])
 
     draft, answers = meeting.in_step(plan)
-    counts, passing = zip(*map(json.loads, answers), strict=True)
-    return replace(draft, busiest=max(counts), passes=any(passing), crowded=crowded)
+    counts, handing_over = zip(*map(json.loads, answers), strict=True)
+    return replace(draft, most_peers=max(counts), hands_over=any(handing_over), crowded=crowded)
 
 
 def cores() -> int:
@@ -180,13 +178,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _kinds(sides: Sequence[Mapping[str, Given]]) -> set[str]:
+def _device_types(sides: Sequence[Mapping[str, Given]]) -> set[str]:
     """The types of devices on which this rank has what it gives."""
     return {tensor.device.type for side in sides for one in side.values() for tensor in one.tensors.values()}
 
 
-def _told(words: object) -> bytes:
-    return json.dumps(words).encode()
+def _encoded(values: object) -> bytes:
+    return json.dumps(values).encode()
 
 
 def _hosts(meeting: Meeting, names: Sequence[str]) -> IntArray | None:
@@ -205,7 +203,7 @@ def _planned(
     targets: Mapping[str, Tensor],
     options: Options,
     hosts: IntArray | None,
-    kinds: frozenset[str],
+    device_types: frozenset[str],
 ) -> Planned:
     sizes = {name: tensor.size for name, tensor in sources.items()}
     wanted = {name: tensor.size for name, tensor in targets.items()}
@@ -226,7 +224,7 @@ def _planned(
         gap = expression.gaps(sizes)
         if gap:
             gaps[name] = Boxes.parse([box[0] for box in gap], [box[1] for box in gap], len(into.size))
-    return Planned(given_here, sources, targets, routes, made_of, gaps, kinds)
+    return Planned(given_here, sources, targets, routes, made_of, gaps, device_types)
 
 
 def _untied(sources: Mapping[str, Tensor], expression: Expression) -> Expression:
@@ -273,9 +271,6 @@ def _peers(routes: Sequence[Route], here: int) -> int:
 
 def loaded(draft: Planned, here: int, world: int, max_bytes: int, device: torch.device) -> Planned:
     """What one rank of so many sends and receives, through buffers on a device that take so much memory at most."""
-    routes, pace = draft.routes, Pace.of(max_bytes // SLOTS, draft.busiest, world)
-    limits = Limits.on(device, pace.most, crowded=draft.crowded)
-    sends = parts_of(routes, [route.plan.sends(here) for route in routes], limits, sent=True)
-    receives = parts_of(routes, [route.plan.receives(here) for route in routes], limits, sent=False)
-    turns = turns_of(sends, receives, here, world, pace.width)
-    return replace(draft, most=pace.most, load=Load(here, sends, receives, turns, [route.dtype for route in routes]))
+    limits = Limits.of(max_bytes, draft.most_peers, world, device, crowded=draft.crowded)
+    plans, dtypes = [route.plan for route in draft.routes], [route.dtype for route in draft.routes]
+    return replace(draft, load=Load.of(plans, dtypes, here, world, limits))

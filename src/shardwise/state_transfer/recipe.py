@@ -25,9 +25,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from shardwise.checkpoint.name_patterns import NUMBER, STAR, PatternMatch, Rename, fill_stars, match, renamer
 from shardwise.errors import RecipeError, recipe_error
-from shardwise.named_patterns import NUMBER, STAR, Found, Rename, match, put_in, renamer
-from shardwise.state_transfer.changes import Index, wrong
+from shardwise.state_transfer.changes import IndexChange, wrong
 from shardwise.state_transfer.expression import Changed, Expression, Sizes, Stacked, Take, as_expression
 
 Recipe = Mapping[str, str | Expression]
@@ -151,7 +151,7 @@ class _Resolution:
         for name in left:
             self._say("sources that are not used", f"no target is made of the source '{name}'; strict=False leaves it")
 
-    def _take(self, name: str, key: str, given: Expression, stretches: Found) -> None:
+    def _take(self, name: str, key: str, given: Expression, stretches: PatternMatch) -> None:
         """One target as its entry says, if that can be."""
         try:
             expression = given.replaced(lambda each: _with_stretches(each, stretches))
@@ -169,7 +169,7 @@ class _Resolution:
         self._tried |= expression.sources
         for source in unknown:
             if numbers := self._numbers.get(source):
-                self._tried.update(put_in(source, NUMBER, [number]) for number in numbers)
+                self._tried.update(fill_stars(source, NUMBER, [number]) for number in numbers)
                 text = f"'{name}' is made of '{source}', but # runs over all numbers only inside of stack()"
                 self._say("numbers outside of stacks", text)
             else:
@@ -187,9 +187,9 @@ class _Resolution:
             parts += [part.replaced(partial(_numbered, [n])) for n in sorted(numbers, key=int)] or [part]
         return replace(expression, parts=tuple(parts))
 
-    def _targets_like(self, key: str) -> dict[str, Found]:
+    def _targets_like(self, key: str) -> dict[str, PatternMatch]:
         if not _is_pattern(key):
-            return {key: Found((), ())} if key in self.targets else {}
+            return {key: PatternMatch((), ())} if key in self.targets else {}
         found = {name: match(key, name, STAR + NUMBER) for name in self.targets}
         return {name: stretches for name, stretches in found.items() if stretches is not None}
 
@@ -211,24 +211,28 @@ def _is_pattern(key: str) -> bool:
     return STAR in key or NUMBER in key
 
 
-def _with_stretches(expression: Expression, found: Found) -> Expression:
+def _with_stretches(expression: Expression, found: PatternMatch) -> Expression:
     """Names and indices with what the marks of the target's name stand for."""
     if isinstance(expression, Take):
         if expression.name.count(STAR) > len(found.stars):
             raise wrong(f"'{expression.name}' has more stars than the name of the target")
-        return _numbered(found.numbers, Take(put_in(expression.name, STAR, found.stars)))
-    if isinstance(expression, Changed) and isinstance(expression.change, Index) and NUMBER in expression.change.items:
+        return _numbered(found.numbers, Take(fill_stars(expression.name, STAR, found.stars)))
+    if (
+        isinstance(expression, Changed)
+        and isinstance(expression.change, IndexChange)
+        and NUMBER in expression.change.items
+    ):
         if not found.numbers:
             raise wrong(f"{expression.brief} wants a number, but there is no # in the name of the target")
         number = int(found.numbers[-1])
         items = tuple(number if item == NUMBER else item for item in expression.change.items)
-        return replace(expression, change=Index(items))
+        return replace(expression, change=IndexChange(items))
     return expression
 
 
 def _numbered(numbers: Sequence[str], expression: Expression) -> Expression:
     """A name with these numbers in it, if it is one."""
-    return Take(put_in(expression.name, NUMBER, numbers)) if isinstance(expression, Take) else expression
+    return Take(fill_stars(expression.name, NUMBER, numbers)) if isinstance(expression, Take) else expression
 
 
 def _numbers_in(names: Iterable[str]) -> dict[str, list[str]]:

@@ -13,27 +13,33 @@ import torch
 from torch.distributed import ProcessGroup
 
 from shardwise import settings
-from shardwise.archive import StoredTensor, nest
-from shardwise.archive.dtypes import dtype_named, name_of_dtype
-from shardwise.archive.nest import Kind, Node
-from shardwise.archive.stored import in_one
-from shardwise.archive.values import decode, encode
+from shardwise.checkpoint.archive import StoredTensor, state_tree
+from shardwise.checkpoint.archive.state_json import decode_tree, encode_tree
+from shardwise.checkpoint.archive.state_tree import Node, NodeKind
+from shardwise.checkpoint.archive.stored import dtype_from_name, dtype_name, whole_on_rank
 from shardwise.checkpoint.local import Local, rank_in_layout
-from shardwise.checkpoint.matching import Match, count_objects, settle
-from shardwise.checkpoint.optimizers import content_of
+from shardwise.checkpoint.matching import (
+    Match,
+    apply_values,
+    count_objects,
+    match_state,
+    objects_without_state,
+    require_module_data,
+)
+from shardwise.checkpoint.optimizers import object_state
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.snapshot import Snapshot
-from shardwise.checkpoint.target import fitted, require_data_of, without_room
+from shardwise.comm.agreement import in_step_telling
+from shardwise.comm.group import Fields
+from shardwise.comm.peers import mark_known
 from shardwise.errors import ProcessGroupError, RankMismatchError, StateMismatchError, TransferError
-from shardwise.meeting import told_to
-from shardwise.process_group import Fields, in_step_telling
-from shardwise.sharded_optim import ShardedOptimizer
-from shardwise.sharded_optim.state import Work
-from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.nn.optim import ShardedOptimizer
+from shardwise.nn.optim.state import Work
 from shardwise.state_transfer.expression import Take
 from shardwise.state_transfer.lost import Survivors, require_held, surviving
 from shardwise.state_transfer.sides import Given
 from shardwise.state_transfer.transfer import MAX_BYTES, StateTransfer
+from shardwise.tensor import ShardedTensorBase
 
 
 def resize(
@@ -113,7 +119,7 @@ class _Resize:
                 for _ in range(objects):
                     self._together(_nothing)
                 return None
-            return settle(target, stored, self._together)
+            return apply_values(target, stored, self._together)
         except TransferError as error:
             raise _broken_off(error, self._ranks) from error
 
@@ -143,14 +149,14 @@ class _Resize:
 
         def content(owner: Any) -> Any:
             ours = type(owner).state_dict is ShardedOptimizer.state_dict
-            return owner.state_dict_where_it_lies(self._share) if ours else content_of(owner)
+            return owner.state_dict_where_it_lies(self._share) if ours else object_state(owner)
 
         fields: dict[str, object] = {}
 
         def look() -> tuple[_Old | None, Fields, Any]:
             if self._old_state is None:
                 return None, {}, None
-            tree = nest.parse(self._old_state, lambda owner, _: content(owner))
+            tree = state_tree.parse_state(self._old_state, lambda owner, _: content(owner))
             number = self._number_in(tree)
             snapshot = Snapshot.of_tree(tree, replace(self._ranks, here=number))
             fields.update(snapshot.fields())
@@ -181,7 +187,9 @@ class _Resize:
         and another one on each rank; a process alone is not asked."""
         if self._ranks.group is None:
             return self._ranks.here
-        tensors = [(nest.name_of(path), node.own) for path, node in tree.walk() if node.kind is Kind.TENSOR]
+        tensors = [
+            (state_tree.entry_name(path), node.value) for path, node in tree.walk() if node.kind is NodeKind.TENSOR
+        ]
         for name, tensor in tensors:
             found = rank_in_layout(name, tensor)
             if found is not None:
@@ -226,7 +234,7 @@ class _Resize:
             error = RankMismatchError(
                 f"the old state has not as many optimizers on rank {at} as on rank {self._old[0]}; nothing was moved"
             )
-            raise told_to(error, self._ranks.all)
+            raise mark_known(error, self._ranks.all)
         return asking[0]
 
     def _told_by_old(self, words: Any) -> list[Any]:
@@ -256,14 +264,14 @@ class _Resize:
                 return {}, {}, b""
             snapshot = old.snapshot
             first = snapshot.tie(ties, replace(self._ranks, here=old.number, all=tuple(self._numbers)))
-            names = _names(nest.name_of(path) for path in snapshot.paths)
+            names = _names(state_tree.entry_name(path) for path in snapshot.paths)
             sources = {names[number]: snapshot.locals[number] for number in dict.fromkeys(first)}
             require_held(sources, tuple(self._numbers), self._lost)
             if self._ranks.here != self._old[0]:
                 return sources, {}, b""
             known = {node: names[number] for node, number in zip(snapshot.nodes, first, strict=True)}
-            tensors = {name: [name_of_dtype(local.dtype), list(local.layout.size)] for name, local in sources.items()}
-            words = {"state": encode(snapshot.tree, known.__getitem__), "tensors": tensors}
+            tensors = {name: [dtype_name(local.dtype), list(local.layout.size)] for name, local in sources.items()}
+            words = {"state": encode_tree(snapshot.tree, known.__getitem__), "tensors": tensors}
             return sources, {}, json.dumps(words).encode()
 
         if self._ranks.group is None:
@@ -275,15 +283,19 @@ class _Resize:
     def _stored(self, words: Any) -> Node:
         """The old state as those know it who have it not; objects of the new one have made room for it."""
         tensors = {
-            name: StoredTensor(name, dtype_named(dtype, name), torch.Size(size), in_one(torch.Size(size), self._old[0]))
+            name: StoredTensor(
+                name, dtype_from_name(dtype, name), torch.Size(size), whole_on_rank(torch.Size(size), self._old[0])
+            )
             for name, (dtype, size) in words["tensors"].items()
         }
-        stored = nest.parse(decode(words["state"], tensors), lambda owner, _: None, tensors=(StoredTensor,))
+        stored = state_tree.parse_state(
+            decode_tree(words["state"], tensors), lambda owner, _: None, tensors=(StoredTensor,)
+        )
 
         def find() -> tuple[list[Any], Fields, int | None]:
             if self._new_state is None:
                 return [], {}, None
-            owners = without_room(self._new_state, stored)
+            owners = objects_without_state(self._new_state, stored)
             return owners, {}, len(owners)
 
         owners, told = self._ranks.in_step(find)
@@ -298,9 +310,9 @@ class _Resize:
             if self._new_state is None:
                 return (None, {}, {}), {}, None
             match = Match(state="the new state", stored="the old one")
-            target = fitted(self._new_state, stored, match)
+            target = match_state(self._new_state, stored, match)
             match.require("the old state and the new one do not have the same form; nothing was moved", advice=False)
-            require_data_of(target)
+            require_module_data(target)
             pairs = sorted(match.pairs, key=lambda pair: pair[0])
             locals_ = [Local.of(name, tensor, self._ranks) for name, tensor, _ in pairs]
             names = _names(there.name for _, _, there in pairs)
@@ -373,7 +385,7 @@ def _broken_off(error: TransferError, ranks: Ranks) -> Exception:
     )
     text = str(error)
     told = TransferError(text if advice in text else f"{text}\n{advice}")
-    return told_to(told, ranks.all) if hasattr(error, "told_to") else told
+    return mark_known(told, ranks.all) if hasattr(error, "known_to") else told
 
 
 def _memory(local: Local, name: str) -> Any:

@@ -13,11 +13,11 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from shardwise.geometry import Boxes, IntArray
+from shardwise.comm.transfer import TransferPlan
 from shardwise.layout import Cut, Grid, Layout
+from shardwise.layout.geometry import Boxes, IntArray
 from shardwise.state_transfer.patches import Patch
 from shardwise.state_transfer.sides import Tensor
-from shardwise.transfer import TransferPlan
 
 Plans = dict[tuple[Layout, Layout], TransferPlan]  # one for all tensors that lie alike
 

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwise.archive.dtypes import dtype_named, name_of_dtype
-from shardwise.archive.layout_words import PlacesWriter, layout_words, read_layout, read_places
+from shardwise.checkpoint.archive.layout_json import PlacesWriter, layout_from_json, layout_to_json, places_from_json
+from shardwise.checkpoint.archive.stored import dtype_from_name, dtype_name
 from shardwise.checkpoint.local import Local
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.dispatch import is_dtensor
 from shardwise.errors import CheckpointError, StateMismatchError
-from shardwise.geometry import IntArray
 from shardwise.layout import Layout, Places
-from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.layout.geometry import IntArray
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.dispatch import is_dtensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +37,8 @@ class Given:
 
     def words(self, places: PlacesWriter) -> dict[str, Any]:
         """What others are told."""
-        dtype = None if self.dtype is None else name_of_dtype(self.dtype)
-        layout = None if self.layout is None else layout_words(self.layout, places)
+        dtype = None if self.dtype is None else dtype_name(self.dtype)
+        layout = None if self.layout is None else layout_to_json(self.layout, places)
         return {"size": list(self.size), "dtype": dtype, "layout": layout, "tied": self.tied}
 
 
@@ -141,19 +141,19 @@ def words_of(one: Mapping[str, Given], other: Mapping[str, Given]) -> bytes:
     return json.dumps(sides, separators=(",", ":")).encode()
 
 
-def digest_of(words: bytes) -> str:
+def side_digest(words: bytes) -> str:
     """By which ranks that give the same are known."""
     return hashlib.blake2b(words, digest_size=16).hexdigest()
 
 
-Told = tuple[
+Gathered = tuple[
     Sequence[int], int, Any
 ]  # ranks, what is added to the ranks of their layouts, and what they told of a side
 
 
-def joined(which: str, told: Sequence[Told], ranks: int, problems: list[str]) -> dict[str, Tensor]:
+def joined(which: str, told: Sequence[Gathered], ranks: int, problems: list[str]) -> dict[str, Tensor]:
     """A side, given what those have told of it who give any of it, of so many ranks in all."""
-    places = [read_places(words["places"], ranks) for _, _, words in told]
+    places = [places_from_json(words["places"], ranks) for _, _, words in told]
     found: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for _, _, words in told for name in words["tensors"]):
         said = [
@@ -169,7 +169,7 @@ def joined(which: str, told: Sequence[Told], ranks: int, problems: list[str]) ->
             continue
         size = torch.Size(sizes.pop())
         layouts = [
-            _moved(read_layout(name, size, words["layout"], places[number], replicas=True), told[number][1])
+            _moved(layout_from_json(name, size, words["layout"], places[number], replicas=True), told[number][1])
             for number, words in said
             if words["layout"] is not None
         ]
@@ -180,7 +180,7 @@ def joined(which: str, told: Sequence[Told], ranks: int, problems: list[str]) ->
             first, last = (told[number][0][0] for number in (said[0][0], said[-1][0]))
             problems.append(f"'{name}' of the {which} has another layout on rank {last} than on rank {first}")
             continue
-        dtype = dtype_named(dtypes.pop(), name) if dtypes else None
+        dtype = dtype_from_name(dtypes.pop(), name) if dtypes else None
         ties = {words["tied"] for _, words in said} - {None}
         other = found.get(ties.pop()) if len(ties) == 1 else None
         alike = other is not None and other.layout == layouts[0]

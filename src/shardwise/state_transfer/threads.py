@@ -1,21 +1,11 @@
-"""Threads that work for another one: what they take over from it, and how long it waits for them."""
+"""Work that may never end, in a thread that is waited for only so long."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
-import torch
-
-
-def as_here() -> Callable[[], AbstractContextManager[object]]:
-    """A context for another thread, in which the current device and stream are those of this one now: torch keeps them
-    for each thread."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # so nothing is on a GPU
-        return nullcontext
-    stream = torch.cuda.current_stream()
-    return lambda: torch.cuda.stream(stream)
+from shardwise.comm.transfer.copies import as_here
 
 
 def within(limit: float, work: Callable[[], object], late: Callable[[], object]) -> None:

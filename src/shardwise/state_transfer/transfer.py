@@ -12,22 +12,22 @@ from typing import Literal, overload
 import torch
 from torch.distributed import ProcessGroup
 
+from shardwise.checkpoint.name_patterns import Rename
 from shardwise.checkpoint.ranks import Ranks
+from shardwise.comm.group import Fields
+from shardwise.comm.transfer.copies import as_here
+from shardwise.comm.transfer.rounds import Rounds
 from shardwise.errors import PropertyError, TransferError
-from shardwise.named_patterns import Rename
-from shardwise.process_group import Fields
-from shardwise.state_transfer.carrying import Carrying
+from shardwise.layout.pictures import Picture
+from shardwise.layout.pictures.picture import WIDTH
+from shardwise.state_transfer.delivery import Delivery
 from shardwise.state_transfer.explaining import RATE, explained, pictured
 from shardwise.state_transfer.jobs import OtherJob
-from shardwise.state_transfer.landing import Landings
 from shardwise.state_transfer.meetings import GroupMeeting, Meeting
 from shardwise.state_transfer.memory import require_memory, require_unmoved
 from shardwise.state_transfer.planning import OnArrival, Options, Planned, loaded, planned
 from shardwise.state_transfer.recipe import Recipe
 from shardwise.state_transfer.sides import State
-from shardwise.state_transfer.threads import as_here
-from shardwise.viz import Picture
-from shardwise.viz.picture import WIDTH
 
 MAX_BYTES = 256 * 2**20  # fewer rounds: each waits for all ranks that it sends to
 
@@ -121,7 +121,7 @@ class StateTransfer:
     travel in the narrower of both. Tied targets are filled once.
 
     Every element goes once to each rank that wants it and has it not, from itself if it can, else from a holder on the
-    same host, else from all holders in equal parts. All tensors go together, packed in bundles, so that packing,
+    same host, else from all holders in equal parts. All tensors go together, packed in messages, so that packing,
     sending and unpacking overlap; buffers take ``max_bytes`` at most, and are kept for the next run.
 
     If a run fails in the middle, targets are partly filled; with ``staged``, what arrives is kept apart until all of it
@@ -217,24 +217,24 @@ class StateTransfer:
         if self._other is not None:
             said = {"plan (of rename and recipe)": draft.digest, "backend": self._other.backend}
             meeting.in_step(lambda: (None, said, b""))
-        self._meeting, self._wire = meeting, meeting.wire(draft.kinds)
+        self._meeting, self._wire = meeting, meeting.wire(draft.device_types)
         self._known_as = meeting.in_step(lambda: self._prepare(draft))[1][0].hex()
 
     def _prepare(self, draft: Planned) -> tuple[None, Fields, bytes]:
         """What may fail on one rank alone, before anything is sent; and what tells transfers apart that are alike."""
         meeting, wire = self._meeting, self._wire
         self._planned = loaded(draft, meeting.here, meeting.size, self._options.max_bytes, wire.device)
-        self._landings = Landings(self._planned, meeting.here, self._options)
-        self._carrying = Carrying(
+        self._delivery = Delivery(self._planned, meeting.here, self._options)
+        self._rounds = Rounds(
             self._planned.load,
             wire,
             self._planned.source_view(meeting.here),
-            self._landings.view,
-            pinned=wire.device.type == "cpu" and "cuda" in draft.kinds_here,
-            lasts=self._landings.lasts,
+            self._delivery.view,
+            pinned=wire.device.type == "cpu" and "cuda" in draft.device_types_here,
+            fixed=self._delivery.is_fixed,
         )
-        self._carrying.prepare()
-        self._landings.prepare()
+        self._rounds.prepare()
+        self._delivery.prepare()
         is_first = meeting.here == meeting.everyone[0]
         return None, {"verb": "StateTransfer, buffers"}, uuid.uuid4().bytes if is_first else b""
 
@@ -331,8 +331,8 @@ class StateTransfer:
         # In this mode inference tensors can be written into, too, be they targets or buffers that were made in it.
         with torch.inference_mode(), self._wire.failing():
             require_unmoved(self._planned, *self._states)
-            self._landings.begin()
-            self._carrying.run(self._landings.arrived)
+            self._delivery.begin()
+            self._rounds.run(self._delivery.arrived)
             self._wire.finish()
 
     def _finish(self, version: int, told: Fields) -> None:
@@ -341,15 +341,15 @@ class StateTransfer:
             said = {"identity": self._known_as, **told}
             if self._other is None and self._options.staged:
                 self._meeting.in_step(lambda: (None, {"verb": "StateTransfer, all arrived", **said}, b""))
-            if self._planned.passes and (self._other is None or self._states[1] is not None):
+            if self._planned.hands_over and (self._other is None or self._states[1] is not None):
                 GroupMeeting(self._meeting.ranks).in_step(lambda: self._hand_over(said))
-            self._landings.finish()
+            self._delivery.finish()
         meeting = None if self._other is None else self._other.meeting
         self.version = version if meeting is None else meeting.terms.version
 
     def _hand_over(self, said: Fields) -> tuple[None, Fields, bytes]:
         """What is done with it may fail."""
-        self._landings.hand_over()
+        self._delivery.hand_over()
         return None, {"verb": "StateTransfer, all handed over", **said}, b""
 
     def poll(self) -> bool:

@@ -14,9 +14,9 @@ P = ParamSpec("P")
 def ranks(
     world_size: int, *, timeout: float = TIMEOUT, fresh: bool = False, bare: bool = False, backend: str = "gloo"
 ) -> Callable[[Callable[P, Any]], Callable[P, None]]:
-    """Decorator: call the function on so many ranks, where the default process group is already there.
+    """Decorator: call the function on ``world_size`` ranks, whose default process group is initialised.
 
-    What pytest gives the function (parameters, fixtures) is sent to every rank, so it must be picklable::
+    The arguments that pytest passes (parameters, fixtures) are sent to every rank, so they must be picklable::
 
         @ranks(4)
         def test_zeros() -> None:
@@ -31,7 +31,7 @@ def ranks(
     def decorate(function: Callable[P, Any]) -> Callable[P, None]:
         @functools.wraps(function)
         def on_ranks(*args: P.args, **kwargs: P.kwargs) -> None:
-            __tracebackhide__ = True  # pytest then shows the rank's own traceback only
+            __tracebackhide__ = True  # pytest then shows only the rank's own traceback
             run_on_ranks(
                 world_size,
                 function,
@@ -44,7 +44,7 @@ def ranks(
                 **kwargs,
             )
 
-        on_ranks.on_this_rank = function  # type: ignore[attr-defined] # how a rank finds what to run
+        on_ranks.on_this_rank = function  # type: ignore[attr-defined] # what a rank runs
         return on_ranks
 
     return decorate

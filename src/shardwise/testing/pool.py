@@ -1,8 +1,8 @@
-"""A pool of ranks on this machine.
+"""`Pool`: ranks on this machine that run tasks.
 
-The processes are forked from a server that has torch loaded, meet through a file, and wait for work. A task that fails,
-or that one rank never finishes, costs the pool: the report holds the failing rank's traceback, or every rank's
-stack, and the next task gets new processes. Those of a bare pool load everything by themselves.
+The processes are forked from a server that has torch loaded, rendezvous through a file, and wait for tasks. A task that
+fails or hangs ends its pool: the error has the failing rank's traceback, or every rank's stack, and the next task gets
+new processes. The processes of a bare pool are not forked, and import everything themselves.
 """
 
 from __future__ import annotations
@@ -29,27 +29,22 @@ import torch
 from shardwise.testing.task import Task
 from shardwise.testing.worker import Outcome, serve
 
-# Torch loads its tracer for some of the plainest ops, in seconds: once for all ranks, not once by each.
+# Torch imports its tracer for some plain ops, which takes seconds: once for all ranks, not once for each.
 PRELOADED = ["torch", "torch.distributed", "shardwise", "shardwise.testing.worker", "torch._dynamo"]
-# What takes long too, and what ranks are likely to need where the process that starts them has it.
+# Slow imports that ranks probably need if the parent process has them.
 PRELOADED_IF_HERE = ["pytest", "_pytest.assertion.rewrite", "hypothesis", "transformers", "accelerate", "peft"]
-TIMEOUT = 300.0  # seconds after which a task hangs: far more than it takes, also on a machine that is busy
-START_TIMEOUT = 300.0  # the same for ranks that start
-ENDING = 30.0  # the same for a process that ends, and for one that writes its stack
-GRACE = 6.0  # seconds that the other ranks get to fail too, once one has
-MACHINERY = (
-    "/multiprocessing/",
-    "/shardwise/testing/",
-    "<string>",
-    "Extension modules",
-)  # frames that are in every stack
-OUTERMOST = ('"<string>", line 1 in <module>\n', "  ...\n")  # how the stack of a main thread ends, which comes last
+TIMEOUT = 300.0  # seconds after which a task counts as hung, also on a busy machine
+START_TIMEOUT = 300.0  # seconds for the start of the ranks
+ENDING = 30.0  # seconds for a process to end, or to write its stack
+GRACE = 6.0  # seconds for the other ranks to fail after the first one
+MACHINERY = ("/multiprocessing/", "/shardwise/testing/", "<string>", "Extension modules")  # frames of every stack
+OUTERMOST = ('"<string>", line 1 in <module>\n', "  ...\n")  # the end of the main thread's stack, which is last
 BEFORE_JOINING = "a script that starts ranks must do so under `if __name__ == '__main__':`"
-MOST_POOLS = 4  # kept alive at once, each of another kind
+MOST_POOLS = 4  # kept alive, of different kinds
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or hung; the message says which, where and what it printed."""
+    """A rank raised, died or hung; the message has the rank, its traceback or stack, and its output."""
 
 
 class Pool:
@@ -78,7 +73,7 @@ class Pool:
             self.connections.append(here)
             self.processes.append(process)
         self._joined = False
-        self._collect(START_TIMEOUT)  # every rank says when it has joined the group
+        self._collect(START_TIMEOUT)  # until every rank has joined the group
         self._joined = True
 
     @property
@@ -89,27 +84,27 @@ class Pool:
     def run(self, task: Task, timeout: float, *, echo: bool = False) -> list[Any]:
         """Run a task on every rank; give what each returned, by rank, or raise a `RankFailure`."""
         __tracebackhide__ = True
-        heard = _Echo(self._file(0, "output")) if echo else None
+        output = _OutputFollower(self._file(0, "output")) if echo else None
         try:
             for connection in self.connections:
                 connection.send(task)
-            return self._collect(timeout, heard)
+            return self._collect(timeout, output)
         except unittest.SkipTest:
             raise
         except BaseException:
-            self.close()  # interrupted, its answers would be taken for those of the next task
+            self.close()  # late results would be taken for those of the next task
             raise
 
-    def _collect(self, timeout: float, heard: _Echo | None = None) -> list[Any]:
+    def _collect(self, timeout: float, output: _OutputFollower | None = None) -> list[Any]:
         __tracebackhide__ = True
         outcomes: dict[int, Outcome] = {}
         deadline = time.monotonic() + timeout
         while len(outcomes) < self.world_size:
             waiting = {self.connections[r]: r for r in range(self.world_size) if r not in outcomes}
             left = max(deadline - time.monotonic(), 0)
-            ready = wait(list(waiting), left if heard is None else min(left, _Echo.EVERY))
-            if heard is not None:
-                heard.catch_up()
+            ready = wait(list(waiting), left if output is None else min(left, _OutputFollower.EVERY))
+            if output is not None:
+                output.print_new()
             if not ready and time.monotonic() >= deadline:
                 break
             for connection in ready:
@@ -135,24 +130,24 @@ class Pool:
             process = self.processes[rank]
             process.join(ENDING)
             hint = "" if self._joined else f"; {BEFORE_JOINING}"
-            stack = self._told(rank)
+            stack = self._written_stack(rank)
             words = f"; it was here:\n{stack}" if stack else f", without a word{hint}\n"
             return Outcome(None, f"the process ended with exit code {process.exitcode}{words}")
         return outcome
 
     def _report(self, outcomes: dict[int, Outcome], timeout: float) -> str:
-        """What went wrong on which rank; identical failures are told once."""
+        """The failures of all ranks; identical ones once."""
         parts: list[str] = []
-        told: dict[str, list[int]] = {}
+        failures: dict[str, list[int]] = {}
         for rank, outcome in sorted(outcomes.items()):
             if outcome.failure is not None:
-                told.setdefault(outcome.failure, []).append(rank)
-        for failure, failed in told.items():
+                failures.setdefault(outcome.failure, []).append(rank)
+        for failure, failed in failures.items():
             who = " and ".join(f"rank {rank}" for rank in failed)
             parts.append(f"{who} of {self.world_size} failed:\n{failure}{self._printed(failed[0])}")
         for rank in range(self.world_size):
             if rank not in outcomes:
-                why = f"did not finish within {timeout:g} s" if not told else "was still running after that"
+                why = f"did not finish within {timeout:g} s" if not failures else "was still running after that"
                 parts.append(f"rank {rank} of {self.world_size} {why}; it is here:\n{self._stack(rank)}")
         return "\n".join(parts)
 
@@ -162,17 +157,17 @@ class Pool:
         return f"\nwhat rank {rank} printed:\n{text[-4000:]}\n" if text else ""
 
     def _stack(self, rank: int) -> str:
-        """Where a hung rank is, asked of its fault handler."""
+        """The stack of a hung rank, from its fault handler."""
         process, file = self.processes[rank], self._file(rank, "stack")
         if process.pid is not None and process.is_alive() and file.exists():
             os.kill(process.pid, signal.SIGUSR1)
             end = time.monotonic() + ENDING
             while not file.read_text(errors="replace").endswith(OUTERMOST) and time.monotonic() < end:
                 time.sleep(0.01)
-        return self._told(rank) or "(it gave no stack)\n"
+        return self._written_stack(rank) or "(it gave no stack)\n"
 
-    def _told(self, rank: int) -> str:
-        """What its fault handler has written."""
+    def _written_stack(self, rank: int) -> str:
+        """The stack that a rank's fault handler has written."""
         file = self._file(rank, "stack")
         lines = file.read_text(errors="replace").splitlines(keepends=True) if file.exists() else []
         own = [line for line in lines if not any(name in line for name in MACHINERY)]
@@ -195,7 +190,7 @@ class Pool:
 
 
 def _context(bare: bool) -> ForkServerContext | SpawnContext:
-    """How processes are started: forked from the server, or anew."""
+    """How processes are started: forked from the server, or spawned."""
     if bare:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -203,22 +198,22 @@ def _context(bare: bool) -> ForkServerContext | SpawnContext:
     return context
 
 
-class _Echo:
-    """Prints here what a rank prints, as it comes: whole characters, and carriage returns as they are."""
+class _OutputFollower:
+    """Prints the output of a rank as it is written, in whole characters."""
 
     EVERY = 0.1  # seconds
 
     def __init__(self, file: Path) -> None:
-        os.truncate(file, 0)  # an earlier task's output is not this one's
-        self._file, self._heard = file, 0
+        os.truncate(file, 0)  # drop the output of earlier tasks
+        self._file, self._position = file, 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def catch_up(self) -> None:
-        """Print what has been printed since."""
+    def print_new(self) -> None:
+        """Print what the rank has written since."""
         with open(self._file, "rb") as file:
-            file.seek(self._heard)
+            file.seek(self._position)
             new = file.read()
-        self._heard += len(new)
+        self._position += len(new)
         print(self._decoder.decode(new), end="", flush=True)
 
 
@@ -236,7 +231,7 @@ def run_on_ranks(
     backend: str = "gloo",
     **kwargs: Any,
 ) -> list[Any]:
-    """Call a module-level function on so many ranks; give what each returned, by rank.
+    """Call a module-level function on ``world_size`` ranks; give what each returned, by rank.
 
     The ranks' default group is of this backend of torch.distributed. With ``nccl``, each rank's current device is a GPU
     of its own while there are enough of them; else ranks share them, talking as if they were on different hosts.
@@ -244,7 +239,7 @@ def run_on_ranks(
     With ``fresh``, the ranks are new and end afterwards: for what cannot be undone in a process, such as RPC. With
     ``bare``, they started without torch's tracer and all that comes with it, which other ranks have from the
     beginning: for what must come before such imports, as `dropin.install` must. With ``echo``, what rank 0 prints is
-    printed here as it comes; else it is told only if the function fails.
+    printed here as it comes; else it is part of the error if the function fails.
 
     >>> from shardwise.testing import run_on_ranks
     >>> import torch.distributed
@@ -261,13 +256,13 @@ def run_on_ranks(
 
 
 def _shared(world_size: int, backend: str, bare: bool) -> Pool:
-    """The living pool of this kind, or a new one; the longest unused ones make room for it."""
+    """The living pool of this kind, or a new one; the least recently used pool is closed if there are many."""
     pool = _pools.pop((world_size, backend, bare), None)
     if pool is None or not pool.alive:
         while len(_pools) >= MOST_POOLS:
             _pools.pop(next(iter(_pools))).close()
         pool = Pool(world_size, backend, bare=bare)
-    _pools[world_size, backend, bare] = pool  # last used, last to go
+    _pools[world_size, backend, bare] = pool  # most recently used
     return pool
 
 

@@ -1,4 +1,4 @@
-"""A function to be called on another process, named so that it is found there."""
+"""`Task`: a function to call in another process, by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Task:
-    """A module-level function by file and name, what to call it with, and how the caller treats warnings."""
+    """A module-level function by file and name, its arguments, and the caller's warning filters."""
 
     module: str
     file: str | None
@@ -24,11 +24,11 @@ class Task:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     warning_filters: tuple[Any, ...]
-    asserts_tell: bool  # pytest has rewritten the module so that its asserts tell what they compared
+    rewritten_asserts: bool  # whether pytest has rewritten the module's asserts
 
     @staticmethod
     def of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Task:
-        """A task, or an error when other processes could not find the function."""
+        """The task; raises where other processes could not find the function."""
         name = function.__qualname__
         if "<" in name:
             raise ValueError(f"{name} is made inside another function: ranks can only call module-level functions")
@@ -48,14 +48,14 @@ class Task:
             return function(*self.args, **self.kwargs)
 
     def _load(self) -> ModuleType:
-        """The module by its name; a test module or script, which has no lasting name, by its file."""
-        by_name = self.module != "__main__" and not self.asserts_tell and _origin(self.module) == self.file
+        """The module, by name; a test module or script by its file."""
+        by_name = self.module != "__main__" and not self.rewritten_asserts and _origin(self.module) == self.file
         if self.file is None or by_name:
             return importlib.import_module(self.module)
         alias = f"shardwise_task:{self.file}"
         if alias not in sys.modules:
             try:
-                _import_file(alias, self.file, telling_asserts=self.asserts_tell)
+                _import_file(alias, self.file, rewrite=self.rewritten_asserts)
             except BaseException:
                 sys.modules.pop(alias, None)
                 raise
@@ -63,7 +63,7 @@ class Task:
 
 
 def _origin(module: str) -> str | None:
-    """The file that importing this name would execute."""
+    """The file of the module that this name imports."""
     if module in sys.modules:
         return getattr(sys.modules[module], "__file__", None)
     try:
@@ -73,18 +73,18 @@ def _origin(module: str) -> str | None:
     return None if spec is None else spec.origin
 
 
-def _import_file(alias: str, file: str, *, telling_asserts: bool) -> None:
-    """Execute a file as a module; with asserts that tell what they compared, if asked for."""
+def _import_file(alias: str, file: str, *, rewrite: bool) -> None:
+    """Execute a file as a module, with pytest's assert rewriting if asked for."""
     folder = str(Path(file).parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
     source = Path(file).read_bytes()
     tree = ast.parse(source, filename=file)
-    if telling_asserts:
+    if rewrite:
         from _pytest.assertion.rewrite import rewrite_asserts
 
         rewrite_asserts(tree, source, file)
     module = ModuleType(alias)
     module.__file__ = file
-    sys.modules[alias] = module  # dataclasses and pickles look their module up while it is executed
+    sys.modules[alias] = module  # dataclasses and pickles look up their module during execution
     exec(compile(tree, file, "exec", dont_inherit=True), vars(module))

@@ -1,4 +1,4 @@
-"""What each rank of a pool does: join the group, then run one task after the other."""
+"""`serve`: the process of a rank in a pool. It joins the group, and runs one task after the other."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from shardwise.meeting import begin_anew, ledger_of, post, put_away
+from shardwise.comm.group import group_state, tagged_messages
 from shardwise.testing.task import Task
 
 _start_folder = os.getcwd()
-# NCCL refuses ranks that share a GPU, unless it takes them for different hosts: then they talk through the loopback.
-APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
-LOOKS_AFTER = 0.1  # seconds that a rank waits before it looks why others do not come: all are on one machine
-COLLECTIVE_TIMEOUT = timedelta(hours=1)  # the pool's own time limits come long before
+# NCCL refuses ranks that share a GPU, unless they seem to be on different hosts, connected by the loopback.
+DIFFERENT_HOSTS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
+CHECK_PEERS_AFTER = 0.1  # seconds before a rank checks its peers; short, for all are on one machine
+COLLECTIVE_TIMEOUT = timedelta(hours=1)  # the pool's own timeouts are much shorter
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank's task returned, or how it failed."""
+    """The result of a task on a rank, or its failure."""
 
     value: Any
     failure: str | None
     skipped: str | None = None
-    spent: bool = False  # whether the rank cannot take another task, since its default group was ended
+    spent: bool = False  # whether the rank cannot run another task
 
 
 def serve(connection: Connection, rank: int, world_size: int, folder: str, backend: str) -> None:
-    """Join the group, say so, and run what is sent until the pool goes away."""
+    """Join the group, report it, and run tasks until the pool is closed."""
     _prepare(rank, world_size, Path(folder), backend)
     connection.send(Outcome(None, None))
     for number in itertools.count():
         try:
             task: Task = connection.recv()
         except (EOFError, ConnectionError):
-            break  # the pool was closed, or its process is gone
+            break  # the pool or its process has ended
         except Exception:
             connection.send(Outcome(None, f"the task could not be read:\n{traceback.format_exc()}"))
             continue
@@ -66,13 +66,13 @@ def _prepare(rank: int, world_size: int, folder: Path, backend: str) -> None:
     output = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text file; for those who listen
-    stacks = open(folder / f"stack-{rank}", "w")  # noqa: SIM115 # until the process ends
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # a text file; for `echo`
+    stacks = open(folder / f"stack-{rank}", "w")  # noqa: SIM115 # open until the process ends
     faulthandler.enable(file=stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started the pool
     torch.set_num_threads(1)
-    post.PATIENCE = LOOKS_AFTER
+    tagged_messages.PATIENCE = CHECK_PEERS_AFTER
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
@@ -89,23 +89,22 @@ def _prepare(rank: int, world_size: int, folder: Path, backend: str) -> None:
 
 
 def _take_turns() -> None:
-    """Let this process and its threads, where the system knows such a thing, wait until another one pauses or has had
-    its time, and not take its place as soon as there is something to do.
+    """Use batch scheduling where the system has it, so that a process never preempts another one on wake-up.
 
-    There are more ranks than cores. gloo's thread tries again and again for a lock that the rank has while it sends;
-    who gets the message would else take the rank's core just then, and that thread the other one, for nothing.
+    There are more ranks than cores. gloo's thread spins on a lock that the rank holds while it sends: a receiver that
+    preempts the sender, and the spinning thread on the other core, would waste both cores.
     """
     if hasattr(os, "SCHED_BATCH"):
-        with suppress(OSError):  # a system that does not allow it
+        with suppress(OSError):  # not permitted
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _take_gpu(rank: int, world_size: int) -> None:
-    """Make a GPU this rank's device, for NCCL to talk by."""
+    """Make a GPU the current device of this rank, for NCCL."""
     count = torch.cuda.device_count()
     torch.cuda.set_device(rank % count)
     if count < world_size:
-        os.environ.update(APART, NCCL_HOSTID=f"rank-{rank}")
+        os.environ.update(DIFFERENT_HOSTS, NCCL_HOSTID=f"rank-{rank}")
 
 
 def _attempt(task: Task, task_number: int) -> Outcome:
@@ -119,45 +118,46 @@ def _attempt(task: Task, task_number: int) -> Outcome:
     torch.manual_seed(0)
     default, loaded = dist.group.WORLD, len(sys.modules)
     if default is not None:
-        begin_anew(default, task_number)  # whatever some ranks have caught, or have not noticed, in the task before
+        # Whatever some ranks have caught, or have not noticed, in the task before.
+        group_state(default).restart_history(task_number)
     try:
         value = task.run()
-    except BaseException as error:  # a rank reports whatever ends its task, pytest's outcomes included
+    except BaseException as error:  # including pytest's outcomes
         if type(error).__name__ in ("Skipped", "SkipTest"):
             return Outcome(None, None, skipped=str(error), spent=_is_spent(default))
         return Outcome(None, _traceback(error))
     finally:
         if default is not None and dist.group.WORLD is default:
-            put_away(default)
+            group_state(default).count_epochs()
         sys.stdout.flush()
         gc.collect()
         if len(sys.modules) > loaded:
-            gc.freeze()  # modules stay: collecting after the next tasks then looks at their own objects only
+            gc.freeze()  # so that later collections skip the modules
     if dist.group.WORLD is not default:
         return Outcome(None, "the task left no default process group: use fresh=True for a task that ends it\n")
     return Outcome(value, None, spent=_is_spent(default))
 
 
 def _is_spent(default: dist.ProcessGroup | None) -> bool:
-    """Whether collectives are under way in the default group that do not end: what comes after would hang or fail."""
-    return default is not None and bool(ledger_of(default).broken)
+    """Whether the default group has collectives that never end, so that later ones would hang or fail."""
+    return default is not None and bool(group_state(default).history.broken)
 
 
 def _end_groups() -> None:
-    """End the groups that the task before has made. By now every rank is done with it; while one still connects to the
-    others of a new group, it must not be gone on another."""
+    """Destroy the groups of the task before. Only now is every rank done with it: a group must not be destroyed while
+    another rank still connects to it."""
     groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     for group in groups:
         dist.destroy_process_group(group)
     if groups and "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-        forget: Any = _clear_sharding_prop_cache
-        forget()  # results on meshes of those groups, which would be given for equal meshes of new ones
+        clear_cache: Any = _clear_sharding_prop_cache
+        clear_cache()  # cached results for meshes of those groups must not be used for equal meshes
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback from the task on, without the frames of the pool."""
+    """The traceback without the frames of the pool."""
     frames, pool = error.__traceback__, str(Path(__file__).parent)
     while frames and frames.tb_next and frames.tb_frame.f_code.co_filename.startswith(pool):
         frames = frames.tb_next

@@ -1,7 +1,7 @@
-"""What a Python runs when it starts with this folder on its `PYTHONPATH`, as children of `shardwise.dropin` do.
+"""Python runs this file when it starts with this folder on its `PYTHONPATH`, as children of `shardwise.dropin` do.
 
-It must be quick, for every Python runs it: shardwise, and with it torch, is imported when something imports
-`torch.distributed._shard`, and not before. It stands in front of any other `sitecustomize`, and runs that one too.
+The file must be quick: shardwise, and with it torch, is imported only when something imports
+`torch.distributed._shard`. It hides any other `sitecustomize`, and runs that one too.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ HERE = Path(__file__).resolve().parent
 class FirstImport(MetaPathFinder):
     """Installs the drop-in when the old system is about to be imported, or a module that the drop-in amends."""
 
-    installs_shardwise = True  # how the drop-in finds it in `sys.meta_path`, and ends it
+    installs_shardwise = True  # by which the drop-in finds and removes this finder
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """For the old system's root: the module that the drop-in has put in its place; for others: as it finds them."""
+        """Install the drop-in; then the spec of its module, or the usual spec of an amended module."""
         if name != ROOT and name not in AMENDED:
             return None
-        install()
+        install_on_import()
         return ModuleSpec(name, Installed(), is_package=True) if name == ROOT else find_spec(name)
 
 
 class Installed(Loader):
-    """Gives what is in `sys.modules` already."""
+    """Gives the module in `sys.modules`."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module that was put there."""
+        """The module of that name."""
         return sys.modules[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
-def install() -> None:
-    """Install the drop-in, from where this file lies if shardwise is not on the path of this Python."""
+def install_on_import() -> None:
+    """Install the drop-in; shardwise is found next to this file if it is not on the path."""
     if PathFinder.find_spec("shardwise", sys.path) is None:
         sys.path.append(str(HERE.parents[2]))
     try:

@@ -1,4 +1,9 @@
-"""Looking up in tables: only ids and the rows that they ask for travel."""
+"""Looking up in sharded tables: only ids and the rows that they name travel.
+
+- ``ops``: `embedding` and `embedding_bag`; ``portion``, ``bags``: the ids or bags of this rank, and the sharded result
+- ``lookup``: the look-up of this rank's ids; ``differentiable_rows``: under autograd
+- ``rows``: the exchange of rows with other ranks; ``route``: the rank of each row; ``pieces``: packing
+"""
 
 from shardwise.ops.embedding import ops
 

@@ -1,4 +1,4 @@
-"""`Pieces`: the parts of a matrix that go to one rank after another, packed and unpacked."""
+"""`MatrixPieces`: the parts of a matrix that go to one rank after another, packed and unpacked."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from shardwise.geometry import IntArray
+from shardwise.comm.transfer.views import copy
+from shardwise.layout.geometry import IntArray
 from shardwise.layout.grid import runs
-from shardwise.transfer.views import copy
 
-Spans = tuple[IntArray, IntArray]  # from the first to before the last
+Spans = tuple[IntArray, IntArray]  # begins and ends
 
-# More than a few pieces, if they are small, are picked by the indices of their elements: faster than a copy for each.
-FEW = 16
-SMALL = 256  # elements, on average
+# Many small pieces are picked by the indices of their elements, which is faster than a copy for each.
+FEW_PIECES = 16
+SMALL_PIECE = 256  # elements, on average
 
 
-def packed(views: Sequence[torch.Tensor], dtype: torch.dtype, wire: torch.device) -> torch.Tensor:
-    """The elements of all views, one after the other; a single one is taken as it lies."""
+def pack_views(views: Sequence[torch.Tensor], dtype: torch.dtype, wire: torch.device) -> torch.Tensor:
+    """The elements of all views in one buffer; a single view as it is."""
     if len(views) == 1:
         return views[0]
     sizes = [view.numel() for view in views]
@@ -30,15 +30,15 @@ def packed(views: Sequence[torch.Tensor], dtype: torch.dtype, wire: torch.device
     return buffer
 
 
-class Pieces:
-    """Boxes of a matrix, one after the other, of these rows and columns; by default of all columns."""
+class MatrixPieces:
+    """Boxes of a matrix with these rows and columns, by default all columns."""
 
     def __init__(self, shape: tuple[int, int], rows: Spans, columns: Spans | None = None) -> None:
         self._shape, (self._tops, self._bottoms), self._columns = shape, rows, columns
 
     @cached_property
     def _is_whole(self) -> bool:
-        """Whether they are the matrix as it lies: whole rows, one after the other."""
+        """Whether the pieces, one after the other, are the matrix in its order."""
         if self._columns is not None or not len(self._tops):
             return self._columns is None and not self._shape[0]
         ends = self._tops[0] == 0 and self._bottoms[-1] == self._shape[0]
@@ -46,7 +46,7 @@ class Pieces:
 
     @cached_property
     def _spans(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """From where to where in both dims."""
+        """Begins and ends in both dims."""
         columns = self._columns or (np.zeros_like(self._tops), np.full_like(self._tops, self._shape[1]))
         return self._tops, self._bottoms, *columns
 
@@ -57,12 +57,12 @@ class Pieces:
 
     @cached_property
     def _are_picked(self) -> bool:
-        """Whether there are many small ones."""
-        return len(self._sizes) > FEW and int(self._sizes.sum()) < SMALL * len(self._sizes)
+        """Whether there are many small pieces."""
+        return len(self._sizes) > FEW_PIECES and int(self._sizes.sum()) < SMALL_PIECE * len(self._sizes)
 
     @cached_property
-    def _places(self) -> IntArray:
-        """Of each element of each piece, in the matrix as it lies."""
+    def _positions(self) -> IntArray:
+        """The position in the flat matrix of each element of each piece."""
         tops, bottoms, lefts, rights = self._spans
         piece, row = runs(tops, bottoms)
         begins = row * self._shape[1]
@@ -73,16 +73,16 @@ class Pieces:
         if self._is_whole:
             return matrix
         if self._are_picked:
-            return matrix.reshape(-1).index_select(0, torch.from_numpy(self._places).to(matrix.device))
-        return packed(self._views(matrix), matrix.dtype, wire)
+            return matrix.reshape(-1).index_select(0, torch.from_numpy(self._positions).to(matrix.device))
+        return pack_views(self._views(matrix), matrix.dtype, wire)
 
     def unpack(self, taken: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The matrix, of pieces that make up all of it."""
+        """The matrix that consists of the pieces."""
         if self._is_whole:
             return taken.view(self._shape).to(device)
         if self._are_picked:
-            order = np.empty_like(self._places)
-            order[self._places] = np.arange(len(order))
+            order = np.empty_like(self._positions)
+            order[self._positions] = np.arange(len(order))
             return taken.to(device).index_select(0, torch.from_numpy(order).to(device)).view(self._shape)
         matrix = torch.empty(self._shape, dtype=taken.dtype, device=device)
         for view, part in zip(self._views(matrix), torch.split_with_sizes(taken, self._sizes.tolist()), strict=True):

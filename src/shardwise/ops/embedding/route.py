@@ -1,16 +1,14 @@
-"""Which rank to ask for which rows of a table. Pure: every rank works it out alone, from a layout that all know.
+"""`TableRoute`: the rank to ask for each row of a table. Pure: computed alone, from a layout that all ranks know.
 
-Boxes of one rank over the same rows are a band: an id among these rows goes there once, and all their columns come
-back. Bands are numbers, and what is known of them are arrays, so that a lookup pays for the bands that it asks.
+Boxes of one rank over the same rows are a band: an id among these rows is sent there once, and all columns of the band
+come back. Bands are numbers, with arrays of their properties, so that a lookup only pays for the bands that it uses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.geometry import IntArray
+from shardwise.comm.group import cached_per_group, rank_array
 from shardwise.layout import Layout
+from shardwise.layout.geometry import IntArray
 from shardwise.layout.grid import runs
-from shardwise.process_group import rank_array
 
 Numbers = npt.NDArray[np.int32]  # of bands, edges, boxes or members: in a large world, routes take half the memory
 
 
-class Cell(NamedTuple):
+class BandPart(NamedTuple):
     """A local tensor that is not empty, as part of a band."""
 
     band: int  # which of this member's bands
@@ -43,20 +41,20 @@ class Columns(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Route:
-    """All bands of a table with two dims, in order of member and of ids, as one member of a group sees them."""
+class TableRoute:
+    """The bands of a table with two dims, ordered by member and ids, as one member of a group sees them."""
 
     layout: Layout
     members: int
-    here: int  # the member that sees them
+    here: int  # this member
     member_of: Numbers  # who holds each band
     edges: torch.Tensor  # the ids at which bands begin or end, ascending
     begins: Numbers  # at which of these edges each band begins
     ends: Numbers  # and ends
     boxes: Numbers  # of one band after another, by their numbers in the layout
     starts: Numbers  # where those of each band begin, and where all end
-    asked: Numbers  # the bands that this member asks: of replicas the one that it has itself, else each asks another
-    at_home: bool  # whether every member has every row itself, so that it need not ask anyone
+    asked: Numbers  # the bands that this member asks: of replicas its own, else members ask different ones
+    is_local: bool  # whether every member has every row itself
     local_rows: tuple[int, ...]  # the boxes of this member
 
     @cached_property
@@ -68,22 +66,22 @@ class Route:
     @cached_property
     def first_ids(self) -> list[int]:
         """The first id of each band that this member holds."""
-        found: list[int] = self.edges.numpy()[self.begins[self.own]].tolist()
-        return found
+        first: list[int] = self.edges.numpy()[self.begins[self.own]].tolist()
+        return first
 
     @cached_property
-    def cells(self) -> list[Cell]:
+    def parts(self) -> list[BandPart]:
         """The boxes that this member holds, band by band."""
         local = {row: k for k, row in enumerate(self.local_rows)}
         band, rows = self._boxes_of(np.arange(self.own.start, self.own.stop))
         widths = self.layout.at(rows).sizes[:, 1]
-        found = zip(band.tolist(), rows.tolist(), widths.tolist(), strict=True)
-        return [Cell(number, local[row], width) for number, row, width in found]
+        parts = zip(band.tolist(), rows.tolist(), widths.tolist(), strict=True)
+        return [BandPart(number, local[row], width) for number, row, width in parts]
 
     @cached_property
-    def cell_widths(self) -> IntArray:
+    def part_widths(self) -> IntArray:
         """The columns of each of these boxes."""
-        return np.array([cell.width for cell in self.cells], dtype=np.int64)
+        return np.array([cell.width for cell in self.parts], dtype=np.int64)
 
     @cached_property
     def has_whole_rows(self) -> bool:
@@ -96,11 +94,11 @@ class Route:
         return np.bincount(self.member_of, minlength=self.members)
 
     def between(self, edges: IntArray, *, everywhere: bool = False) -> tuple[IntArray, IntArray, IntArray]:
-        """Given a number at each edge, which ascend: the bands between different ones, and these of each.
+        """The bands with ids, and the slice of ids of each; ``edges`` are the numbers of ids before each edge.
 
         Of replicas all, or the one that this member asks.
         """
-        # First leave out, by the edges themselves, those where the number has not begun to ascend or does no longer.
+        # First leave out the bands before the first id and after the last.
         lowest, highest = (edges[0], edges[-1]) if len(edges) else (0, 0)
         first, last = int(edges.searchsorted(lowest, "right")), int(edges.searchsorted(highest, "left"))
         if everywhere or len(self.asked) == len(self.member_of):
@@ -118,7 +116,7 @@ class Route:
         return Columns(number, boxes.offsets[:, 1], boxes.ends[:, 1])
 
     def _boxes_of(self, bands: IntArray) -> tuple[IntArray, IntArray]:
-        """Pairs of the number in this list of bands, and a box of that band by its number in the layout."""
+        """Pairs of a position in this list of bands, and the number in the layout of a box of the band."""
         if len(self.boxes) == len(self.member_of):  # each band is one box
             return np.arange(len(bands)), self.boxes[bands].astype(np.int64)
         first, stop = (self.starts[at].astype(np.int64) for at in (bands, bands + 1))
@@ -126,21 +124,14 @@ class Route:
         return number, self.boxes[position].astype(np.int64)
 
 
-_routes: WeakKeyDictionary[ProcessGroup, Callable[[Layout], Route]] = WeakKeyDictionary()
-MOST_KEPT = 128  # routes of each group, of which those in a world of 16,384 ranks take half a MiB each
+@cached_per_group(maxsize=128)  # routes in a world of 16,384 ranks take half a MiB each
+def route_among(group: ProcessGroup, layout: Layout) -> TableRoute:
+    """The route of a table whose boxes are on ranks of this group."""
+    return make_route(layout, rank_array(group), dist.get_rank(group))
 
 
-def route_among(layout: Layout, group: ProcessGroup) -> Route:
-    """The route of a table whose boxes are on ranks of this group, which is kept."""
-    route_of = _routes.get(group)
-    if route_of is None:
-        make = partial(make_route, ranks=rank_array(group), here=dist.get_rank(group))
-        route_of = _routes[group] = lru_cache(maxsize=MOST_KEPT)(make)
-    return route_of(layout)
-
-
-def make_route(layout: Layout, ranks: IntArray, here: int) -> Route:
-    """The bands of a table among these ranks of a group, as one of its members sees them. Empty boxes are in none."""
+def make_route(layout: Layout, ranks: IntArray, here: int) -> TableRoute:
+    """The route to a table on these ranks of a group, for one member. Empty boxes are in no band."""
     rows = layout.pattern.filled
     boxes, number = layout.at(rows), layout.pattern.first(rows)
     by_rank = np.argsort(ranks)
@@ -153,7 +144,7 @@ def make_route(layout: Layout, ranks: IntArray, here: int) -> Route:
     first = order[starts]  # a box of each band
     edges, at = np.unique(np.concatenate([begin[first], end[first]]), return_inverse=True)
     begins, ends = at.reshape(2, -1)
-    return Route(
+    return TableRoute(
         layout,
         len(ranks),
         here,
@@ -170,7 +161,7 @@ def make_route(layout: Layout, ranks: IntArray, here: int) -> Route:
 
 
 class _Replicas:
-    """Who holds each box, in order of members. Boxes are rows of a layout; the same ones have the same number."""
+    """The members that hold each box. Boxes are rows of a layout; replicas have the same number."""
 
     def __init__(self, number: IntArray, member: IntArray) -> None:
         self._member, self._order = member, np.lexsort((member, number))
@@ -185,14 +176,14 @@ class _Replicas:
         self.pairs = int(_changes(number[self._order], member[self._order]).sum())  # of a box and a member that has it
 
     def alike(self) -> IntArray:
-        """A number for each row, the same where all the same members hold the box."""
+        """A number for each row, the same for boxes that the same members hold."""
         seen: dict[bytes, int] = {}
         holders = np.split(self._member[self._order], self._starts[1:])
-        found = [seen.setdefault(one.tobytes(), len(seen)) for one in holders]
-        return np.array(found, dtype=np.int64)[self._box]
+        numbers = [seen.setdefault(one.tobytes(), len(seen)) for one in holders]
+        return np.array(numbers, dtype=np.int64)[self._box]
 
     def are_asked_by(self, here: int) -> npt.NDArray[np.bool_]:
-        """For each row, whether a member asks there and not at another replica."""
+        """For each row, whether a member asks this replica."""
         chosen = here % self._counts
         own = self._order[self._member[self._order] == here][::-1]  # so that the first one is written last
         chosen[self._box[own]] = self.index[own]
@@ -201,7 +192,7 @@ class _Replicas:
 
 
 def _changes(*keys: IntArray) -> npt.NDArray[np.bool_]:
-    """Where a key is another one than before; the first is."""
+    """Where a key differs from the one before; True for the first."""
     changes = np.ones(len(keys[0]), dtype=bool)
     if len(changes):
         changes[1:] = np.any([key[1:] != key[:-1] for key in keys], axis=0)
@@ -209,6 +200,6 @@ def _changes(*keys: IntArray) -> npt.NDArray[np.bool_]:
 
 
 def _short(numbers: IntArray) -> Numbers:
-    found = numbers.astype(np.int32)
-    found.flags.writeable = False
-    return found
+    short = numbers.astype(np.int32)
+    short.flags.writeable = False
+    return short

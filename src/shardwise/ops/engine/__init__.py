@@ -1,1 +1,14 @@
-"""What a call of an op comes down to on shards, and running it."""
+"""How a call of a torch function is computed on shards.
+
+A call goes through these files, from the top; a cached call only through the first two:
+
+- ``call_cache``: the cache key of a call, and the look-up of its program; the first call is recorded
+- ``program``: running the steps of a recorded call
+- ``recorder``: observing the first call, and making its program
+- ``decomposition``: functions as aten ops, and aten ops by the table, by decomposition or gathered
+- ``gradient_proxy``, ``plain_operand``: plain operands that want a gradient
+- ``call``: one call of an aten op; ``table``: how each aten op is computed
+- ``rule``: which dims of operands and results correspond; ``cells``, ``schedule``: how a rule is cut over ranks
+- ``compute``: a call under a rule; ``result_metadata``: sizes and strides of its results
+- ``gathered``: the last resort, on whole operands; ``chunking``, ``noise``: even chunks, and random numbers
+"""

@@ -1,4 +1,4 @@
-"""`Call`: one call of an aten op, its arguments by name and its tensors in order."""
+"""`Call`: one call of an aten op, its arguments by name and its tensors in order. And what is known of ops."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwise.dispatch import op_name
-from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.dispatch import op_name
 
 Aten = Any  # an OpOverload of torch.ops.aten
+LITERAL_TYPES = (bool, int, float, complex, str, torch.dtype)
+TENSOR_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
+PYTHON_OWNERS = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn)  # of functions that call aten ops
 
 
 class Call:
@@ -25,7 +28,7 @@ class Call:
         names, defaults = _signature(op)
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         self.arguments: dict[str, Any] = {name: given[name] for name in names if name in given}
-        # aten's arguments are single values or lists of them: flattened here, for it is done for every op.
+        # aten's arguments are single values or lists of them. Not by pytree: this runs for every op.
         self._leaves: list[Any] = []
         self._lengths: list[int] = []  # of lists; -1 for a single value
         for value in self.arguments.values():
@@ -35,8 +38,8 @@ class Call:
             else:
                 self._leaves.append(value)
                 self._lengths.append(-1)
-        self._at = [k for k, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
-        self.operands: list[torch.Tensor] = [self._leaves[k] for k in self._at]
+        self._positions = [k for k, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
+        self.operands: list[torch.Tensor] = [self._leaves[k] for k in self._positions]
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -57,13 +60,13 @@ class Call:
 
     def run(self, operands: Sequence[torch.Tensor], **changes: Any) -> Any:
         """The op on these tensors in place of its operands."""
-        by_position, by_name = self.as_given(self.bound(operands, **changes))
+        by_position, by_name = self.split_arguments(self.with_operands(operands, **changes))
         return self.op(*by_position, **by_name)
 
-    def bound(self, operands: Sequence[torch.Tensor], **changes: Any) -> dict[str, Any]:
+    def with_operands(self, operands: Sequence[torch.Tensor], **changes: Any) -> dict[str, Any]:
         """The arguments with these tensors in place of the operands."""
         leaves = list(self._leaves)
-        for k, operand in zip(self._at, operands, strict=True):
+        for k, operand in zip(self._positions, operands, strict=True):
             leaves[k] = operand
         arguments, position = {}, 0
         for name, length in zip(self.arguments, self._lengths, strict=True):
@@ -71,42 +74,42 @@ class Call:
             position += 1 if length < 0 else length
         return {**arguments, **changes}
 
-    def as_given(self, arguments: dict[str, Any] | None = None) -> tuple[list[Any], dict[str, Any]]:
-        """Its arguments, or these, by position and, those that have no other way, by name."""
-        named = _only_by_name(self.op)
+    def split_arguments(self, arguments: dict[str, Any] | None = None) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of this call, or other ones: those by position, and those that only go by name."""
+        named = _keyword_only(self.op)
         values = (self.arguments if arguments is None else arguments).items()
         return [v for name, v in values if name not in named], {name: v for name, v in values if name in named}
 
-    def written(self) -> list[int]:
-        """Which operands the op writes into."""
+    def written_operands(self) -> list[int]:
+        """The numbers of the operands that the op writes into."""
         names = {argument.name for argument in self.op._schema.arguments if _is_written(argument)}
         flat = [
             name in names
             for name, length in zip(self.arguments, self._lengths, strict=True)
             for _ in range(1 if length < 0 else length)
         ]
-        return [number for number, k in enumerate(self._at) if flat[k]]
+        return [number for number, k in enumerate(self._positions) if flat[k]]
 
     def key(self) -> tuple[Any, ...]:
-        """What tells this call from others of the same op but for its operands' values; raises if unhashable."""
+        """The same for calls that differ at most in the values of operands. Raises TypeError if unhashable."""
         rest = tuple(
             (tuple(leaf.shape), leaf.dtype, leaf.device.type) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
             for leaf in self._leaves
         )
         return (self.op, rest, tuple(self._lengths), torch.get_default_dtype())
 
-    def settings(self) -> str:
-        """The arguments that are no tensors, as all ranks must have them."""
-        return plain_values(self._leaves)
+    def literals(self) -> str:
+        """The arguments that are no tensors, which must be the same on all ranks."""
+        return literals_text(self._leaves)
 
 
-def plain_values(leaves: Sequence[Any]) -> str:
+def literals_text(values: Sequence[Any]) -> str:
     """Numbers, strings and the like among values, in one line."""
-    return ", ".join(repr(leaf) for leaf in leaves if leaf is None or isinstance(leaf, PLAIN))
+    return ", ".join(repr(one) for one in values if one is None or isinstance(one, LITERAL_TYPES))
 
 
-class Function(threading.local):
-    """The torch function that this thread computes, the outermost one: what its ops do depends on its arguments."""
+class OuterFunction(threading.local):
+    """The torch function, not called by another, that this thread computes: its arguments decide what its ops do."""
 
     called: tuple[Any, Sequence[Any], dict[str, Any]] | None = None
 
@@ -116,12 +119,76 @@ class Function(threading.local):
         op, args, kwargs = self.called
         if not isinstance(op, FunctionType) or op.__name__.startswith("__"):
             return "none"  # one op, whose arguments are compared; and `x + y` may be called by either of its names
-        return f"{op_name(op)} {plain_values(pytree.tree_leaves((tuple(args), kwargs)))}"
+        return f"{op_name(op)} {literals_text(pytree.tree_leaves((tuple(args), kwargs)))}"
 
 
-function = Function()
+outer_function = OuterFunction()
 
-PLAIN = (bool, int, float, complex, str, torch.dtype)
+
+# What is known of ops ------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4096)
+def is_pure(op: Any) -> bool:
+    """Whether a function is one of torch's, and by its name or schema writes into none of its arguments."""
+    if isinstance(op, torch._ops.OpOverload):
+        return not op._schema.is_mutable
+    if isinstance(op, FunctionType) and op.__module__.split(".")[0] != "torch":
+        return False  # whose result may depend on anything
+    name: str = getattr(op, "__name__", "_")
+    if name == "__get__":
+        return getattr(op.__self__, "__name__", "") in TENSOR_ATTRIBUTES
+    if name.startswith("__"):
+        return name not in ("__set__", "__setitem__", "__delitem__") and not name.startswith("__i")
+    return not name.endswith("_")
+
+
+@lru_cache(maxsize=4096)
+def may_alias_operand(op: Aten) -> bool:
+    """Whether a result may be the memory of an operand, as of a view or a reshape."""
+    return any(one.alias_info is not None for one in op._schema.returns)
+
+
+def functional_overload(op: Aten) -> Aten | None:
+    """The overload that gives a new tensor where this one writes into a tensor."""
+    name = op._schema.name.split("::")[1]
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    if packet is None:
+        return None
+    outs = {argument.name for argument in op._schema.arguments if argument.alias_info is not None and argument.is_out}
+    expected = [(a.name, str(a.type)) for a in op._schema.arguments if a.name not in outs]
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        schema = candidate._schema
+        if not schema.is_mutable and [(a.name, str(a.type)) for a in schema.arguments] == expected:
+            return candidate
+    return None
+
+
+def as_python_call(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[Any], dict[str, Any]]:
+    """A call of an aten op by the Python function for the op, which is faster, if there is one.
+
+    The arguments go by position as far as they can, without trailing defaults. A list in which some tensors are None,
+    such as the indices of dims that are not indexed, stays with the aten op: Python functions take no None there.
+    """
+    schema = op._schema.arguments
+    given = {**dict(zip((argument.name for argument in schema), args, strict=False)), **kwargs}
+    needed = [a.name for a in schema if a.name in given and not _is_default(a, given[a.name])]
+    by_position = [argument.name for argument in schema if not argument.kwarg_only]
+    while by_position and by_position[-1] not in needed:
+        by_position.pop()
+    if any(name not in given for name in by_position) or any(name not in by_position for name in needed):
+        return op, [], given
+    in_order = [given[name] for name in by_position]
+    if any(isinstance(value, list | tuple) and any(one is None for one in value) for value in in_order):
+        return op, in_order, {}
+    name = op.overloadpacket.__name__
+    function = next((getattr(owner, name) for owner in PYTHON_OWNERS if hasattr(owner, name)), op)
+    return function if callable(function) else op, in_order, {}
+
+
+def _is_default(argument: Any, value: Any) -> bool:
+    return argument.has_default_value() and not isinstance(value, torch.Tensor) and value == argument.default_value
 
 
 def _is_written(argument: Any) -> bool:
@@ -129,7 +196,7 @@ def _is_written(argument: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _only_by_name(op: Aten) -> frozenset[str]:
+def _keyword_only(op: Aten) -> frozenset[str]:
     return frozenset(argument.name for argument in op._schema.arguments if argument.kwarg_only)
 
 

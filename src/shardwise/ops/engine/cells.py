@@ -1,7 +1,7 @@
-"""Cells: boxes in the space of a rule's labels, each on a place, and so a layout of their own.
+"""Cells: a layout of the space of a rule's labels. Each cell is a part of the computation, on one rank.
 
-The boxes of an operand are cells if they cut nothing that must be whole. What the cells are of another operand, or of a
-result, is a layout again.
+The layout of an operand gives cells unless it cuts a label that must be whole. Cells give, for each operand and each
+result, the layout in which the computation needs the operand or leaves the result.
 """
 
 from __future__ import annotations
@@ -10,32 +10,32 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardwise.geometry import Boxes, IntArray
 from shardwise.layout import Cut, Grid, Layout, Places
+from shardwise.layout.geometry import Boxes, IntArray
+from shardwise.layout.specs import even_axis
 from shardwise.ops.engine.rule import Dims, Rule
-from shardwise.sharding_spec import even_axis
 
 
-def cells_of(rule: Rule, number: int, layout: Layout) -> Layout | None:
-    """The cells that the boxes of an operand's layout are, unless they cut what must be whole."""
+def operand_cells(rule: Rule, number: int, layout: Layout) -> Layout | None:
+    """The cells that correspond to the boxes of an operand, None if these cut a label that must be whole."""
     dims = rule.operands[number]
     if isinstance(layout.pattern, Grid) and layout.size.numel() and not _repeats_a_label(rule):
-        return _by_rule(rule, dims, layout.pattern, layout.places)
-    return _one_by_one(rule, dims, layout)
+        return _grid_cells(rule, dims, layout.pattern, layout.places)
+    return listed_cells(rule, dims, layout)
 
 
-def dealt(rule: Rule, label: int, everyone: Places) -> Layout:
-    """One label in chunks, one for each place; all others whole."""
-    grid = Grid.of(rule.sizes, [even_axis(label, rule.sizes[label], len(everyone))])
-    if rule.hollow:
-        return Layout.on_grid(grid, everyone)
+def chunk_cells(rule: Rule, label: int, places: Places) -> Layout:
+    """One label in even chunks, one for each place; all other labels whole."""
+    grid = Grid.of(rule.sizes, [even_axis(label, rule.sizes[label], len(places))])
+    if rule.allows_empty:
+        return Layout.on_grid(grid, places)
     packed, rows = grid.packed([label])
-    return Layout.on_grid(packed, everyone.take(rows))
+    return Layout.on_grid(packed, places.take(rows))
 
 
 @lru_cache(maxsize=2048)
 def projected(cells: Layout, dims: Dims, size: tuple[int, ...]) -> Layout:
-    """What the cells are of a tensor of this size with these dims, one box each; a dim without label is one element."""
+    """The box of each cell in a tensor of this size with these dims; a dim without label is one element."""
     at = {along.label: dim for dim, along in enumerate(dims) if along is not None}
     if isinstance(cells.pattern, Grid) and len(at) == sum(along is not None for along in dims):
 
@@ -55,10 +55,10 @@ def projected(cells: Layout, dims: Dims, size: tuple[int, ...]) -> Layout:
 
 
 @lru_cache(maxsize=2048)
-def without_repeats(target: Layout) -> tuple[Layout, IntArray | None]:
-    """A layout without boxes that a place has already, and for each box its row there; None: it is the layout itself.
+def deduplicated(target: Layout) -> tuple[Layout, IntArray | None]:
+    """A layout with each box once per place, and the row there of each box of the target; None if nothing changes.
 
-    Cells that need the same of an operand on one rank, as those of layers packed in one weight do, need it once.
+    Several cells of one rank may need the same box of an operand, as with layers packed in one weight.
     """
     if target.places.each_once:
         return target, None
@@ -71,14 +71,13 @@ def without_repeats(target: Layout) -> tuple[Layout, IntArray | None]:
     return target.chosen(rows), np.searchsorted(rows, first[same.reshape(-1)])
 
 
-def contributing(cells: Layout) -> IntArray:
-    """Which cells count when each must count once: the first of those that are alike, without empty ones."""
-    rows = cells.pattern.once
-    return np.intersect1d(rows, cells.pattern.filled, assume_unique=True)
+def contributing_cells(cells: Layout) -> IntArray:
+    """The cells that contribute to a reduction: of replicas the first, and no empty ones."""
+    return np.intersect1d(cells.pattern.once, cells.pattern.filled, assume_unique=True)
 
 
 def _repeats_a_label(rule: Rule) -> bool:
-    """Whether a tensor has one label in two of its dims: its boxes are then no grid, though the cells are."""
+    """Whether a tensor has one label in two dims: then its boxes are no grid, even if the cells are one."""
     for dims in (*rule.operands, *rule.results):
         labels = [along.label for along in dims if along is not None]
         if len(set(labels)) < len(labels):
@@ -86,9 +85,9 @@ def _repeats_a_label(rule: Rule) -> bool:
     return False
 
 
-def _by_rule(rule: Rule, dims: Dims, grid: Grid, places: Places) -> Layout | None:
-    """The cells of boxes that follow a rule."""
-    allowed = set(rule.free())
+def _grid_cells(rule: Rule, dims: Dims, grid: Grid, places: Places) -> Layout | None:
+    """The cells of a grid of boxes."""
+    allowed = set(rule.cuttable())
     packed: set[int] = set()  # dims whose empty parts are left out
     for dim, along in enumerate(dims):
         cut = grid.cuts.get(dim)
@@ -103,7 +102,7 @@ def _by_rule(rule: Rule, dims: Dims, grid: Grid, places: Places) -> Layout | Non
             continue
         if cut.scaled(1, along.unit) is None:
             return None
-    if not rule.hollow:
+    if not rule.allows_empty:
         packed.update(grid.cuts)
     kept, rows = grid.packed(packed)
 
@@ -115,12 +114,12 @@ def _by_rule(rule: Rule, dims: Dims, grid: Grid, places: Places) -> Layout | Non
     return Layout.on_grid(kept.mapped(rule.sizes, along_label), places.take(rows))
 
 
-def _one_by_one(rule: Rule, dims: Dims, layout: Layout) -> Layout | None:
-    """The cells of boxes as they are listed."""
+def listed_cells(rule: Rule, dims: Dims, layout: Layout) -> Layout | None:
+    """The cells of any layout, box by box."""
     count, boxes = len(layout), layout.boxes
     begins = np.zeros((count, len(rule.sizes)), dtype=np.int64)
     ends = np.tile(np.array(rule.sizes, dtype=np.int64), (count, 1)).reshape(count, len(rule.sizes))
-    allowed = set(rule.free())
+    allowed = set(rule.cuttable())
     filled = np.zeros(count, dtype=bool)
     filled[boxes.filled] = True
     keep = np.ones(count, dtype=bool)
@@ -139,7 +138,7 @@ def _one_by_one(rule: Rule, dims: Dims, layout: Layout) -> Layout | None:
         seen.add(along.label)
         begins[:, along.label] = offsets // along.unit
         ends[:, along.label] = stops // along.unit
-    if not rule.hollow:
+    if not rule.allows_empty:
         keep &= filled | (not filled.any())
     rows = np.flatnonzero(keep)
     return Layout.of(rule.sizes, Boxes(begins[rows], ends[rows] - begins[rows]), layout.places.take(rows))

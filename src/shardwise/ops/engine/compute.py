@@ -1,9 +1,8 @@
-"""Carrying out a rule: bring the operands where the schedule wants them, call the op on each cell, wrap the results."""
+"""Computing a call under a rule: move the operands as the schedule says, run the op on each cell, wrap the results."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NoReturn
 
 import numpy as np
@@ -13,62 +12,68 @@ from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
 from shardwise import settings
-from shardwise.dispatch import unsupported
+from shardwise.autograd.anchors import new_anchor, note_write, tie
+from shardwise.comm.agreement import in_op, in_step_telling, room
+from shardwise.comm.group import CallFingerprint, Fields, cached_per_group, is_member, rank_array, talks
+from shardwise.comm.peers import notify_of_failure
+from shardwise.comm.tracing import record
+from shardwise.comm.transfer import make_plan
 from shardwise.errors import ProcessGroupError, UnsupportedOpError
 from shardwise.layout import Layout, Places
-from shardwise.meeting import leave_word
-from shardwise.ops.engine.call import Call, function
-from shardwise.ops.engine.cells import without_repeats
-from shardwise.ops.engine.recorder import watch
-from shardwise.ops.engine.rule import Reduction, Rule
-from shardwise.ops.engine.schedule import Operand, Schedule, make_joining, make_schedule, size_of
-from shardwise.ops.engine.steps import Bring, CutPlain, Move, OpSaid, Shared, Tied, as_it_lies, brought, done
-from shardwise.process_group import Fields, Said, in_op, in_step_telling, is_member, kept_for, rank_array, room, talks
-from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.frame import Frame, Parts
-from shardwise.sharded_tensor.gradients import new_anchor, note_write
-from shardwise.sharded_tensor.moved_once import kept_layout, passes
-from shardwise.sharded_tensor.recorded_backward import tie
-from shardwise.sharded_tensor.strides import Strides, strides_of
-from shardwise.tracing import record
-from shardwise.transfer import make_plan
+from shardwise.ops.engine.call import Call, may_alias_operand, outer_function
+from shardwise.ops.engine.cells import deduplicated
+from shardwise.ops.engine.program import MoveLocals, OpSummary, RedistributeOperand, SharePlain, SplitPlain, TieAnchors
+from shardwise.ops.engine.recorder import active, redistribute_operand, run_step, use_in_place
+from shardwise.ops.engine.result_metadata import SizeAndDtype, expected_results, in_schema_form, partial_dtypes
+from shardwise.ops.engine.rule import Rule
+from shardwise.ops.engine.schedule import Operand, Schedule, make_reduction_plan, make_schedule, tensor_size
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.dispatch import unsupported
+from shardwise.tensor.frame import Frame, Parts
+from shardwise.tensor.redistribution_cache import cached_layout, is_activation
 
 Tensors = list[torch.Tensor]
 
 
-def compute(call: Call, rule: Rule, *, lead: int | None = None, moves: bool = True, partial: Call | None = None) -> Any:
-    """The op under this rule, or NotImplemented when no schedule is within the gather budget.
+def compute(
+    call: Call, rule: Rule | None, *, written: int | None = None, moves: bool = True, partial: Call | None = None
+) -> Any:
+    """The op under this rule, or NotImplemented if there is no rule, or no schedule within the gather budget.
 
-    Where operands move, every rank of the group takes part; without ``moves``, that is NotImplemented too. With a
-    ``lead``, that operand is written into. With ``partial``, that call is computed instead, on the same operands, where
-    results are sums of what several cells contribute.
+    Where operands move, every rank of the group takes part; without ``moves``, that is NotImplemented too. ``written``
+    is the number of the operand that the op writes into. Where results are sums of what several cells contribute, the
+    call ``partial``, if given, is computed instead, on the same operands.
     """
-    expected = expect(call)
-    _require_agreement_of(rule, expected, call)
-    group, everyone = meeting(call)
-    keeps = not gives_its_operand(call.op)
-    operands = tuple(_known(operand, keeps=keeps) for operand in call.operands)
-    schedule = make_schedule(rule, operands, everyone, settings.current().gather_budget, lead)
+    if rule is None:
+        return NotImplemented
+    expected = expected_results(call)
+    _require_sizes_of_torch(rule, expected, call)
+    group, places = common_group(call)
+    caches = not may_alias_operand(call.op)
+    operands = tuple(_operand(operand, caches=caches) for operand in call.operands)
+    schedule = make_schedule(rule, operands, places, settings.current().gather_budget, written)
     if schedule is None or (schedule.moved and not moves):
         return NotImplemented
     if partial is not None and schedule.partial:
-        call, expected = partial, expect(partial)
-    return _Computation(call, rule, schedule, group, everyone, expected, lead).run()
+        call, expected = partial, expected_results(partial)
+    return _Computation(call, rule, schedule, group, places, expected, written).run()
 
 
-def _known(operand: torch.Tensor, *, keeps: bool) -> Operand:
+def _operand(operand: torch.Tensor, *, caches: bool) -> Operand:
     """What every rank knows of an operand."""
     if not isinstance(operand, ShardedTensorBase):
         return Operand(None, operand.dtype.itemsize)
-    returns = torch.is_grad_enabled() and operand.requires_grad
-    also = kept_layout(operand) if keeps else None
-    return Operand(operand._layout, operand.dtype.itemsize, returns, passes(operand), also)
+    has_gradient = torch.is_grad_enabled() and operand.requires_grad
+    cached = cached_layout(operand) if caches else None
+    return Operand(operand._layout, operand.dtype.itemsize, has_gradient, is_activation(operand), cached)
 
 
-@lru_cache(maxsize=4096)
-def gives_its_operand(op: Any) -> bool:
-    """Whether a result may be the memory of an operand, as of a view or a reshape. Then nobody else may have that."""
-    return any(one.alias_info is not None for one in op._schema.returns)
+def _require_sizes_of_torch(rule: Rule, expected: list[SizeAndDtype], call: Call) -> None:
+    """A wrong rule raises, and never gives a wrong result."""
+    sizes = [tuple(tensor_size(rule, dims)) for dims in rule.results]
+    of_torch = [tuple(size) for size, _ in expected]
+    if sizes != of_torch:
+        raise UnsupportedOpError(f"the rule for {call.name} gives results of sizes {sizes}, torch gives {of_torch}")
 
 
 class _Computation:
@@ -80,70 +85,71 @@ class _Computation:
         rule: Rule,
         schedule: Schedule,
         group: ProcessGroup | None,
-        everyone: Places,
-        expected: list[tuple[torch.Size, torch.dtype]],
-        lead: int | None,
+        places: Places,
+        expected: list[SizeAndDtype],
+        written: int | None,
     ) -> None:
-        self.call, self.rule, self.schedule = call, rule, schedule  # which may have been made for a rule that is equal
-        self.group, self.everyone, self.expected, self.lead = group, everyone, expected, lead
-        # Whether partial results are so small that they are told to all while the ranks agree.
-        self.tells = schedule.partial and not schedule.moved and _can_tell(call, schedule, everyone, group)
-        self.here = schedule.cells.rows_on(dist.get_rank() if dist.is_initialized() else -1)
+        self.call, self.rule, self.schedule = call, rule, schedule  # whose rule is equal, but may be another object
+        self.group, self.places, self.expected, self.written = group, places, expected, written
+        # Whether partial results are so small that all ranks get them while they agree.
+        self.shared_at_once = (
+            schedule.partial and not schedule.moved and _can_share_at_once(call, schedule, places, group)
+        )
+        self.rows = schedule.cells.rows_on(dist.get_rank() if dist.is_initialized() else -1)  # the local cells
         self.records = torch.is_grad_enabled() and any(operand.requires_grad for operand in call.operands)
         self.anchors: Tensors = []
-        # Kernels look at indices: what they find wrong is told to the others before they count on this rank.
-        self.checks = schedule.partial and not self.tells and not all(map(_has_fractions, call.operands))
 
     def run(self) -> Any:
         """The results, as the op gives them, sharded."""
-        brought = [self._bring(number) for number in range(len(self.call.operands))]
-        per_cell = [[tensors[k] for tensors in brought] for k in range(len(self.here))]
+        by_operand = [self._place_operand(number) for number in range(len(self.call.operands))]
+        by_cell = [[tensors[k] for tensors in by_operand] for k in range(len(self.rows))]
         if self.schedule.partial:
-            return self._reduced(per_cell)
-        found = [self._local(row, tensors) for row, tensors in zip(self.here, per_cell, strict=True)]
-        return self._wrapped(self.schedule.results, found)
+            return self._reduce(by_cell)
+        results = [self._run_on_cell(row, tensors) for row, tensors in zip(self.rows, by_cell, strict=True)]
+        return self._wrap(self.schedule.results, results)
 
-    def _bring(self, number: int) -> Tensors:
-        """One tensor of this operand for each cell that is here."""
+    def _place_operand(self, number: int) -> Tensors:
+        """One tensor of this operand for each local cell."""
         operand, target = self.call.operands[number], self.schedule.operands[number]
         if not isinstance(operand, ShardedTensorBase):
-            return self._cut(operand, number)
-        if not self.schedule.stays[number]:
+            return self._split_plain(operand, number)
+        if not self.schedule.in_place[number]:
             assert self.group is not None
             record = torch.is_grad_enabled() and operand.requires_grad
-            keeps = not gives_its_operand(self.call.op)
-            target, same = without_repeats(target) if keeps else (target, None)
+            caches = not may_alias_operand(self.call.op)
+            target, row_of = deduplicated(target) if caches else (target, None)
             plan = make_plan(operand._layout, target)
-            found = brought(Bring(plan, self.group, said_of(self.call), record, keeps), operand)
-            if same is not None:
+            step = RedistributeOperand(plan, self.group, op_summary(self.call), record, caches)
+            tensors = redistribute_operand(step, operand)
+            if row_of is not None:
                 rows = target.rows_on(dist.get_rank())
-                self.anchors += found[len(rows) :]
-                return [found[rows.index(int(same[row]))] for row in self.here]
-        elif number != self.lead and operand._layout.has_replicas:
-            found = as_it_lies(operand)
-        else:  # as it is, not a view of it
-            found, anchor = operand._local_tensors(), operand._anchored()
-            found = found if anchor is None else [*found, anchor]
-        self.anchors += found[len(self.here) :]
-        return found[: len(self.here)]
+                self.anchors += tensors[len(rows) :]
+                return [tensors[rows.index(int(row_of[row]))] for row in self.rows]
+        elif number != self.written and operand._layout.has_replicas:
+            tensors = use_in_place(operand)
+        else:  # the tensors themselves, no views
+            anchor, tensors = operand._anchored(), operand._local_tensors()
+            tensors = tensors if anchor is None else [*tensors, anchor]
+        self.anchors += tensors[len(self.rows) :]
+        return tensors[: len(self.rows)]
 
-    def _cut(self, operand: torch.Tensor, number: int) -> Tensors:
-        """What each cell needs of a plain operand, which is the same on every rank."""
+    def _split_plain(self, operand: torch.Tensor, number: int) -> Tensors:
+        """The part of a plain operand, which is the same on every rank, for each local cell."""
         layout = self.schedule.operands[number]
         if torch.is_grad_enabled() and operand.requires_grad:
             if self.group is not None and not operand.is_leaf and layout.is_partition and is_member(self.group):
-                *parts, anchor = done(CutPlain(layout, self.group), operand)
+                *parts, anchor = run_step(SplitPlain(layout, self.group), operand)
                 self.anchors.append(anchor)
                 return parts
-            (operand,) = done(Shared(self.group), operand)
-        if operand.requires_grad and not self.here:
+            (operand,) = run_step(SharePlain(self.group), operand)
+        if operand.requires_grad and not self.rows:
             self.anchors.append(tie([operand]))
-        if gives_its_operand(self.call.op):  # never the operand itself
-            return [operand[layout.index(row)] if operand.ndim else operand for row in self.here]
+        if may_alias_operand(self.call.op):  # never the operand itself
+            return [operand[layout.index(row)] if operand.ndim else operand for row in self.rows]
         size = list(operand.shape)
-        return [operand if layout.extent(row) == size else operand[layout.index(row)] for row in self.here]
+        return [operand if layout.extent(row) == size else operand[layout.index(row)] for row in self.rows]
 
-    def _local(self, row: int, tensors: Tensors) -> Any:
+    def _run_on_cell(self, row: int, tensors: Tensors) -> Any:
         changes = {}
         if self.rule.adapt is not None:
             changes = self.rule.adapt(self.call, [layout.extent(row) for layout in self.schedule.results])
@@ -151,109 +157,121 @@ class _Computation:
             tensors = [tensor.contiguous() for tensor in tensors]
         return self.call.run(tensors, **changes)
 
-    def _reduced(self, per_cell: list[Tensors]) -> Any:
-        """The results of a reduction whose label is cut: each cell's part, stacked where it is reduced again."""
+    def _reduce(self, by_cell: list[Tensors]) -> Any:
+        """The results of a reduction over a label that is cut: partial results of each cell, moved and combined."""
         reduction, group = self.rule.reduction, self.group
         assert reduction is not None
         assert group is not None
-        joining = make_joining(self.schedule, self.everyone)
-        meta = expect_partial(self.call, reduction)
+        plan = make_reduction_plan(self.schedule, self.places)
+        dtypes = partial_dtypes(self.call, reduction)
         partials: list[tuple[torch.Tensor, ...]] = []
-        failed: Exception | None = None
-        for row, tensors in zip(self.here, per_cell, strict=True):
-            if not joining.takes(row):
+        failure: Exception | None = None
+        for row, tensors in zip(self.rows, by_cell, strict=True):
+            if not plan.contributes(row):
                 self.anchors.append(tie(tensors))
                 continue
             try:
                 made = reduction.partial(self.call, tensors) if reduction.partial else self.call.run(tensors)
             except Exception as error:
-                failed = error
+                failure = error
                 break
             partials.append(made if isinstance(made, tuple) else (made,))
-        if failed is not None:
-            self._tell(group, failed)
-        joined: list[Tensors] = []
-        anchor = done(Tied(), *self.anchors)[0] if self.anchors else None
-        count = len(joining.plan.dst.rows_on(dist.get_rank()))
-        for k, dtype in enumerate(meta):
-            parts = [partial[k].unsqueeze(0) if joining.stacked else partial[k] for partial in partials]
-            parts = [part.contiguous() for part in parts]
-            record, tells = self.records and _differentiable(dtype), self.tells and k == 0
-            fill = reduction.fills(dtype)[k]
-            move = Move(joining.plan, group, said_of(self.call), record, dtype, fill, tells)
-            arrived = done(move, anchor, *parts)
-            joined.append(arrived[:count])
+        if failure is not None:
+            self._report_failure(group, failure)
+        moved: list[Tensors] = []
+        anchor = run_step(TieAnchors(), *self.anchors)[0] if self.anchors else None
+        count = len(plan.transfer.dst.rows_on(dist.get_rank()))
+        for k, dtype in enumerate(dtypes):
+            parts = [partial[k].unsqueeze(0) if plan.stacked else partial[k] for partial in partials]
+            record, shared_at_once = self.records and _differentiable(dtype), self.shared_at_once and k == 0
+            fill = reduction.fill_values(dtype)[k]
+            step = MoveLocals(plan.transfer, group, op_summary(self.call), record, dtype, fill, shared_at_once)
+            arrived = run_step(step, anchor, *(part.contiguous() for part in parts))
+            moved.append(arrived[:count])
             self.anchors += arrived[count:]
-        found: list[Any] = joined[0]
-        if joining.stacked:
-            found = [reduction.again(self.call, list(pieces)) for pieces in zip(*joined, strict=True)]
-        return self._wrapped((joining.result,) * len(self.expected), found)
+        results: list[Any] = moved[0]
+        if plan.stacked:
+            results = [reduction.combine(self.call, list(pieces)) for pieces in zip(*moved, strict=True)]
+        return self._wrap((plan.result,) * len(self.expected), results)
 
-    def _tell(self, group: ProcessGroup, failed: Exception) -> NoReturn:
-        """Before partial results are sent: what a kernel found wrong with them here is told to all ranks."""
-        if self.tells:
-            in_step_telling(group, lambda: raised(failed))
-        elif self.checks:
-            in_op(group, lambda: raised(failed))
-        leave_word(group, failed)  # the others are on their way into the transfer, and find word of it there
-        raise failed
+    def _report_failure(self, group: ProcessGroup, error: Exception) -> NoReturn:
+        """Raise the error of a kernel here, and on all ranks, before they wait for the partial results of this rank."""
+        if self.shared_at_once:
+            in_step_telling(group, lambda: _raise(error))
+        elif not all(one.is_floating_point() or one.is_complex() for one in self.call.operands):
+            in_op(group, lambda: _raise(error))  # kernels check indices
+        notify_of_failure(group, error)  # the others begin the transfer, and find the failure notice there
+        raise error
 
-    def _require_sizes(self, layouts: Sequence[Layout], flat: list[list[torch.Tensor]]) -> None:
-        """What was computed must fill the boxes: torch may give results that it did not announce."""
+    def _wrap(self, layouts: Sequence[Layout], results: list[Any]) -> Any:
+        """Sharded tensors of the results of each box."""
+        if self.written is not None:
+            return self._finish_write(self.call.sharded()[0])
+        flat = [pytree.tree_leaves(one) for one in results]
+        self._require_local_sizes(layouts, flat)
+        wrapped = []
+        for k, (layout, (_, dtype)) in enumerate(zip(layouts, self.expected, strict=True)):
+            tensors = [leaves[k] for leaves in flat]
+            cls, frame = type(self.call.sharded()[0]), self._frame(layout, dtype)
+            wrapped.append(assemble(cls, frame, tensors, self.anchors, self.records))
+            wrapped[-1]._moved = not all(self.schedule.in_place)
+        return in_schema_form(wrapped, self.call)
+
+    def _finish_write(self, target: ShardedTensorBase) -> ShardedTensorBase:
+        """The operand that was written into; all that it is a view of must know of the graph, on every rank."""
+        lacks_graph = not target._local_tensors() or target._view_of is not None
+        if self.records and lacks_graph and _differentiable(target.dtype):
+            note_write(target, tie(self.anchors) if self.anchors else new_anchor(target.device))
+        return target
+
+    def _require_local_sizes(self, layouts: Sequence[Layout], flat: list[list[torch.Tensor]]) -> None:
+        """Results must fill their boxes: torch may give other sizes than it announced."""
         rank = dist.get_rank() if dist.is_initialized() else -1
         for k, layout in enumerate(layouts):
             for row, leaves in zip(layout.rows_on(rank), flat, strict=True):
                 if list(leaves[k].shape) != layout.extent(row):
                     raise unsupported(self.call.op, (), self.call.arguments, "its results have other sizes than said")
 
-    def _written(self, target: ShardedTensorBase) -> ShardedTensorBase:
-        """The operand that was written into; all that it is a view of must know of the graph, on every rank."""
-        lacks = not target._local_tensors() or target._view_of is not None
-        if self.records and lacks and _differentiable(target.dtype):
-            note_write(target, tie(self.anchors) if self.anchors else new_anchor(target.device))
-        return target
-
     def _frame(self, layout: Layout, dtype: torch.dtype) -> Frame:
-        """The frame of an operand that is sharded alike, and so its spec; else a new one."""
+        """The frame of an operand with this layout, and so its spec; else a new one."""
         for operand in self.call.sharded():
             if operand._layout == layout:
                 return operand._frame.with_dtype(dtype)
-        return frame_of(layout, dtype, self.group)
-
-    def _wrapped(self, layouts: Sequence[Layout], found: list[Any]) -> Any:
-        """Sharded tensors of what was found in each box."""
-        if self.lead is not None:
-            return self._written(self.call.sharded()[0])
-        flat = [pytree.tree_leaves(one) for one in found]
-        self._require_sizes(layouts, flat)
-        made = []
-        for k, (layout, (_, dtype)) in enumerate(zip(layouts, self.expected, strict=True)):
-            frame = self._frame(layout, dtype)
-            tensors = [leaves[k] for leaves in flat]
-            made.append(assemble(type(self.call.sharded()[0]), frame, tensors, self.anchors, self.records))
-            made[-1]._moved = not all(self.schedule.stays)
-        return shaped_as(made, self.call)
+        return result_frame(layout, dtype, self.group)
 
 
 def assemble(
-    kind: type[ShardedTensorBase], frame: Frame, tensors: Tensors, anchors: Tensors, records: bool
+    cls: type[ShardedTensorBase], frame: Frame, tensors: Tensors, anchors: Tensors, records: bool
 ) -> ShardedTensorBase:
-    """The result of an op; a rank without shards keeps what its backward must reach as an anchor."""
-    made = kind._wrap(Parts(frame, tensors))
-    made._passes = True
+    """The result of an op; on a rank without shards an anchor keeps all that the backward must reach."""
+    result = cls._wrap(Parts(frame, tensors))
+    result._is_activation = True
     if records and not tensors and _differentiable(frame.dtype):
-        made._wants_grad, made._anchor = True, tie(anchors) if anchors else new_anchor(frame.device)
-    return made
+        result._wants_grad, result._anchor = True, tie(anchors) if anchors else new_anchor(frame.device)
+    return result
+
+
+def assemble_like(
+    x: ShardedTensorBase, layout: Layout, tensors: Tensors, anchor: torch.Tensor | None, *more_anchors: torch.Tensor
+) -> ShardedTensorBase:
+    """A result of the same dtype in another layout, made of one tensor."""
+    frame = result_frame(layout, x.dtype, x._frame.process_group)
+    anchors = [*([] if anchor is None else [anchor]), *more_anchors]
+    return assemble(type(x), frame, tensors, anchors, torch.is_grad_enabled() and x.requires_grad)
 
 
 def _differentiable(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-# What all ranks know -----------------------------------------------------------------------------------------------
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
-def meeting(call: Call) -> tuple[ProcessGroup | None, Places]:
+# What all ranks know -------------------------------------------------------------------------------------------------
+
+
+def common_group(call: Call) -> tuple[ProcessGroup | None, Places]:
     """The group of the sharded operands, and a place on each of its ranks."""
     sharded = call.sharded()
     group = sharded[0]._frame.process_group
@@ -262,154 +280,55 @@ def meeting(call: Call) -> tuple[ProcessGroup | None, Places]:
             f"All distributed tensors should use the same ProcessGroup if used together in an op, here '{call.name}': "
             "redistribute one of them with process_group="
         )
-    return group, places_of(sharded[0]._layout, group)
+    return group, group_places(sharded[0]._layout, group)
 
 
-def places_of(layout: Layout, group: ProcessGroup | None) -> Places:
+def group_places(layout: Layout, group: ProcessGroup | None) -> Places:
     """A place on each rank of a group, of the kind that the layout uses."""
     if group is None or not is_member(group):
         return layout.places.take(np.sort(np.unique(layout.places.distinct[1], return_index=True)[1]))
-    return kept_for(group, layout.places, lambda: layout.places.for_ranks(rank_array(group)))
+    return _places_of(group, layout.places)
 
 
-def frame_of(layout: Layout, dtype: torch.dtype, group: ProcessGroup | None) -> Frame:
+@cached_per_group()
+def _places_of(group: ProcessGroup, places: Places) -> Places:
+    return places.for_ranks(rank_array(group))
+
+
+def result_frame(layout: Layout, dtype: torch.dtype, group: ProcessGroup | None) -> Frame:
     """The frame of a result."""
     rows = layout.rows_on(dist.get_rank()) if group is not None and is_member(group) else ()
-    return _frame(layout, rows, dtype, group)
+    return _frame(group, layout, rows, dtype)
 
 
-@lru_cache(maxsize=1024)
-def _frame(layout: Layout, rows: tuple[int, ...], dtype: torch.dtype, group: ProcessGroup | None) -> Frame:
+@cached_per_group(maxsize=1024)
+def _frame(group: ProcessGroup | None, layout: Layout, rows: tuple[int, ...], dtype: torch.dtype) -> Frame:
     return Frame.of(layout, None, rows, dtype, group)
 
 
-def _has_fractions(operand: torch.Tensor) -> bool:
-    return operand.is_floating_point() or operand.is_complex()
-
-
-def raised(error: Exception) -> NoReturn:
-    """As work that failed."""
-    raise error
-
-
-def _can_tell(call: Call, schedule: Schedule, everyone: Places, group: ProcessGroup | None) -> bool:
-    """Whether there is somebody to tell the partial results to, and they are so small that they can be told."""
-    asked = group is not None and (talks(group) or record.is_forecast())
-    if group is None or not asked or everyone.device_types != {"cpu"}:  # whose values the host need not wait for
+def _can_share_at_once(call: Call, schedule: Schedule, places: Places, group: ProcessGroup | None) -> bool:
+    """Whether partial results are so small that they can travel with the messages by which ranks agree."""
+    if group is None or not (talks(group) or record.is_forecast()):
         return False
-    source = make_joining(schedule, everyone).plan.src
+    if places.device_types != {"cpu"}:  # the host would wait for the values
+        return False
+    source = make_reduction_plan(schedule, places).transfer.src
     assert schedule.rule.reduction is not None
-    itemsize = max(dtype.itemsize for dtype in expect_partial(call, schedule.rule.reduction))
+    itemsize = max(dtype.itemsize for dtype in partial_dtypes(call, schedule.rule.reduction))
     return source.most_elements * itemsize <= room(group)
 
 
-def said_of(call: Call) -> OpSaid:
-    """What must be the same on every rank of a call."""
-    recorder = watch.current
-    inside = recorder is not None and recorder.inside
-    return OpSaid(Said(_fields(call)), None if inside else str(function))
+def op_summary(call: Call) -> OpSummary:
+    """What ranks compare before this call sends data."""
+    nested = active.recorder is not None and active.recorder.nested
+    return OpSummary(CallFingerprint(_fields(call)), None if nested else str(outer_function))
 
 
 def _fields(call: Call) -> Fields:
-    fields: dict[str, object] = {"op": call.name, "arguments": call.settings()}
+    fields: dict[str, object] = {"op": call.name, "arguments": call.literals()}
     fields["gather_budget"] = settings.current().gather_budget
     for k, operand in enumerate(call.operands):
         about = operand._layout.outline if isinstance(operand, ShardedTensorBase) else tuple(operand.shape)
         records = torch.is_grad_enabled() and operand.requires_grad
         fields[f"operand {k}"] = f"{about} {operand.dtype} requires_grad={records}"
     return fields
-
-
-def expect(call: Call) -> list[tuple[torch.Size, torch.dtype]]:
-    """Size and dtype of each result, known on every rank: the op on whole tensors without data."""
-    try:
-        key = torch.get_default_dtype(), call.key()
-        found = _expected.get(key)
-    except TypeError:  # an argument that cannot be hashed
-        return _on_meta(call)
-    if found is None:
-        if len(_expected) > MOST_EXPECTED:
-            _expected.clear()
-        found = _expected[key] = _on_meta(call)
-    return found
-
-
-_expected: dict[Any, list[tuple[torch.Size, torch.dtype]]] = {}  # a cache, by what the answer depends on
-MOST_EXPECTED = 4096
-
-
-def results_strides(call: Call, count: int) -> list[Strides | None]:
-    """The strides that each result would have as a plain tensor, None where that is contiguous. The same everywhere."""
-    lying = tuple(one._strides if isinstance(one, ShardedTensorBase) else strides_of(one) for one in call.operands)
-    try:
-        key = call.key(), lying
-        found = _lying.get(key)
-    except TypeError:  # an argument that cannot be hashed
-        key, found = None, None
-    if found is None:
-        found = _strides_on_meta(call, lying)
-        if key is not None:
-            if len(_lying) > MOST_EXPECTED:
-                _lying.clear()
-            _lying[key] = found
-    return found if len(found) == count else [None] * count
-
-
-_lying: dict[Any, list[Strides | None]] = {}  # a cache, by what the answer depends on
-
-
-def _strides_on_meta(call: Call, lying: Sequence[Strides | None]) -> list[Strides | None]:
-    stand_ins = [
-        torch.empty(one.shape, dtype=one.dtype, device="meta")
-        if strides is None
-        else torch.empty_strided(one.shape, strides, dtype=one.dtype, device="meta")
-        for one, strides in zip(call.operands, lying, strict=True)
-    ]
-    changes = {"device": "meta"} if call.arguments.get("device") is not None else {}
-    try:
-        with torch.no_grad():
-            result = call.run(stand_ins, **changes)
-    except Exception:  # of an op that torch cannot compute so: a view that copies, say
-        return []
-    return [strides_of(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-
-
-class UnknownResultError(Exception):
-    """torch cannot say what an op gives without computing it: then no rule can."""
-
-
-def _on_meta(call: Call) -> list[tuple[torch.Size, torch.dtype]]:
-    with torch.no_grad():
-        stand_ins = [torch.empty(operand.shape, dtype=operand.dtype, device="meta") for operand in call.operands]
-        changes = {"device": "meta"} if call.arguments.get("device") is not None else {}
-        try:
-            result = call.run(stand_ins, **changes)
-        except NotImplementedError as error:
-            raise UnknownResultError from error
-    return [(leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-
-
-def expect_partial(call: Call, reduction: Reduction) -> list[torch.dtype]:
-    """The dtypes of what a cell contributes to a reduction."""
-    if reduction.partial is None:
-        return [dtype for _, dtype in expect(call)]
-    with torch.no_grad():
-        stand_ins = [torch.empty(operand.shape, dtype=operand.dtype, device="meta") for operand in call.operands]
-        return [partial.dtype for partial in reduction.partial(call, stand_ins)]
-
-
-def _require_agreement_of(rule: Rule, expected: list[tuple[torch.Size, torch.dtype]], call: Call) -> None:
-    """A rule must say what torch says: a wrong one raises, and never gives a wrong result."""
-    said = [tuple(size_of(rule, dims)) for dims in rule.results]
-    found = [tuple(size) for size, _ in expected]
-    if said != found:
-        raise UnsupportedOpError(f"the rule for {call.name} gives results of sizes {said}, torch gives {found}")
-
-
-def shaped_as(made: Sequence[Any], call: Call) -> Any:
-    """The results in the form in which the op gives them: one tensor, a tuple, or a list."""
-    if not call.op._schema.returns:
-        return None
-    if len(call.op._schema.returns) == 1:
-        return list(made) if str(call.op._schema.returns[0].type).startswith("List") else made[0]
-    return tuple(made)

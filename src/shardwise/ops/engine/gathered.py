@@ -1,4 +1,4 @@
-"""The last way to compute an op: on whole operands, gathered on every rank, when they are within the gather budget."""
+"""The last resort: computing an op on whole operands, gathered on every rank, if they are within the gather budget."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from torch.distributed import ProcessGroup
 from torch.utils import _pytree as pytree
 
 from shardwise import settings
-from shardwise.dispatch import op_name, unsupported
+from shardwise.autograd.transfers import Way, moved_tensors
+from shardwise.comm.agreement import in_op, in_step_sharing
+from shardwise.comm.group import Fields, is_member, without_data
+from shardwise.comm.transfer import make_plan
+from shardwise.comm.value_digest import digest
 from shardwise.errors import ProcessGroupError
 from shardwise.layout import Layout
-from shardwise.ops.engine.call import Call, plain_values
-from shardwise.ops.engine.compute import assemble, frame_of, places_of
+from shardwise.ops.engine.call import Call, literals_text
+from shardwise.ops.engine.compute import assemble, group_places, result_frame
 from shardwise.ops.engine.plain_operand import shared_plain
-from shardwise.process_group import Fields, in_op, in_step_sharing, is_member, without_data
-from shardwise.random import default_generator, draws_apart, require_alike, state_digest
-from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.gradients import Way, moved_tensors
-from shardwise.sharded_tensor.movement import copy_into, require_movable
-from shardwise.transfer import make_plan
-from shardwise.value_digest import digest
-
-Function = Callable[..., Any]
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.dispatch import op_name, unsupported
+from shardwise.tensor.movement import copy_into, require_movable
+from shardwise.tensor.random import default_generator, draws_per_rank, require_equal_state, state_digest
 
 
 def compute_gathered(
-    op: Function, args: Sequence[Any], kwargs: dict[str, Any], why: str, written: Iterable[int] = ()
+    op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], why: str, written: Iterable[int] = ()
 ) -> Any:
-    """The op on whole operands. Results are replicated; what the op writes into, by number among the tensors, gets it.
+    """The op on whole operands. Results are replicated; ``written`` are the numbers of tensors that the op writes into.
 
-    Every rank of the group calls it, and computes the same: the generators of ranks that are seeded alike go on alike.
+    Every rank of the group calls it, and computes the same: the generators of ranks that are seeded alike stay alike.
     """
     leaves, tree = pytree.tree_flatten((tuple(args), kwargs))
     at = [k for k, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    sharded = [leaves[k] for k in at if isinstance(leaves[k], ShardedTensorBase)]
+    originals = [leaves[k] for k in at]
+    sharded = [one for one in originals if isinstance(one, ShardedTensorBase)]
     group = sharded[0]._frame.process_group
     require_budget(op, args, kwargs, why, sharded)
     if group is None or not is_member(group) or any(one._frame.process_group is not group for one in sharded):
@@ -47,15 +47,13 @@ def compute_gathered(
             "All distributed tensors should use the same ProcessGroup if used together in an op, "
             f"here '{op_name(op)}', and this rank must be in it"
         )
-    seed = _agreed_seed(op, [leaves[k] for k in at], plain_values(leaves), group)
-    places = places_of(sharded[0]._layout, group)
+    seed = _agreed_seed(op, originals, literals_text(leaves), group)
+    places = group_places(sharded[0]._layout, group)
     anchors = []
-    records = torch.is_grad_enabled() and any(leaves[k].requires_grad for k in at)
-    tensors = [leaves[k] for k in at]
-    into_plain = any(not isinstance(tensors[number], ShardedTensorBase) for number in written)
-    for k in at:
-        one = leaves[k]
-        if isinstance(one, ShardedTensorBase) and into_plain:  # whose gradient every rank has whole
+    records = torch.is_grad_enabled() and any(one.requires_grad for one in originals)
+    into_plain = any(not isinstance(originals[number], ShardedTensorBase) for number in written)
+    for k, one in zip(at, originals, strict=True):
+        if isinstance(one, ShardedTensorBase) and into_plain:  # every rank has the whole gradient
             leaves[k] = one.full_tensor()  # type: ignore[attr-defined] # on a group
         elif isinstance(one, ShardedTensorBase):
             plan = make_plan(one._layout, Layout.whole(one.shape, places))
@@ -63,7 +61,6 @@ def compute_gathered(
             anchors += [] if anchor is None else [anchor]
         elif not into_plain:
             leaves[k] = shared_plain(one, group)
-    originals = [leaf for leaf in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(leaf, torch.Tensor)]
     wholes = [leaves[k] for k in at]
     for number in written:
         if isinstance(originals[number], ShardedTensorBase) and wholes[number].requires_grad:
@@ -82,17 +79,17 @@ def compute_gathered(
     def wrap(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if leaf.layout != torch.strided:  # every rank has it; but its gradient would count once for each
+        if leaf.layout != torch.strided:  # every rank has the result; its gradient would count once for each rank
             if leaf.requires_grad:
                 raise unsupported(op, args, kwargs, "a sparse result has no gradient here: detach the operands")
             return leaf
         for number in written:
             if leaf is wholes[number]:
                 return originals[number]
-        frame = frame_of(Layout.whole(leaf.shape, places), leaf.dtype, group)
-        made = assemble(type(sharded[0]), frame, [leaf], anchors, records)
-        made._moved = True
-        return made
+        frame = result_frame(Layout.whole(leaf.shape, places), leaf.dtype, group)
+        wrapped = assemble(type(sharded[0]), frame, [leaf], anchors, records)
+        wrapped._moved = True
+        return wrapped
 
     return pytree.tree_map(wrap, result)
 
@@ -100,29 +97,29 @@ def compute_gathered(
 def _write_back(target: ShardedTensorBase, whole: torch.Tensor, places: Any, group: ProcessGroup) -> None:
     if whole.shape != target.shape:
         raise unsupported(torch.Tensor.resize_, (target,), {}, "a sharded tensor cannot be given another size in place")
-    copy_into(
-        target,
-        assemble(type(target), frame_of(Layout.whole(whole.shape, places), whole.dtype, group), [whole], [], False),
-    )
+    frame = result_frame(Layout.whole(whole.shape, places), whole.dtype, group)
+    copy_into(target, assemble(type(target), frame, [whole], [], False))
 
 
 def needs_whole(call: Call) -> str:
-    """Why an op cannot be computed on shards: which operands it needs whole."""
+    """Why an op cannot be computed on shards: the operands that it needs whole."""
     named = []
     for name, value in call.arguments.items():
         each = value if isinstance(value, list | tuple) else [value]
-        sizes = [str(tuple(one.shape)) for one in each if isinstance(one, ShardedTensorBase) and not is_everywhere(one)]
+        sizes = [
+            str(tuple(one.shape)) for one in each if isinstance(one, ShardedTensorBase) and not is_fully_replicated(one)
+        ]
         if sizes:
             named.append(f"{name} {', '.join(sizes)}")
     return f"{call.op} needs {' and '.join(named) or 'its operands'} whole"
 
 
 def require_budget(
-    op: Function, args: Sequence[Any], kwargs: dict[str, Any], why: str, sharded: Sequence[ShardedTensorBase]
+    op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], why: str, sharded: Sequence[ShardedTensorBase]
 ) -> None:
     """Raise if gathering these operands of a call on every rank would take more than the gather budget."""
     budget = settings.current().gather_budget
-    whole = sum(one.shape.numel() * one.dtype.itemsize for one in sharded if not is_everywhere(one))
+    whole = sum(one.shape.numel() * one.dtype.itemsize for one in sharded if not is_fully_replicated(one))
     if whole > budget:
         error = unsupported(
             op,
@@ -135,17 +132,17 @@ def require_budget(
         raise error
 
 
-def is_everywhere(tensor: ShardedTensorBase) -> bool:
+def is_fully_replicated(tensor: ShardedTensorBase) -> bool:
     """Whether every rank holds all of the tensor already."""
     layout, group = tensor._layout, tensor._frame.process_group
-    everyone = len(layout.places.different_ranks)
-    return layout.is_whole_everywhere and group is not None and everyone == dist.get_world_size(group)
+    ranks = len(layout.places.different_ranks)
+    return layout.is_whole_everywhere and group is not None and ranks == dist.get_world_size(group)
 
 
 def _drawing_alike(
     seed: int | None, device: torch.device, group: ProcessGroup, layout: Layout, work: Callable[[], Any]
 ) -> Any:
-    """Do the same work as all ranks, which must draw the same numbers: from this seed, else as the generators are."""
+    """Do the same work as all ranks, which must draw the same numbers: from this seed, else from their generators."""
     generator = default_generator(device)
     if generator is None:
         return work()
@@ -153,7 +150,7 @@ def _drawing_alike(
         before = state_digest(generator)
         result = work()
         if before != state_digest(generator):
-            require_alike(layout, before, group)
+            require_equal_state(layout, before, group)
         return result
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
@@ -166,10 +163,12 @@ def _drawing_alike(
     return result
 
 
-def _agreed_seed(op: Function, operands: list[torch.Tensor], arguments: str, group: ProcessGroup) -> int | None:
+def _agreed_seed(
+    op: Callable[..., Any], operands: list[torch.Tensor], arguments: str, group: ProcessGroup
+) -> int | None:
     """Compare with all ranks what is about to be computed, small plain operands too.
 
-    Where each rank draws its own numbers, and the op may draw some, the ranks meet: a seed of the first rank's.
+    Where each rank draws its own numbers, and the op may draw some, all ranks get a seed of the first rank.
     """
 
     def work() -> tuple[None, Fields]:
@@ -190,14 +189,14 @@ def _agreed_seed(op: Function, operands: list[torch.Tensor], arguments: str, gro
         state = torch.get_rng_state().numpy().tobytes() if draws else b""
         return *work(), int.from_bytes(hashlib.blake2b(state, digest_size=7).digest(), "little")
 
-    if draws_apart(group) and _may_draw(op):
+    if draws_per_rank(group) and _may_draw(op):
         return int(in_step_sharing(group, with_seed)[1][0])
     in_op(group, work)
     return None
 
 
-def _may_draw(op: Function) -> bool:
-    """Whether an op may draw random numbers: of torch's own, tags say it. The same on every rank."""
+def _may_draw(op: Callable[..., Any]) -> bool:
+    """Whether an op may draw random numbers, by the tags of aten ops. The same on every rank."""
     if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
         return True
     return torch.Tag.nondeterministic_seeded in op.tags

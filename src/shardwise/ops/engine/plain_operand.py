@@ -10,121 +10,59 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardwise.autograd.replicas import shared_leaf, shared_stand_in
+from shardwise.autograd.transfers import own_parts
+from shardwise.comm.group import cached_per_group
 from shardwise.layout import Layout
-from shardwise.process_group import kept_for
-from shardwise.sharded_tensor.gradient_buckets import agreed_sum, put_off
-from shardwise.sharded_tensor.gradients import own_parts
-from shardwise.sharded_tensor.moved_once import hooks_on_saved
-from shardwise.sharded_tensor.movement import everyone_on
-from shardwise.sharded_tensor.recorded_backward import depending, passed
-from shardwise.transfer.all_reduce import ReplicaSums
+from shardwise.tensor.movement import places_on_all_ranks
+from shardwise.tensor.saved_hooks import hooks_on_saved
 
 
-class SharedPlain(torch.autograd.Function):
-    """A plain tensor that is the same on every rank; its gradient is the sum of what all ranks made of it."""
+class _GradientTo(torch.autograd.Function):
+    """A tensor, whose gradient goes to its stand-in."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tensor itself, and an anchor."""
-        ctx.group, anchor = group, torch.zeros((), device=tensor.device)
-        ctx.save_for_backward(anchor)
-        return tensor.view_as(tensor), anchor
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> Any:
-        """On every rank, the sum over all ranks; that of a leaf may come to it at the end of the backward."""
-        if not torch.is_grad_enabled():
-            layout = _everywhere(grad, ctx.group)
-            if put_off(ctx, layout, ctx.group, grad.dtype, [grad]):
-                return None, None
-            return _sum(grad, ctx.group)[0], None
-        total, anchor = _sum(depending(grad, ctx.saved_tensors[0]), ctx.group)
-        passed(anchor)
-        return total, None
-
-
-class SharedResult(SharedPlain):
-    """Stands in the graph for a plain result that several ops read: what they bring is added up, here and over ranks.
-
-    It holds no values, so that it does not keep the tensor which it stands for.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        """Zeros of the same size, without memory, and an anchor."""
-        ctx.group, anchor = group, torch.zeros((), device=tensor.device)
-        ctx.save_for_backward(anchor)
-        return tensor.new_zeros(()).expand(tensor.shape), anchor
-
-
-class _For(torch.autograd.Function):
-    """A tensor, whose gradient goes to what stands for it."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, stands: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, stand_in: torch.Tensor) -> torch.Tensor:
         """The tensor itself, as it is now."""
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """To the other."""
+        """To the stand-in."""
         return None, grads[0]
 
 
-class SumOverRanks(torch.autograd.Function):
-    """The sum of a plain tensor over all ranks, on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum, and an anchor."""
-        ctx.group, anchor = group, torch.zeros((), device=tensor.device)
-        ctx.save_for_backward(anchor)
-        layout = _everywhere(tensor, group)
-        agreed = agreed_sum(group, layout.outline, tensor.dtype)
-        (total,) = ReplicaSums(layout, [tensor], group, dtype=tensor.dtype, **agreed).wait()
-        return total, anchor
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> Any:
-        """The sum is a plain tensor, and so is its gradient, which each rank uses for its own part."""
-        if not torch.is_grad_enabled():
-            return grad, None
-        made, anchor = _shared(depending(grad, ctx.saved_tensors[0]), ctx.group)
-        passed(anchor)
-        return made, None
+_gradient_to: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _GradientTo.apply
 
 
 def _everywhere(tensor: torch.Tensor, group: ProcessGroup) -> Layout:
     """A plain tensor as replicas on all ranks of a group."""
-    key = ("plain operand", tensor.shape, tensor.device.type)
-    return kept_for(group, key, lambda: Layout.whole(tensor.shape, everyone_on(group, tensor.device)))
+    return _whole(group, tensor.shape, tensor.device)
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-_shared: Callable[[torch.Tensor, ProcessGroup], Pair] = SharedPlain.apply
-_shared_result: Callable[[torch.Tensor, ProcessGroup], Pair] = SharedResult.apply
-_for: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _For.apply
-_sum: Callable[[torch.Tensor, ProcessGroup], Pair] = SumOverRanks.apply
+@cached_per_group()
+def _whole(group: ProcessGroup, size: torch.Size, device: torch.device) -> Layout:
+    return Layout.whole(size, places_on_all_ranks(group, device))
 
 
 def shared_plain(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
     """A plain operand, ready to be used on every rank for another part of the result.
 
-    The ops that read one result of others share it: their gradients add up before the ranks add up theirs.
+    All ops that read one result of others use one stand-in: their gradients add up before the ranks add up theirs.
     """
     if group is None or not torch.is_grad_enabled() or not tensor.requires_grad or dist.get_world_size(group) == 1:
         return tensor
     if tensor.is_leaf:
-        return _shared(tensor, group)[0]
-    when = group, tensor._version, hooks_on_saved(True)
-    before, stands = _kept.get(tensor, (None, tensor))
-    if before != when:
-        stands = _shared_result(tensor, group)[0]
-        _kept[tensor] = when, stands
-    return _for(tensor, stands)
+        return shared_leaf(tensor, _everywhere(tensor, group), group)
+    key = group, tensor._version, hooks_on_saved(True)
+    cached_key, stand_in = _stand_ins.get(tensor, (None, tensor))
+    if cached_key != key:
+        stand_in = shared_stand_in(tensor, _everywhere(tensor, group), group)
+        _stand_ins[tensor] = key, stand_in
+    return _gradient_to(tensor, stand_in)
 
 
-_kept: MutableMapping[torch.Tensor, tuple[Any, torch.Tensor]] = WeakTensorKeyDictionary()
+_stand_ins: MutableMapping[torch.Tensor, tuple[Any, torch.Tensor]] = WeakTensorKeyDictionary()
 
 
 def cut_plain(tensor: torch.Tensor, layout: Layout, group: ProcessGroup) -> list[torch.Tensor]:

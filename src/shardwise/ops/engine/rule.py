@@ -1,8 +1,8 @@
-"""`Rule`: which dims of an op's operands and results go together, and which of them may be cut.
+"""`Rule`: which dims of an op's operands and results correspond, and which of them may be cut.
 
 A rule reads like an einsum. ``mm`` is ``ik, kj -> ij``: each letter is a label, each label has a size, and where a
-label is cut, every operand and result that has it is cut at the same place. A label may need to be whole (softmax
-cannot see half a row); a label that no result has is reduced, and the rule says how partial results become one.
+label is cut, every operand and result with the label is cut at the same place. A label may need to be whole (softmax
+needs whole rows); a label that no result has is reduced, and the rule says how partial results are combined.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class Along(NamedTuple):
-    """A dim that runs along a label, in steps of so many elements."""
+    """A dim with a label: ``unit`` elements of the dim are one step of the label."""
 
     label: int
     unit: int = 1
@@ -25,17 +25,17 @@ Dims = tuple[Along | None, ...]  # None: a dim of one element, or one that is as
 
 
 @dataclass(frozen=True, eq=False)
-class Reduction:
-    """How partial results over a cut label become one.
+class PartialReduction:
+    """How partial results over a cut label are combined.
 
-    ``partial`` computes what a cell contributes, by default the op itself; the contributions of all cells, stacked
-    along a new first dim, are given to ``again``. Where a cell contributes nothing, the stack holds ``fills``.
+    ``partial`` computes what a cell contributes, by default the op itself. ``combine`` gets the contributions of all
+    cells, stacked along a new first dim, with ``fill_values`` where a cell contributes nothing.
     """
 
-    again: Callable[[Any, list[torch.Tensor]], Any]
-    fills: Callable[[torch.dtype], tuple[Any, ...]]
+    combine: Callable[[Any, list[torch.Tensor]], Any]
+    fill_values: Callable[[torch.dtype], tuple[Any, ...]]
     partial: Callable[[Any, list[torch.Tensor]], tuple[torch.Tensor, ...]] | None = None
-    adds: bool = False  # whether the op's own partial results are added up: then they need no stack
+    is_sum: bool = False  # whether the op's own partial results are added up: then they need no stack
 
 
 @dataclass(frozen=True)
@@ -46,26 +46,26 @@ class Rule:
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     whole: frozenset[int] = frozenset()  # labels that must not be cut
-    reduction: Reduction | None = None  # if None, labels that no result has must not be cut either
-    hollow: bool = False  # whether the op can be called on empty cells, and gives empty results
-    contiguous: bool = False  # whether its kernels want parts of operands in memory of their own
-    # Arguments of the local call that differ from cell to cell: from the call and the sizes of the cell's results.
+    reduction: PartialReduction | None = None  # if None, labels that no result has must not be cut either
+    allows_empty: bool = False  # whether the op can be called on empty cells, and gives empty results
+    contiguous: bool = False  # whether its kernels need contiguous operands
+    # Arguments of the local call that differ between cells: a function of the call and the sizes of the cell's results.
     adapt: Callable[[Any, list[list[int]]], dict[str, Any]] | None = field(default=None, compare=False)
 
-    def kept(self) -> set[int]:
+    def result_labels(self) -> set[int]:
         """Labels that the first result has."""
         return {along.label for along in self.results[0] if along is not None} if self.results else set()
 
-    def free(self) -> list[int]:
+    def cuttable(self) -> list[int]:
         """Labels that may be cut, longest first."""
         allowed = set(range(len(self.sizes))) - self.whole
         if self.reduction is None:
-            allowed &= self.kept()
+            allowed &= self.result_labels()
         return sorted(allowed, key=lambda label: (-self.sizes[label], label))
 
 
 class Labels:
-    """Hands out labels while a rule is being written."""
+    """Makes the labels of a rule."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -78,11 +78,11 @@ class Labels:
             self.whole.add(len(self.sizes) - 1)
         return Along(len(self.sizes) - 1)
 
-    def along(self, shape: Sequence[int], *, whole: Iterable[int] = ()) -> list[Along | None]:
-        """A new label for each dim; these dims must be whole."""
+    def dims(self, shape: Sequence[int], *, whole: Iterable[int] = ()) -> list[Along | None]:
+        """A new label for each dim; the dims ``whole`` must be whole."""
         ndim = len(shape)
-        stay = {dim % ndim for dim in whole} if ndim else set()
-        return [self.new(size, whole=dim in stay) for dim, size in enumerate(shape)]
+        uncut = {dim % ndim for dim in whole} if ndim else set()
+        return [self.new(size, whole=dim in uncut) for dim, size in enumerate(shape)]
 
     def rule(
         self, operands: Iterable[Sequence[Along | None]], results: Iterable[Sequence[Along | None]], **more: Any
@@ -93,11 +93,11 @@ class Labels:
         )
 
 
-broadcast_shapes: Callable[..., torch.Size] = torch.broadcast_shapes  # which torch declares without types
+broadcast_shapes: Callable[..., torch.Size] = torch.broadcast_shapes  # declared without types by torch
 
 
 def broadcast(shapes: Sequence[Sequence[int]], labels: Labels | None = None) -> tuple[Labels, list[Dims], Dims]:
-    """Labels for operands that are broadcast against each other, and for what comes of it."""
+    """Labels, the dims of operands that are broadcast against each other, and the dims of the result."""
     labels = labels or Labels()
     result = broadcast_shapes(*shapes) if shapes else torch.Size()
     out = tuple(labels.new(size) for size in result)

@@ -1,7 +1,15 @@
-"""Families of ops: each file says, for the ops of one kind, how they compute on shards."""
+"""Families of ops: each file says how the ops of one kind are computed on shards.
+
+- under rules: ``matmul`` (with linear), ``convolution``, ``attention``, ``normalisation``, ``loss``, ``pointwise``,
+  ``reduction``, ``whole_dims`` (softmax, sort, fft, pooling, linear algebra), ``indexing``, ``shape`` (views)
+- on boxes: ``slicing``, ``cat``
+- by other ops or step by step: ``recurrent``, ``comparison``, ``foreach``, ``amp``
+- with sizes that depend on values: ``selection`` (masks, nonzero, counts)
+- random numbers: ``dropout``, ``sampling``, ``filling`` (in place, `torch.nn.init`), ``creation`` (`rand_like`, ...)
+- without computing: ``attributes``, ``copies``, ``memory``
+"""
 
 from shardwise.ops.families import (
-    along,
     amp,
     attention,
     attributes,
@@ -14,23 +22,21 @@ from shardwise.ops.families import (
     filling,
     foreach,
     indexing,
-    linear,
     loss,
     matmul,
     memory,
     normalisation,
-    packing,
-    parts,
     pointwise,
     recurrent,
     reduction,
     sampling,
     selection,
     shape,
+    slicing,
+    whole_dims,
 )
 
 __all__ = [
-    "along",
     "amp",
     "attention",
     "attributes",
@@ -43,17 +49,16 @@ __all__ = [
     "filling",
     "foreach",
     "indexing",
-    "linear",
     "loss",
     "matmul",
     "memory",
     "normalisation",
-    "packing",
-    "parts",
     "pointwise",
     "recurrent",
     "reduction",
     "sampling",
     "selection",
     "shape",
+    "slicing",
+    "whole_dims",
 ]

@@ -1,4 +1,4 @@
-"""What `torch.amp.GradScaler` does to gradients: unscale them, and find out whether any rank has an inf or a NaN."""
+"""The op of `torch.amp.GradScaler`: unscale gradients, and check whether any rank has an inf or a NaN."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.dispatch import registry
-from shardwise.meeting import is_tagged, watch
-from shardwise.process_group import Fields, Said, begin_sending, in_step_sharing, is_member
-from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.comm.agreement import begin_sending, in_step_sharing
+from shardwise.comm.group import CallFingerprint, Fields, is_member, is_tagged
+from shardwise.comm.peers import watch
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.dispatch import registry
 
 CHECK = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def _unscale(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
-    """Multiply every gradient by the inverse scale, and set `found_inf` on all ranks if it is to be set on one.
+    """Multiply every gradient by the inverse scale, and set `found_inf` on all ranks if any rank would set it.
 
-    So either every rank skips its step or none does, and all change their scale alike. Every rank of the gradients'
-    groups calls it; one bit of each rank travels.
+    So all ranks or none skip the step, and all change their scale alike. Every rank of the gradients' groups calls it;
+    one bit of each rank travels.
     """
     grads, found_inf, inv_scale = args
     sharded = [grad for grad in grads if isinstance(grad, ShardedTensorBase)]
@@ -37,9 +38,9 @@ def _unscale(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
 
     groups = {id(grad._process_group): grad._process_group for grad in sharded if grad._process_group is not None}
     mine = [group for group in groups.values() if is_member(group)]
-    for group in sorted(mine, key=lambda group: group.size()):  # so that what a small group finds reaches the large one
+    for group in sorted(mine, key=lambda group: group.size()):  # a flag of a small group reaches the large one
         if found_inf.is_cuda and not is_tagged(group):  # then the host need not know
-            begin_sending(group, Said(fields))
+            begin_sending(group, CallFingerprint(fields))
             flagged = dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group, async_op=True)
             watch(flagged, group)
             flagged.wait()

@@ -1,8 +1,8 @@
-"""Scaled dot product attention: samples and heads go apart, and queries where none depends on its place.
+"""Scaled dot product attention: samples and heads may be cut, and queries unless the mask is causal.
 
-The rule is for the op that users call, which picks a kernel by device, dtype and settings (flash, efficient, cuDNN, or
-the formula). It does so for the shards, and records that kernel's own backward. Where the rule cannot hold, attention
-is the formula, whose products and softmax have rules of their own.
+The rule is for the op that users call, which picks a kernel (flash, efficient, cuDNN or the formula) for the shards,
+and records the backward of that kernel. Where the rule does not apply, attention is the formula, whose products and
+softmax have rules of their own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from shardwise import settings
 from shardwise.errors import UnsupportedOpError
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.compute import compute, expect
+from shardwise.ops.engine.compute import compute
 from shardwise.ops.engine.gathered import compute_gathered, needs_whole
+from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.rule import Along, Labels, Rule
 from shardwise.ops.engine.table import TABLE
 
@@ -27,12 +28,12 @@ FORMULA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # by
 
 def _rule(call: Call) -> Rule | None:
     query, key, value, mask = (call[name] for name in FORMULA[:4])
-    (size, _), *_ = expect(call)
+    (size, _), *_ = expected_results(call)
     if min(query.ndim, key.ndim, value.ndim) < 3:
         return None
     labels = Labels()
     samples = [labels.new(extent) for extent in size[:-3]]
-    # Several heads of the query may share one of the keys: a cut falls between such groups.
+    # Several heads of the query may share a head of the keys: only such groups may be cut apart.
     groups = math.gcd(size[-3], key.shape[-3], value.shape[-3]) if call["enable_gqa"] else size[-3]
     heads = labels.new(groups)
     queries = labels.new(query.shape[-2], whole=call["is_causal"])
@@ -40,7 +41,7 @@ def _rule(call: Call) -> Rule | None:
     inner, outer = labels.new(query.shape[-1], whole=True), labels.new(value.shape[-1], whole=True)
 
     def leading(shape: Sequence[int]) -> list[Along | None]:
-        """Of the dims before the last two: samples, of which there may be one for all, and heads."""
+        """The dims before the last two: samples, which may be broadcast, and heads."""
         before = [None if n == 1 else along for n, along in zip(shape[:-3][::-1], samples[::-1], strict=False)][::-1]
         if len(shape) < 3:
             return []
@@ -59,13 +60,12 @@ def _rule(call: Call) -> Rule | None:
 
 
 def _attention(call: Call) -> Any:
-    expect(call)  # raises as torch does
+    expected_results(call)  # raises as torch does
     if call["dropout_p"] and not _draws_apart(call):
         return _formula(call)  # the kernels draw by the position in the shard
-    rule = _rule(call)
-    found = NotImplemented if rule is None else compute(call, rule)
-    if found is not NotImplemented:
-        return found
+    result = compute(call, _rule(call))
+    if result is not NotImplemented:
+        return result
     try:
         return compute_gathered(call.op, (), call.arguments, needs_whole(call))
     except UnsupportedOpError:
@@ -76,14 +76,14 @@ def _formula(call: Call) -> Any:
     by_name = {name: call[name] for name in ("scale", "enable_gqa")}
     given = {name: call[name] for name in FORMULA}
     mask = given["attn_mask"]
-    if mask is not None and mask.dtype == torch.bool:  # of which the formula would take True for 1
+    if mask is not None and mask.dtype == torch.bool:  # the formula would add True as 1
         nothing = torch.zeros_like(mask, dtype=call["query"].dtype)
         given["attn_mask"] = nothing.masked_fill(mask.logical_not(), -math.inf)
     return aten._scaled_dot_product_attention_math(*given.values(), **by_name)[0]
 
 
 def _draws_apart(call: Call) -> bool:
-    """Whether each rank drops of its own shards what its own generator says."""
+    """Whether dropout on each rank draws from the rank's own generator."""
     return settings.current().own_draws and not any(one._layout.has_replicas for one in call.sharded())
 
 

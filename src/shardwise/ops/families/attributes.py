@@ -1,4 +1,4 @@
-"""What can be asked of a sharded tensor without touching its data."""
+"""Attributes of a sharded tensor that need none of its data."""
 
 from __future__ import annotations
 
@@ -6,70 +6,26 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch import Handler, Op, register_default_op, registry
-from shardwise.sharded_tensor.strides import is_contiguous, stand_in
+from shardwise.tensor.dispatch import Handler, Op, register_default_op, registry
+from shardwise.tensor.strides import is_contiguous, stand_in
 
 # Answered by the class itself; these entries serve calls by the unbound name, such as `torch.Tensor.size(st)`.
-OWN_PROPERTIES = (
-    "shape",
-    "dtype",
-    "ndim",
-    "device",
-    "is_meta",
-    "requires_grad",
-    "is_leaf",
-    "grad",
-    "grad_fn",
-)
+OWN_PROPERTIES = ("shape", "dtype", "ndim", "device", "is_meta", "requires_grad", "is_leaf", "grad", "grad_fn")
 OWN_METHODS = [
-    "size",
-    "dim",
-    "numel",
-    "is_pinned",
-    "requires_grad_",
-    "__len__",
-    "__hash__",
-    "__repr__",
-    "__format__",
-    "__deepcopy__",
-    "__reduce_ex__",
+    *("size", "dim", "numel", "is_pinned", "requires_grad_", "__len__", "__hash__", "__repr__", "__format__"),
+    *("__deepcopy__", "__reduce_ex__"),
 ]
 
-# Answered by the wrapper, which has the size, dtype and device of the tensor though none of its data.
+# Answered by torch, for the wrapper has the size, dtype and device of the tensor.
 WRAPPER_PROPERTIES = [
-    "layout",
-    "is_sparse",
-    "is_sparse_csr",
-    "is_quantized",
-    "is_nested",
-    "is_mkldnn",
-    "is_cpu",
-    "is_cuda",
-    "is_xpu",
-    "is_mps",
-    "is_mtia",
-    "itemsize",
-    "nbytes",
+    *("layout", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn", "is_cpu", "is_cuda", "is_xpu"),
+    *("is_mps", "is_mtia", "itemsize", "nbytes"),
 ]
 WRAPPER_METHODS = [
-    "storage_offset",
-    "is_floating_point",
-    "is_complex",
-    "is_signed",
-    "is_conj",
-    "is_neg",
-    "is_inference",
-    "element_size",
-    "nelement",
-    "ndimension",
-    "__dir__",
+    *("storage_offset", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg", "is_inference"),
+    *("element_size", "nelement", "ndimension", "__dir__"),
 ]
-WRAPPER_FUNCTIONS = (
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.is_signed,
-    torch.is_conj,
-)
+WRAPPER_FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.is_signed, torch.is_conj)
 
 
 def _built_in(op: Op) -> Any:

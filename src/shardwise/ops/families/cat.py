@@ -1,4 +1,4 @@
-"""Tensors behind each other: shard by shard where they are cut alike, else each keeps its boxes. Nothing moves."""
+"""`cat` and `stack`: shard by shard if tensors are cut alike, else each tensor keeps its boxes. Nothing moves."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.geometry import Boxes
+from shardwise.autograd.anchors import new_anchor, tie
+from shardwise.autograd.replicas import recorded
 from shardwise.layout import Layout, Places
+from shardwise.layout.geometry import Boxes
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.cells import cells_of, projected
-from shardwise.ops.engine.compute import assemble, compute, expect, frame_of, places_of
+from shardwise.ops.engine.cells import operand_cells, projected
+from shardwise.ops.engine.compute import assemble, compute, group_places, result_frame
 from shardwise.ops.engine.plain_operand import shared_plain
+from shardwise.ops.engine.result_metadata import expected_results, result_strides
 from shardwise.ops.engine.rule import Labels, Rule
 from shardwise.ops.engine.table import TABLE
-from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.gradients import new_anchor, recorded
-from shardwise.sharded_tensor.recorded_backward import tie
+from shardwise.tensor import ShardedTensorBase
 
 aten = torch.ops.aten
 
 
 def _cat(call: Call) -> Any:
-    """Where all are cut alike in the other dims, shard by shard; else each keeps its boxes, behind the others'."""
+    """Shard by shard if all are cut alike in the other dims, else box by box."""
     dim = call.arguments.get("dim", 0)
-    (size, dtype), *_ = expect(call)
+    (size, dtype), *_ = expected_results(call)
     pieces = [one for one in call.operands if one.ndim != 1 or one.numel() or len(size) == 1]
     dim %= len(size)
+    is_contiguous = result_strides(call, 1) == [None]
+    memory_format = torch.contiguous_format if is_contiguous else torch.preserve_format
     if pieces and all(isinstance(one, ShardedTensorBase) for one in pieces):
         sharded = Call(call.op, (pieces, dim), {})
         labels = Labels()
@@ -39,15 +42,15 @@ def _cat(call: Call) -> Any:
         out = [along if k != dim else labels.new(size[dim], whole=True) for k, along in enumerate(shared)]
         if all(one._layout.places == pieces[0]._layout.places for one in pieces):  # type: ignore[attr-defined] # sharded
             rule = labels.rule(dims, [out])
-            if _stays(sharded, rule):
+            if _moves_nothing(sharded, rule):
                 return compute(sharded, rule)
-        return _behind(pieces, dim, size, dtype)
-    return _cat_mixed(pieces, dim, size, dtype)
+        return _cat_boxes(pieces, dim, size, dtype, memory_format)
+    return _cat_mixed(pieces, dim, size, dtype, memory_format)
 
 
-def _stays(call: Call, rule: Rule) -> bool:
-    """Whether the rule moves nothing."""
-    cells = cells_of(rule, 0, call.sharded()[0]._layout)
+def _moves_nothing(call: Call, rule: Rule) -> bool:
+    """Whether the operands need not move under the rule."""
+    cells = operand_cells(rule, 0, call.sharded()[0]._layout)
     if cells is None:
         return False
     return all(
@@ -56,25 +59,27 @@ def _stays(call: Call, rule: Rule) -> bool:
     )
 
 
-def _cat_mixed(pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.dtype) -> Any:
-    """Plain tensors among sharded ones: each is cut as a sharded one is, or lies on one of its ranks."""
+def _cat_mixed(
+    pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format
+) -> Any:
+    """Plain tensors among sharded ones: each becomes one box, on the first rank."""
     model = next(one for one in pieces if isinstance(one, ShardedTensorBase))
     group = model._frame.process_group
-    places = places_of(model._layout, group)
-    made = []
+    places = group_places(model._layout, group)
+    results = []
     for one in pieces:
         if isinstance(one, ShardedTensorBase):
-            made.append(one)
+            results.append(one)
             continue
-        frame = frame_of(Layout.whole(one.shape, places[:1]), one.dtype, group)
+        frame = result_frame(Layout.whole(one.shape, places[:1]), one.dtype, group)
         shared = shared_plain(one, group)
         records = torch.is_grad_enabled() and one.requires_grad
-        made.append(assemble(type(model), frame, [shared] if frame.rows else [], [tie([shared])], records))
-    return _behind(made, dim, size, dtype)
+        results.append(assemble(type(model), frame, [shared] if frame.rows else [], [tie([shared])], records))
+    return _cat_boxes(results, dim, size, dtype, memory_format)
 
 
-class Joined(torch.autograd.Function):
-    """Tensors as they are, tied together: the last ones only in the backward, where they get nothing."""
+class OneNode(torch.autograd.Function):
+    """Tensors behind one node of the graph, so that a backward through one of them reaches all."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -87,28 +92,30 @@ class Joined(torch.autograd.Function):
         return grads
 
 
-def _behind(pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.dtype) -> Any:
-    """Boxes of all, one tensor's behind another's; nothing moves."""
-    found, anchors = {}, []
+def _cat_boxes(
+    pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format
+) -> Any:
+    """The boxes of all tensors, shifted."""
+    by_row, anchors = {}, []
     count = 0
     for one in pieces:
         tensors, anchor = recorded(one)
         anchors += [] if anchor is None else [anchor]
         for row, local in zip(one._frame.rows, tensors, strict=True):
-            found[count + row] = local.to(dtype, copy=True)
+            by_row[count + row] = local.to(dtype, copy=True, memory_format=memory_format)
         count += len(one._layout)
-    made = _joined(tuple(one._layout for one in pieces), dim, tuple(size))
-    frame = frame_of(made, dtype, pieces[0]._frame.process_group)
+    layout = _shifted(tuple(one._layout for one in pieces), dim, tuple(size))
+    frame = result_frame(layout, dtype, pieces[0]._frame.process_group)
     records = torch.is_grad_enabled() and any(one.requires_grad for one in pieces)
-    if records and found:  # one node for all, so that whatever is used of it, the backward reaches every piece
-        apply: Callable[..., tuple[torch.Tensor, ...]] = Joined.apply
-        found = dict(zip(found, apply(*found.values(), *(anchors or [new_anchor(frame.device)])), strict=False))
-    return assemble(type(pieces[0]), frame, [found[row] for row in frame.rows], anchors, records)
+    if records and by_row:
+        apply: Callable[..., tuple[torch.Tensor, ...]] = OneNode.apply
+        by_row = dict(zip(by_row, apply(*by_row.values(), *(anchors or [new_anchor(frame.device)])), strict=False))
+    return assemble(type(pieces[0]), frame, [by_row[row] for row in frame.rows], anchors, records)
 
 
 @lru_cache(maxsize=512)
-def _joined(layouts: tuple[Layout, ...], dim: int, size: tuple[int, ...]) -> Layout:
-    """The boxes of all, one tensor's behind another's."""
+def _shifted(layouts: tuple[Layout, ...], dim: int, size: tuple[int, ...]) -> Layout:
+    """The layout with the boxes of all, each shifted by the sizes of the tensors before."""
     offsets, begin = [], 0
     for layout in layouts:
         moved = layout.boxes.offsets.copy()

@@ -1,4 +1,4 @@
-"""Whether two tensors hold the same, as one answer that every rank gets."""
+"""Comparisons and values that every rank gets: `equal`, `allclose`, `item`, `tolist`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 import torch.distributed as dist
 
 from shardwise import settings
-from shardwise.dispatch import distributed_in, registry
+from shardwise.comm.group import is_member
 from shardwise.errors import PropertyError
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.compute import meeting
-from shardwise.ops.engine.descent import descend
+from shardwise.ops.engine.compute import common_group
+from shardwise.ops.engine.decomposition import call_decomposed
 from shardwise.ops.engine.table import TABLE
-from shardwise.process_group import is_member
-from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.dispatch import distributed_in, registry
 
 aten = torch.ops.aten
 
 
 def _equal(call: Call) -> bool:
     one, other = call.operands
-    meeting(call)
+    common_group(call)
     if one.shape != other.shape:
         return False
     return bool((one == other).all().item())
@@ -31,13 +31,13 @@ def _equal(call: Call) -> bool:
 
 def _allclose(call: Call) -> bool:
     one, other = call.operands
-    meeting(call)
+    common_group(call)
     close = torch.isclose(one, other, rtol=call["rtol"], atol=call["atol"], equal_nan=call["equal_nan"])
     return bool(close.all().item())
 
 
 def _item(call: Call) -> Any:
-    """The one element, which every rank gets."""
+    """The only element."""
     x = call.operands[0]
     assert isinstance(x, ShardedTensorBase)
     if x.numel() != 1:
@@ -50,26 +50,26 @@ def _item(call: Call) -> Any:
 
 
 def _tolist(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-    """All numbers, which every rank asks for and gets."""
+    """All elements."""
     return args[0].detach().full_tensor().tolist()
 
 
 def _check_errors(call: Call) -> None:
-    """What linear algebra found wrong, on any rank, is raised on every rank."""
+    """Raise on every rank an error of linear algebra on any rank."""
     info = call["info"]
     if (info != 0).any().item():
         call.run([info.full_tensor()])
 
 
 def _comparing(op: Any) -> Any:
-    """The handler of a comparison by which, where that is the rule, outsiders of the tensors' group pass, too."""
+    """A handler of comparisons; under `outsiders_compare`, ranks outside of the group may call it, too."""
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         if settings.current().outsiders_compare:
             members = [is_member(one._process_group) for one in distributed_in(args, kwargs) if one._process_group]
             if not all(members):
-                return not any(members)  # who holds nothing of either finds no difference
-        return descend(op, args, kwargs)
+                return not any(members)  # a rank without shards finds no difference
+        return call_decomposed(op, args, kwargs)
 
     return handler
 

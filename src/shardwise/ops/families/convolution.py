@@ -1,4 +1,4 @@
-"""Convolutions: samples, output channels and groups go apart; input channels are summed over."""
+"""Convolutions: samples, output channels and groups may be cut; cut input channels give partial sums."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.compute import compute, expect
+from shardwise.ops.engine.compute import compute
+from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.rule import Along, Labels, Rule
 from shardwise.ops.engine.table import TABLE
 from shardwise.ops.families.reduction import SUM
-from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.tensor import ShardedTensorBase
 
 aten = torch.ops.aten
 
@@ -21,11 +22,11 @@ def convolution_rule(call: Call) -> Rule | None:
     x, weight, groups = call["input"], call["weight"], call["groups"]
     if x.ndim != weight.ndim:
         return None
-    (size, _), *_ = expect(call)
+    (size, _), *_ = expected_results(call)
     space = range(x.ndim - 2)
     labels = Labels()
     sample = labels.new(x.shape[0])
-    if groups == 1:  # a bias would be added by every cell that has a part of the input channels
+    if groups == 1:  # each partial sum over input channels would include the bias
         inner, outer = labels.new(x.shape[1], whole=call["bias"] is not None), labels.new(size[1])
         channels = [inner, outer] if call["transposed"] else [outer, inner]
     else:  # a cell has whole groups
@@ -33,12 +34,12 @@ def convolution_rule(call: Call) -> Rule | None:
         inner, outer = Along(group, x.shape[1] // groups), Along(group, size[1] // groups)
         channels = [Along(group, weight.shape[0] // groups), labels.new(weight.shape[1], whole=True)]
     operands = [
-        [sample, inner, *labels.along(x.shape[2:], whole=space)],
-        [*channels, *labels.along(weight.shape[2:], whole=space)],
+        [sample, inner, *labels.dims(x.shape[2:], whole=space)],
+        [*channels, *labels.dims(weight.shape[2:], whole=space)],
     ]
     if call["bias"] is not None:
         operands.append([outer])
-    result = [sample, outer, *labels.along(size[2:], whole=space)]
+    result = [sample, outer, *labels.dims(size[2:], whole=space)]
     if groups == 1:
         return labels.rule(operands, [result], reduction=SUM)
     per_group = size[1] // groups
@@ -46,21 +47,16 @@ def convolution_rule(call: Call) -> Rule | None:
 
 
 def _convolution(call: Call) -> Any:
-    """Under its rule; where input channels are cut, or nothing else can be, the bias is added to the sum of all."""
+    """Under the rule; where input channels are cut, or nothing else can be, the bias is added to the sum."""
     bias = call["bias"]
     summed = bias is not None and call["groups"] == 1
-    found = NotImplemented
+    result = NotImplemented
     if not (summed and _cuts_inner(call)):
-        rule = convolution_rule(call)
-        found = NotImplemented if rule is None else compute(call, rule)
-    if found is not NotImplemented or not summed:
-        return found
+        result = compute(call, convolution_rule(call))
+    if result is not NotImplemented or not summed:
+        return result
     bare = Call(call.op, (), {**call.arguments, "bias": None})
-    if not bare.sharded():
-        made = bare.run(bare.operands)
-    else:
-        rule = convolution_rule(bare)
-        made = NotImplemented if rule is None else compute(bare, rule)
+    made = compute(bare, convolution_rule(bare)) if bare.sharded() else bare.run(bare.operands)
     return made if made is NotImplemented else made + bias.reshape(-1, *[1] * (made.ndim - 2))
 
 

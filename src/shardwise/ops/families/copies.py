@@ -1,4 +1,4 @@
-"""Copies that keep every shard where it is: clone, detach, copy_ and data."""
+"""Copies that move no shard: clone, detach, copy_ and data."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from typing import Any
 
 import torch
 
-from shardwise.dispatch import Op, registry
-from shardwise.ops.engine.descent import descend
+from shardwise.layout.specs import ShardingSpec
+from shardwise.ops.engine.decomposition import call_decomposed
 from shardwise.ops.engine.table import TABLE
-from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.entrance import call_directly
-from shardwise.sharded_tensor.moved_once import writes_of
-from shardwise.sharded_tensor.movement import copy_into
-from shardwise.sharded_tensor.strides import stand_in, strides_of
-from shardwise.sharding_spec import ShardingSpec
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.dispatch import Op, registry
+from shardwise.tensor.movement import copy_into
+from shardwise.tensor.redistribution_cache import writes_of
+from shardwise.tensor.strides import stand_in, strides_of
+from shardwise.tensor.torch_function import call_directly
 
 
 def _on_each_shard(op: Op) -> None:
-    """The op of the first argument's shards, one by one."""
+    """Compute an op on each shard of its first argument."""
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         tensor = args[0]
         if tensor._layout.has_replicas and tensor.requires_grad:
-            return descend(op, args, kwargs)
+            return call_decomposed(op, args, kwargs)
         if not kwargs and len(args) == 1 and tensor._strides is None:
             return tensor._like([op(local) for local in tensor._local_tensors()])
         strides = strides_of(op(stand_in(tensor), *args[1:], **kwargs))  # raises as torch does
-        made = tensor._like([op(local, *args[1:], **kwargs) for local in tensor._local_tensors()])
-        made._strides = strides
-        return made
+        result = tensor._like([op(local, *args[1:], **kwargs) for local in tensor._local_tensors()])
+        result._strides = strides
+        return result
 
     registry.built_in[op] = handler
 
@@ -52,8 +52,8 @@ def _detach_in_place(types: Any, args: Any, kwargs: Any, process_group: Any) -> 
     return tensor
 
 
-def _repeats(into: Any, source: Any) -> bool:
-    """Whether the source is of another size, and is copied more than once."""
+def _is_broadcast(into: Any, source: Any) -> bool:
+    """Whether the source is broadcast."""
     sizes = zip(reversed(source.shape), reversed(into.shape), strict=False)
     fits = source.ndim <= into.ndim and all(size in (1, wanted) for size, wanted in sizes)
     return fits and source.shape != into.shape
@@ -63,35 +63,37 @@ def _copy(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     kwargs = dict(kwargs)
     by_name = [kwargs.pop(name) for name in ("src", "other") if name in kwargs]
     into, source, *rest = list(args) + by_name
-    if not (isinstance(into, ShardedTensorBase) and isinstance(source, ShardedTensorBase)) or _repeats(into, source):
-        return descend(torch.Tensor.copy_, (into, source, *rest), kwargs)
+    if not (isinstance(into, ShardedTensorBase) and isinstance(source, ShardedTensorBase)) or _is_broadcast(
+        into, source
+    ):
+        return call_decomposed(torch.Tensor.copy_, (into, source, *rest), kwargs)
     into._require_writable()
     copy_into(into, source, *rest, **kwargs)
     return into
 
 
 def _set_data(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
-    """Other memory, and with it another dtype or device; the tensor and its local tensors stay the objects they are."""
+    """Assign other memory, maybe of another dtype or device, to the same tensor and the same local tensors."""
     tensor, data = args
-    spec, others = _data_of(tensor, data)
+    spec, others = _new_data(tensor, data)
     here = tensor._local_tensors()
     if len(here) == len(others):
         for local, other in zip(here, others, strict=True):
             local.data = other
-    else:  # of another size, of which another number of boxes is here
+    else:  # another size, with another number of local boxes
         wants_grad = tensor.requires_grad
         tensor._become(data._frame, [other.detach().requires_grad_(wants_grad) for other in others])
     with torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined] # a property to Python
-    tensor._frame, tensor._known_metadata, tensor._arrived = data._frame.with_spec(spec), None, None
+    tensor._frame, tensor._known_metadata, tensor._cached_move = data._frame.with_spec(spec), None, None
     tensor._strides = data._strides
 
 
-def _data_of(tensor: Any, data: Any) -> tuple[ShardingSpec, list[torch.Tensor]]:
-    """The local tensors that take the place of a tensor's own, and its spec then.
+def _new_data(tensor: Any, data: Any) -> tuple[ShardingSpec, list[torch.Tensor]]:
+    """The new spec of a tensor, and the local tensors that replace its own.
 
-    Of the same size, the boxes must be on the same ranks, but may be on other devices of them; a leaf may get another
-    size, sharded in any way over its group.
+    Data of the same size must have the boxes on the same ranks, on whatever devices; a leaf may get another size, in
+    any sharding over its group.
     """
     if isinstance(data, ShardedTensorBase) and data._layout != tensor._layout:
         there, here = (one._layout.on(one._layout.places.on(torch.device("meta"))) for one in (data, tensor))

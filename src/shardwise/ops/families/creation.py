@@ -1,4 +1,4 @@
-"""New tensors like a given one. Random ones have the numbers of a plain tensor of the whole size."""
+"""New tensors like another one: `zeros_like`, `rand_like`, `new_empty` and so on."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy as np
 import torch
 
 from shardwise import settings
-from shardwise.dispatch import Op, registry, unsupported
-from shardwise.geometry import Boxes
 from shardwise.layout import Layout, Places
+from shardwise.layout.geometry import Boxes
+from shardwise.layout.placement import rank_device
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.compute import assemble, frame_of, places_of
-from shardwise.ops.engine.schedule import chunked
+from shardwise.ops.engine.compute import assemble, group_places, result_frame
+from shardwise.ops.engine.schedule import chunked_layout
 from shardwise.ops.engine.table import TABLE
-from shardwise.placement import rank_device
-from shardwise.random import NORMAL, UNIFORM, Draw
-from shardwise.sharded_tensor.drawing import draw_for
-from shardwise.sharded_tensor.strides import stand_in, strides_of
+from shardwise.tensor.dispatch import Op, registry, unsupported
+from shardwise.tensor.random import NORMAL, UNIFORM, Draw
+from shardwise.tensor.random.fill import fill_random
+from shardwise.tensor.strides import memory_order, stand_in, strides_of
 
 LIKE = (
     torch.empty_like,
@@ -33,8 +33,8 @@ LIKE = (
 RANDOM = {torch.rand_like: UNIFORM, torch.randn_like: NORMAL, torch.randint_like: Draw(torch.Tensor.random_)}
 
 
-def _placed(layout: Layout, device: Any) -> Layout:
-    """The layout on each rank's device of this kind; a number is the rank's own affair, which others do not know."""
+def _on_device(layout: Layout, device: Any) -> Layout:
+    """The layout on each rank's own device of this type; the index of a device only concerns its rank."""
     kind = None if device is None else torch.device(device).type
     if kind is None or layout.places.device_types == {kind}:
         return layout
@@ -49,12 +49,13 @@ def _register(op: Op) -> None:
         if kwargs.get("layout") not in (None, torch.strided):
             raise unsupported(op, args, kwargs, "sharded tensors are strided")
         memory_format = kwargs.get("memory_format", torch.preserve_format)
-        strides = strides_of(torch.empty_like(stand_in(tensor), memory_format=memory_format))  # raises as torch does
+        lying = torch.empty_like(stand_in(tensor), memory_format=memory_format)  # raises as torch does
+        strides = strides_of(lying)
         frame, dtype = tensor._frame, kwargs.get("dtype") or tensor.dtype
         options = {name: value for name, value in kwargs.items() if name != "device"}
-        layout = _placed(frame.layout, kwargs.get("device"))
+        layout = _on_device(frame.layout, kwargs.get("device"))
         if layout is not frame.layout:
-            frame = frame_of(layout, dtype, frame.process_group)
+            frame = result_frame(layout, dtype, frame.process_group)
             options["device"] = frame.device
         draw, generator = RANDOM.get(op), options.pop("generator", None)
         if draw is None:
@@ -63,7 +64,8 @@ def _register(op: Op) -> None:
             bounds = [*rest, *(options.pop(name) for name in ("low", "high") if name in options)]
             bounds = bounds if len(bounds) != 1 else [0, *bounds]
             tensors = [torch.empty_like(local, **options) for local in tensor._local_tensors()]
-            draw_for(frame.with_dtype(dtype), tensors, draw._replace(args=tuple(map(int, bounds))), generator)
+            drawn = draw._replace(args=tuple(map(int, bounds)))
+            fill_random(frame.with_dtype(dtype), tensors, drawn, generator, memory_order(lying))
         new = tensor._derived(frame.with_dtype(dtype), tensors, None)
         new._wants_grad, new._anchor = bool(kwargs.get("requires_grad", False)), None
         new._strides = strides
@@ -76,8 +78,8 @@ for _op in LIKE:
     _register(_op)
 
 
-def _cut_alike(size: torch.Size, layout: Layout) -> Layout | None:
-    """The layout of a tensor that differs only in dims that are not cut."""
+def _resized(size: torch.Size, layout: Layout) -> Layout | None:
+    """The same layout for another size, None if the sizes differ in a dim that is cut."""
     if len(size) != len(layout.size) or not layout.size.numel():
         return None
     other = [dim for dim, (one, two) in enumerate(zip(size, layout.size, strict=True)) if one != two]
@@ -91,26 +93,26 @@ def _cut_alike(size: torch.Size, layout: Layout) -> Layout | None:
 
 
 def _new(call: Call) -> Any:
-    """new_zeros and the like, cut as the tensor is where what is cut has the same size.
+    """new_zeros and the like, with the tensor's layout if the dims that are cut have the same size.
 
-    Else whole on every rank if that is within the gather budget, or in chunks.
+    Else replicated if that is within the gather budget, else in chunks.
     """
     x = call.sharded()[0]
     dtype, size, group = call["dtype"] or x.dtype, torch.Size(call["size"]), x._frame.process_group
-    layout = x._layout if size == x.shape else _cut_alike(size, x._layout)
+    layout = x._layout if size == x.shape else _resized(size, x._layout)
     if layout is None:
-        everyone = places_of(x._layout, group)
+        places = group_places(x._layout, group)
         is_small = size.numel() * dtype.itemsize <= settings.current().gather_budget
-        layout = Layout.whole(size, everyone) if is_small or size.numel() < 2 else chunked(size, everyone)
-    layout = _placed(layout, call["device"])
-    frame = frame_of(layout, dtype, group) if layout is not x._layout else x._frame.with_dtype(dtype)
+        layout = Layout.whole(size, places) if is_small or size.numel() < 2 else chunked_layout(size, places)
+    layout = _on_device(layout, call["device"])
+    frame = result_frame(layout, dtype, group) if layout is not x._layout else x._frame.with_dtype(dtype)
     sizes = layout.at(frame.rows).sizes.tolist()
     stand_in = torch.empty(0, dtype=dtype, device=frame.device)
     if "stride" in call.arguments:  # sharded tensors are contiguous
-        made = [torch.empty(one, dtype=dtype, device=frame.device) for one in sizes]
+        results = [torch.empty(one, dtype=dtype, device=frame.device) for one in sizes]
     else:
-        made = [call.run([stand_in], size=one, device=None, pin_memory=None) for one in sizes]
-    return assemble(type(x), frame, made, [], records=False)
+        results = [call.run([stand_in], size=one, device=None, pin_memory=None) for one in sizes]
+    return assemble(type(x), frame, results, [], records=False)
 
 
 TABLE.update(

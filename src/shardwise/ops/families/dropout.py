@@ -1,7 +1,7 @@
-"""Dropout of every kind: a mask by position, drawn for the whole tensor, and products with it.
+"""Dropout of every kind: products with a random mask.
 
-The mask is what a plain tensor of the whole size would get, so that it does not depend on the layout. Where `own_draws`
-holds, each shard gets the mask of a plain tensor of its size.
+The mask is that of a plain tensor of the whole size, whatever the layout. Under `own_draws`, each shard gets the mask
+of a plain tensor of its size.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from shardwise.ops.engine.compute import compute
 from shardwise.ops.engine.noise import noise_like
 from shardwise.ops.engine.table import TABLE
 from shardwise.ops.families.pointwise import pointwise_rule
-from shardwise.random import SMALL, UNROLL, Draw, bernoulli_by_vectors
-from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.random import SMALL, UNROLL, Draw, bernoulli_by_vectors
+from shardwise.tensor.strides import memory_order, stand_in
 
 aten = torch.ops.aten
-SELU_LIMIT = 1.7580993408473766  # what a SELU tends to for large negative numbers, with the opposite sign
+SELU_LIMIT = 1.7580993408473766  # minus the limit of a SELU for large negative numbers
 
 
 def _dropout(call: Call) -> Any:
@@ -32,9 +33,9 @@ def _dropout(call: Call) -> Any:
         return compute(call, pointwise_rule(call))
     if p == 1:
         return x * 0.0
-    if x.device.type != "cpu":  # as torch's fused kernel does it
-        return aten.native_dropout_backward(x, _kept(x, p, torch.bool), _scale(x, p))
-    return x * (_kept(x, p) / (1 - p))
+    if x.device.type != "cpu":  # like torch's fused kernel
+        return aten.native_dropout_backward(x, _keep_mask(x, p, torch.bool), _scale(x, p))
+    return x * (_keep_mask(x, p) / (1 - p))
 
 
 def _native_dropout(call: Call) -> Any:
@@ -43,61 +44,62 @@ def _native_dropout(call: Call) -> Any:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if _draws_apart(x):
         return compute(call, pointwise_rule(call))
-    mask = _kept(x, p, torch.bool)
+    mask = _keep_mask(x, p, torch.bool)
     return aten.native_dropout_backward(x, mask, _scale(x, p) if p < 1 else 0.0), mask
 
 
 def _feature_dropout(call: Call) -> Any:
-    """Whole channels of a sample are kept or not."""
+    """Drops whole channels of a sample."""
     x, p = call["input"], call["p"]
     if p == 0 or not call["train"] or not x.numel():
         return x.view_as(x)
-    return x * (_kept(_channels(x), p) / (1 - p)) if p < 1 else x * 0.0
+    return x * (_keep_mask(_channels(x), p) / (1 - p)) if p < 1 else x * 0.0
 
 
 def _alpha_dropout(call: Call) -> Any:
-    """What is dropped becomes the limit of a SELU, then mean and variance are put right."""
+    """Dropped elements become the limit of a SELU; scale and shift then restore mean and variance."""
     x, p = call["input"], call["p"]
     if p == 0 or not call["train"] or not x.numel():
         return x.view_as(x)
     if p == 1:
         return x * 0.0
     features = call.op.overloadpacket is aten.feature_alpha_dropout
-    kept = _kept(_channels(x) if features else x, p)
+    keep = _keep_mask(_channels(x) if features else x, p)
     scale = 1 / math.sqrt((SELU_LIMIT**2 * p + 1) * (1 - p))
-    shift = (kept - 1) * (SELU_LIMIT * scale) + SELU_LIMIT * scale * p
-    return x * (kept * scale) + shift
+    shift = (keep - 1) * (SELU_LIMIT * scale) + SELU_LIMIT * scale * p
+    return x * (keep * scale) + shift
 
 
-def _kept(x: ShardedTensorBase, p: float, dtype: torch.dtype | None = None) -> Any:
+def _keep_mask(x: ShardedTensorBase, p: float, dtype: torch.dtype | None = None) -> Any:
     """1 where an element is kept, 0 where it is dropped."""
+    order = None if x._strides is None else memory_order(torch.empty_like(stand_in(x)))  # torch's mask lies as x does
     width = _width(x) if dtype is torch.bool and x.device.type == "cuda" else 1
     if width < UNROLL:
-        return noise_like(x, Draw(torch.Tensor.bernoulli_, (1 - p,), most=SMALL), dtype)
+        return noise_like(x, Draw(torch.Tensor.bernoulli_, (1 - p,), most=SMALL), dtype, order=order)
     return noise_like(x, Draw(bernoulli_by_vectors, (1 - p, width), most=SMALL, chunks=width // UNROLL), dtype)
 
 
 def _width(x: ShardedTensorBase) -> int:
-    """Elements of a vector of 16 bytes, in which torch's fused kernel takes a tensor that consists of such vectors."""
+    """Elements in a vector of 16 bytes, by which torch's fused kernel takes a tensor of whole vectors."""
     return math.gcd(16 // x.element_size(), x.numel())
 
 
 def _scale(x: ShardedTensorBase, p: float) -> float:
-    """What makes up for the elements that are dropped, rounded as torch's kernels do."""
+    """The factor that makes up for dropped elements, rounded as in torch's kernels."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     return float(torch.ones((), dtype=dtype) / torch.tensor(1 - p, dtype=dtype))
 
 
 def _channels(x: ShardedTensorBase) -> ShardedTensorBase:
-    """A tensor with one element for each channel of each sample, cut as the samples and channels are."""
+    """A tensor with one element for each channel of each sample, and the layout of these."""
     if x.ndim < 2:
         raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
-    made: ShardedTensorBase = x.new_empty((*x.shape[:2], *(1 for _ in x.shape[2:])))  # type: ignore[assignment] # sharded
-    return made
+    result: ShardedTensorBase = x.new_empty((*x.shape[:2], *(1 for _ in x.shape[2:])))  # type: ignore[assignment] # sharded
+    return result
 
 
 def _draws_apart(x: ShardedTensorBase) -> bool:
-    """Whether each rank calls torch's dropout on its shards; replicas must have the same mask all the same."""
+    """Whether each rank calls torch's dropout on its shards; never on replicas, which need the same mask."""
     return settings.current().own_draws and not x._layout.has_replicas
 
 

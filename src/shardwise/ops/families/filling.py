@@ -1,8 +1,7 @@
 """In-place filling, random or not, and `torch.nn.init` on top of it.
 
-With ranks seeded alike, a sharded tensor is filled as a plain tensor of the whole size would be: with the same numbers
-whatever its layout, and with the fans of the whole. Where `own_draws` holds, each rank fills its shards as if each were
-all.
+With ranks seeded alike, a sharded tensor gets the numbers of a plain tensor of the whole size, whatever the layout, by
+the fans of the whole. Under `own_draws`, each rank fills each of its shards like a whole tensor.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from typing import Any
 import torch
 
 from shardwise import settings
-from shardwise.dispatch import Op, registry
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.descent import descend
+from shardwise.ops.engine.decomposition import call_decomposed
 from shardwise.ops.engine.table import TABLE
-from shardwise.random import Draw
-from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.drawing import draw_for
-from shardwise.sharded_tensor.moved_once import count_write
-from shardwise.sharded_tensor.replicas import make_alike
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.dispatch import Op, registry
+from shardwise.tensor.random import Draw
+from shardwise.tensor.random.fill import equalize_replicas, fill_random
+from shardwise.tensor.redistribution_cache import count_write
+from shardwise.tensor.strides import memory_order, stand_in
 
 aten = torch.ops.aten
 RANDOM = (
@@ -38,29 +37,30 @@ CONSTANT = (torch.Tensor.fill_, torch.Tensor.zero_)
 
 
 def _fill_randomly(call: Call) -> Any:
-    """One of torch's random fills, of all elements at once."""
+    """A random fill."""
     target = call.operands[0]
     if not isinstance(target, ShardedTensorBase):
         return NotImplemented
     target._require_writable()
     if torch.is_grad_enabled() and target.requires_grad:
-        target.zero_()  # whose gradient is that of any fill
-    draw_for(target._frame, target._local_tensors(), _drawn_by(call), call["generator"])
+        target.zero_()  # records the gradient of any fill
+    order = memory_order(stand_in(target))
+    fill_random(target._frame, target._local_tensors(), _draw_of_call(call), call["generator"], order)
     return target
 
 
-def _drawn_by(call: Call) -> Draw:
-    """What a call of a random fill draws."""
+def _draw_of_call(call: Call) -> Draw:
+    """The draw of a random fill."""
     function = getattr(torch.Tensor, call.op.overloadpacket.__name__)
     given = tuple(value for name, value in call.arguments.items() if name not in ("self", "generator"))
     return Draw(function, given)
 
 
-def _fill_alike(op: Op) -> None:
+def _fill_constant(op: Op) -> None:
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         given = [*args[1:], *kwargs.values()]
         if not isinstance(args[0], ShardedTensorBase) or any(isinstance(one, torch.Tensor) for one in given):
-            return descend(op, args, kwargs)
+            return call_decomposed(op, args, kwargs)
         args[0]._require_writable()
         for local in args[0]._local_tensors():
             op(local, *args[1:], **kwargs)
@@ -70,10 +70,10 @@ def _fill_alike(op: Op) -> None:
 
 
 def _initialise(function: Op, whole: Op) -> None:
-    """A function of `torch.nn.init` that dispatches: on the whole tensor or, with `own_draws`, on each shard."""
+    """Handle a function of `torch.nn.init`: on the whole tensor or, under `own_draws`, on each shard."""
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-        # Only what is dispatched arrives by name; what torch runs as it is calls the ops above.
+        # Functions of torch.nn.init that do not dispatch call the ops above.
         tensor = args[0] if args else kwargs["tensor"]
         options = {name: value for name, value in kwargs.items() if name != "tensor"}
         with torch.no_grad():
@@ -82,9 +82,9 @@ def _initialise(function: Op, whole: Op) -> None:
                 return tensor
             count_write(tensor)
             for local in tensor._local_tensors():
-                if local.numel():  # of others torch warns
+                if local.numel():  # torch warns of empty tensors
                     function(local, *args[1:], **options)
-            make_alike(tensor._layout, tensor._local_tensors(), tensor.dtype, tensor._frame.process_group)
+            equalize_replicas(tensor._layout, tensor._local_tensors(), tensor.dtype, tensor._frame.process_group)
         return tensor
 
     registry.built_in[function] = handler
@@ -108,7 +108,7 @@ def _kaiming_uniform(
 
 TABLE.update(dict.fromkeys(RANDOM, _fill_randomly))
 for _constant in CONSTANT:
-    _fill_alike(_constant)
+    _fill_constant(_constant)
 _initialise(torch.nn.init.uniform_, lambda t, a=0.0, b=1.0, generator=None: t.uniform_(a, b, generator=generator))
 _initialise(
     torch.nn.init.normal_, lambda t, mean=0.0, std=1.0, generator=None: t.normal_(mean, std, generator=generator)

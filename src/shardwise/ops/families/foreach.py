@@ -1,8 +1,8 @@
-"""`torch._foreach_*` and `torch._fused_*`: lists of tensors at once, in which sharded ones stand for their shards.
+"""`torch._foreach_*` and `torch._fused_*`: functions of lists of tensors.
 
-A row is what belongs to one entry of the first list. Rows whose tensors are sharded alike are computed together, on the
-shards. All others (other layouts, plain tensors beside sharded ones, anything that autograd records) are computed one
-by one, by the function for one tensor. Which rows these are, every rank knows from the layouts.
+A row consists of the entries with one index in all lists. Rows whose tensors have the same layout are computed
+together, on the shards. Other rows (different layouts, plain tensors beside sharded ones, rows that autograd records)
+are computed one by one, by the function for one tensor. Every rank knows the rows from the layouts.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwise.dispatch import Op, registry
 from shardwise.errors import PropertyError
 from shardwise.ops.engine.program import without_autocast
 from shardwise.ops.engine.rule import broadcast_shapes
 from shardwise.ops.families.pointwise import is_pointwise
-from shardwise.sharded_tensor import ShardedTensor, ShardedTensorBase
-from shardwise.sharded_tensor.moved_once import count_write
+from shardwise.tensor import ShardedTensor, ShardedTensorBase
+from shardwise.tensor.dispatch import Op, registry
+from shardwise.tensor.redistribution_cache import count_write
 
 aten = torch.ops.aten
-ALSO = ("clone", "copy", "zero")  # element by element, though no tag says so
+UNTAGGED = ("clone", "copy", "zero")  # pointwise, but not tagged
 
 
 def _shards(one: Any, model: Any) -> list[Any]:
-    """What stands for one entry of a list: a value for each shard of the tensor in the first list.
+    """One entry of a list as a value for each shard of the tensor in the first list.
 
-    On a rank without shards that is an empty tensor, to learn the dtype from.
+    On a rank without shards, the value is an empty tensor, which shows the dtype.
     """
     if not isinstance(model, ShardedTensorBase):
         if isinstance(one, ShardedTensorBase):
@@ -49,7 +49,7 @@ def _value(arg: Any) -> Any:
 
 
 def _is_alike(one: Any, model: Any) -> bool:
-    """Whether an entry can be cut as the tensor in the first list is, without moving anything."""
+    """Whether an entry can take the layout of the tensor in the first list without a transfer."""
     if not isinstance(one, torch.Tensor):
         return True
     if not isinstance(one, ShardedTensorBase):
@@ -71,12 +71,12 @@ def _is_recorded(row: Sequence[Any]) -> bool:
 
 
 def _together(op: Op, lists: list[Any], rest: dict[str, Any], *, in_place: bool) -> list[Any]:
-    """The function on the shards of all tensors at once; a result for each entry of the first list."""
+    """The function on the shards of all rows at once; a result for each row."""
     first, recording = lists[0], torch.is_grad_enabled()
     for one in first if in_place else ():
         if isinstance(one, ShardedTensorBase) and (recording or one._view_of is not None or one._copy_of_view):
             one._require_writable()
-    for one in pytree.tree_leaves((lists, rest)) if in_place else ():  # an optimizer's state is written into as well
+    for one in pytree.tree_leaves((lists, rest)) if in_place else ():  # the state of an optimizer is written, too
         if isinstance(one, ShardedTensorBase):
             count_write(one)
 
@@ -84,7 +84,7 @@ def _together(op: Op, lists: list[Any], rest: dict[str, Any], *, in_place: bool)
         """A list for each tensor as a list for each shard."""
         if not isinstance(arg, list | tuple):
             return _value(arg)
-        if arg and len(arg) != len(first):  # an optimizer's state that it does not keep is an empty list
+        if arg and len(arg) != len(first):  # state that an optimizer does not keep is an empty list
             raise PropertyError(f"{op.__name__} was given lists of {len(first)} and {len(arg)} tensors")
         pairs = zip(arg, first, strict=bool(arg))
         return [leaf for one, model in pairs for leaf in _shards(one, model)]
@@ -92,9 +92,9 @@ def _together(op: Op, lists: list[Any], rest: dict[str, Any], *, in_place: bool)
     made = op(*map(flat, lists), **{name: flat(value) for name, value in rest.items()})
     if in_place:
         return list(first)
-    found, results = iter(made), []
+    remaining, results = iter(made), []
     for one in first:
-        pieces = [next(found) for _ in _shards(one, one)]
+        pieces = [next(remaining) for _ in _shards(one, one)]
         if isinstance(one, ShardedTensorBase):
             results.append(one._like(pieces if one._local_tensors() else [], pieces[0].dtype))
         else:
@@ -103,7 +103,7 @@ def _together(op: Op, lists: list[Any], rest: dict[str, Any], *, in_place: bool)
 
 
 def _by_position(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a foreach function, those by position that have a position."""
+    """The arguments of a foreach function, by position where possible."""
     packet = getattr(aten, name)
     for overload in packet.overloads() if kwargs else ():
         schema = getattr(packet, overload)._schema.arguments
@@ -120,7 +120,7 @@ def _by_position(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tupl
 
 
 def _register(name: str, alone: Callable[..., Any], *, on_shards: bool) -> None:
-    """Handle a foreach function, for whose rows there is a function ``alone``."""
+    """Handle a foreach function; ``alone`` is the function for one row."""
     op, in_place = getattr(torch, name), name.endswith("_")
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
@@ -147,11 +147,11 @@ def _register(name: str, alone: Callable[..., Any], *, on_shards: bool) -> None:
                 [column[k] for k in alike] if isinstance(arg, list | tuple) else arg
                 for arg, column in zip(given, columns, strict=True)
             ]
-            for k, found in zip(alike, _together(op, picked, rest, in_place=in_place), strict=True):
-                results[k] = found
+            for k, result in zip(alike, _together(op, picked, rest, in_place=in_place), strict=True):
+                results[k] = result
         for k, row in enumerate(rows):
             if apart[k]:
-                with without_autocast():  # which leaves foreach functions alone
+                with without_autocast():  # autocast does not apply to foreach functions
                     results[k] = alone(*row, **rest)
         return given[0] if in_place else tuple(results)
 
@@ -165,7 +165,7 @@ def _register_fused(op: Op) -> None:
     registry.built_in[op] = handler
 
 
-# The functions for one row, where they are not those of the same name ------------------------------------------------
+# The functions for one row, unless they have the same name ----------------------------------------------------------
 
 
 def _extreme(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -209,10 +209,10 @@ ALONE: dict[str, Callable[..., Any]] = {
 
 
 def _is_elementwise(name: str) -> bool:
-    """Whether the function for one tensor is known to compute element by element: no other may go shard by shard."""
+    """Whether the function for one tensor is pointwise, so that it may be computed shard by shard."""
     packet = getattr(aten, name, None)
     pointwise = packet is not None and any(is_pointwise(getattr(packet, overload)) for overload in packet.overloads())
-    return name in ALSO or (pointwise and name not in ("max", "norm"))
+    return name in UNTAGGED or (pointwise and name not in ("max", "norm"))
 
 
 for _name in sorted(dir(torch)):

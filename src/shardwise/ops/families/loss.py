@@ -1,4 +1,4 @@
-"""Losses: computed element by element, then averaged or summed as asked."""
+"""Losses: computed without their reduction, which follows as another op."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import compute
 from shardwise.ops.engine.rule import Labels, Rule, broadcast
 from shardwise.ops.engine.table import TABLE
-from shardwise.ops.families.reduction import accumulated, mean_of
+from shardwise.ops.families.reduction import accumulation_dtype, reduce_loss
 
 aten = torch.ops.aten
 
@@ -21,30 +21,29 @@ POINTWISE = [
 ]
 
 
-def unreduced(call: Call) -> Call:
+def _unreduced(call: Call) -> Call:
     """The same call without its reduction."""
     return Call(call.op, (), {**call.arguments, "reduction": 0})
 
 
 def _elementwise(call: Call) -> Any:
-    each = unreduced(call)
+    each = _unreduced(call)
     labels, operands, out = broadcast(each.shapes)
-    made = compute(each, labels.rule(operands, [out], hollow=True))
-    return made if made is NotImplemented else mean_of(made, call["reduction"])
+    result = compute(each, labels.rule(operands, [out], allows_empty=True))
+    return result if result is NotImplemented else reduce_loss(result, call["reduction"])
 
 
 def _by_sample(rule: Callable[[Call], Rule | None]) -> Callable[[Call], Any]:
     def handler(call: Call) -> Any:
-        each = unreduced(call)
-        found = rule(each)
-        made = NotImplemented if found is None else compute(each, found)
-        return made if made is NotImplemented else mean_of(made, call["reduction"])
+        each = _unreduced(call)
+        result = compute(each, rule(each))
+        return result if result is NotImplemented else reduce_loss(result, call["reduction"])
 
     return handler
 
 
 def _classes(call: Call) -> Rule | None:
-    """Samples go apart, classes are whole: x[N, C], target[N] or target[N, C], weight[C]."""
+    """Samples may be cut, classes are whole: x[N, C], target[N] or target[N, C], weight[C]."""
     x, target = call["self"], call["target"]
     if x.ndim != 2:
         return None
@@ -60,21 +59,21 @@ def _meta(like: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
 
 
 def _nll(call: Call) -> Any:
-    """Negative log likelihood: x[N, C, ...], target[N, ...], weight[C]; and the total weight, which is its divisor."""
+    """Negative log likelihood of x[N, C, ...], target[N, ...], weight[C]; and the total weight, its divisor."""
     x, target, weight = call["self"], call["target"], call["weight"]
-    each = unreduced(call)
+    each = _unreduced(call)
     labels = Labels()
     if x.ndim == 1:
         return NotImplemented
     if weight is not None and weight.requires_grad and torch.is_grad_enabled():
         call.run([_meta(one, requires_grad=one is weight) for one in call.operands])  # raises, also without shards
-    dims = labels.along(x.shape, whole=[1])
+    dims = labels.dims(x.shape, whole=[1])
     elements = [dims[0], *dims[2:]]
     rule = labels.rule([dims, elements] + [[dims[1]] for _ in call.operands[2:]], [elements, []])
     losses = compute(each, rule)
     if losses is NotImplemented:
         return NotImplemented
-    loss, wide = losses[0], accumulated(x.dtype)
+    loss, wide = losses[0], accumulation_dtype(x.dtype)
     counted = target != call["ignore_index"]
     if weight is None:
         total = counted.sum().to(wide)
@@ -85,7 +84,7 @@ def _nll(call: Call) -> Any:
         total = torch.where(counted, weight[chosen], torch.zeros((), dtype=x.dtype)).sum(dtype=wide)
     if call["reduction"] == 0:
         return loss, total.new_zeros((), dtype=x.dtype)
-    # Both sums are rounded to a short float at the end: the sum of many losses overflows where their mean does not.
+    # Both sums are rounded to 16 bits at the end: the sum of many losses may overflow where their mean does not.
     summed = loss.sum(dtype=wide)
     return (summed / total if call["reduction"] == 1 else summed).to(x.dtype), total.to(x.dtype)
 

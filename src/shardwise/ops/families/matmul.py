@@ -1,9 +1,8 @@
-"""Products of matrices. A contraction that is cut gives partial sums, which are added up where the result is wanted.
+"""Products of matrices, and `linear`. Where the contraction is cut, partial sums are added up.
 
-Partial sums of 16 bits are added up in float32, and rounded once. On their way they are of 16 bits: each was rounded,
-which makes the error of the result about 1.5 times that of a plain product. Where nothing is recorded, as in the step
-of an optimizer, accuracy counts for more than bytes: partial sums then travel in float32. That is not so for `linear`,
-of which models are made.
+Partial sums of 16 bits travel in 16 bits, are added up in float32, and rounded once: the error of the result is about
+1.5 times that of a plain product. Where autograd records nothing, as in the step of an optimizer, accuracy counts for
+more than bytes, and partial sums travel in float32; not so for `linear`, which dominates models.
 """
 
 from __future__ import annotations
@@ -12,39 +11,54 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
+from shardwise import settings
+from shardwise.errors import PropertyError
 from shardwise.ops.engine.call import Call
+from shardwise.ops.engine.call_cache import IGNORES_VALUES, cached_handler
 from shardwise.ops.engine.compute import compute
+from shardwise.ops.engine.decomposition import call_decomposed
 from shardwise.ops.engine.rule import Along, Labels, Rule, broadcast
 from shardwise.ops.engine.table import TABLE
 from shardwise.ops.families.reduction import SUM
-from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.tensor import ShardedTensorBase, from_local
+from shardwise.tensor.dispatch import registry
+from shardwise.tensor.partial import ReplicatedTensor
 
 aten = torch.ops.aten
 
 
 def contraction(pattern: str) -> Callable[[Call], Rule | None]:
-    """A rule from an einsum pattern; letters that the result does not have are summed over."""
-    inputs, output = pattern.split("->")
+    """A rule by an einsum pattern; letters that the result lacks are summed over."""
 
     def rule(call: Call) -> Rule | None:
         labels = Labels()
-        known: dict[str, Along] = {}
-        operands = []
-        for letters, shape in zip(inputs.split(","), call.shapes, strict=True):
-            for letter, size in zip(letters, shape, strict=True):
-                if letter not in known:
-                    known[letter] = labels.new(size)
-            operands.append([known[letter] for letter in letters])
-        return labels.rule(operands, [[known[letter] for letter in output]], reduction=SUM)
+        operands, out = _labelled(pattern, call.shapes, labels)
+        return labels.rule(operands, [out], reduction=SUM)
 
     return rule
 
 
-def _product_rule(left: Sequence[int], right: Sequence[int], *, transposed: bool, biased: bool = False) -> Rule | None:
-    """Of ``left @ right``, whose dims before the last two are broadcast against each other; or of its transpose.
+def _labelled(
+    pattern: str, shapes: Sequence[Sequence[int]], labels: Labels, whole: str = ""
+) -> tuple[list[list[Along | None]], list[Along]]:
+    """The dims of operands of these shapes, and of the result, by an einsum pattern; some letters must be whole."""
+    inputs, output = pattern.split("->")
+    known: dict[str, Along] = {}
+    operands: list[list[Along | None]] = []
+    for letters, shape in zip(inputs.split(","), shapes, strict=True):
+        for letter, size in zip(letters, shape, strict=True):
+            if letter not in known:
+                known[letter] = labels.new(size, whole=letter in whole)
+        operands.append([known[letter] for letter in letters])
+    return operands, [known[letter] for letter in output]
 
-    With a bias, which has the columns: it must not be added to each partial sum, so what is summed over is not cut.
+
+def _product_rule(left: Sequence[int], right: Sequence[int], *, transposed: bool, biased: bool = False) -> Rule | None:
+    """The rule of ``left @ right``, or of ``left @ right.T``; dims before the last two are broadcast.
+
+    A bias must not be added to each partial sum, so with a bias the contraction is not cut.
     """
     if not left or not right:
         return None
@@ -61,72 +75,95 @@ NARROW = (torch.float16, torch.bfloat16)
 
 
 class _Wide(Call):
-    """A product of operands of 16 bits that is not rounded to them: in float32, in which kernels accumulate."""
+    """A product of operands of 16 bits in float32, in which kernels accumulate."""
 
     def run(self, operands: Sequence[torch.Tensor], **changes: Any) -> torch.Tensor:
         """The product; on a GPU by the kernels for 16 bits."""
         left, right = operands
         alike = left.ndim == right.ndim and left.shape[:-2] == right.shape[:-2]
         if left.is_cuda and alike and left.ndim in (2, 3):
-            made = torch.mm if left.ndim == 2 else torch.bmm
-            return made(left, right, out_dtype=torch.float32)
+            product = torch.mm if left.ndim == 2 else torch.bmm
+            return product(left, right, out_dtype=torch.float32)
         return super().run([left.float(), right.float()], **changes)  # type: ignore[no-any-return] # of a product
 
     def key(self) -> tuple[Any, ...]:
-        """Another one than that of the same product, rounded."""
+        """Another key than that of the product in 16 bits."""
         return *super().key(), "wide"
 
 
 def _is_unrecorded_narrow(operands: Sequence[torch.Tensor]) -> bool:
-    """Whether operands are all of 16 bits, and autograd does not record what is computed of them."""
+    """Whether operands are all of 16 bits, and autograd does not record the op."""
     records = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
     return not records and all(operand.dtype in NARROW for operand in operands)
 
 
 def _product(maker: Callable[[Call], Rule | None]) -> Callable[[Call], Any]:
-    """A handler for products under the rules which this function makes."""
+    """A handler of products under the rules that ``maker`` gives."""
 
     def handler(call: Call) -> Any:
         rule = maker(call)
-        if rule is None or not _is_unrecorded_narrow(call.operands):
-            return NotImplemented if rule is None else compute(call, rule)
-        found = compute(call, rule, partial=_Wide(call.op, (), call.arguments))
-        return found if found is NotImplemented else found.to(call.operands[0].dtype)
+        if not _is_unrecorded_narrow(call.operands):
+            return compute(call, rule)
+        result = compute(call, rule, partial=_Wide(call.op, (), call.arguments))
+        return result if result is NotImplemented else result.to(call.operands[0].dtype)
 
     return handler
 
 
 def _matmul(call: Call) -> Any:
-    """The product that is called, whole; else as torch breaks it down."""
-    found = _product(lambda call: _product_rule(*call.shapes, transposed=False))(call)
-    return call.op.decompose(*call.operands) if found is NotImplemented else found
+    """The product under one rule, else by torch's decomposition."""
+    result = _product(lambda call: _product_rule(*call.shapes, transposed=False))(call)
+    return call.op.decompose(*call.operands) if result is NotImplemented else result
 
 
 def _linear(call: Call) -> Any:
-    """A product with the transpose of a matrix, and a bias."""
+    """A product with the transpose of a matrix, plus a bias."""
     x, weight, bias = call["input"], call["weight"], call["bias"]
     if bias is not None:
         alike = weight.ndim == 2 and bias.shape == weight.shape[:1]
         rule = _product_rule(x.shape, weight.shape, transposed=True, biased=True) if alike else None
-        found = NotImplemented if rule is None else compute(call, rule, moves=False)  # at once, where all is there
-        return _linear(Call(call.op, (), {**call.arguments, "bias": None})) + bias if found is NotImplemented else found
-    rule = _product_rule(x.shape, weight.shape, transposed=True) if weight.ndim <= 2 else None
-    found = NotImplemented if rule is None else compute(call, rule)
-    return torch.matmul(x, weight.t()) if found is NotImplemented else found
+        result = compute(call, rule, moves=False)  # in one op, if nothing moves
+        if result is not NotImplemented:
+            return result
+        return _linear(Call(call.op, (), {**call.arguments, "bias": None})) + bias
+    result = compute(call, _product_rule(x.shape, weight.shape, transposed=True) if weight.ndim <= 2 else None)
+    return torch.matmul(x, weight.t()) if result is NotImplemented else result
+
+
+def _linear_function(op: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.nn.functional.linear`. Under `own_batches`, a plain input is this rank's own batch."""
+    names = ("input", "weight", "bias")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if "input" not in given and args:  # moved to the front by name
+        given["input"] = args[0]
+    x, weight, bias = given["input"], given["weight"], given.get("bias")
+    if isinstance(weight, ShardedTensorBase) and weight.ndim == 2:
+        if isinstance(x, ReplicatedTensor):
+            x = x.as_subclass(torch.Tensor)
+        elif settings.current().own_batches and not isinstance(x, ShardedTensorBase):
+            x = _all_batches(x, weight)
+    return call_decomposed(functional.linear, (x, weight) if bias is None else (x, weight, bias), {})
+
+
+def _all_batches(batch: torch.Tensor, weight: ShardedTensorBase) -> ShardedTensorBase:
+    """The batches of all ranks of the weight's group, concatenated; one sample is a batch of one."""
+    if weight._process_group is None:
+        raise PropertyError("a sharded weight without a process group cannot be multiplied")
+    return from_local(batch if batch.ndim > 1 else batch.reshape(1, -1), process_group=weight._process_group)
 
 
 def _plus(product: Callable[..., Any], left: str, right: str) -> Callable[[Call], Any]:
-    """addmm and the like: ``beta * self + alpha * product``, rounded once where that can be.
+    """addmm and the like: ``beta * self + alpha * product``, rounded once if possible.
 
-    What is multiplied by 0 may hold NaN or infinity, and is ignored; it still gets its gradient, which is 0.
+    A tensor that is multiplied by 0 is ignored, even NaN or infinity; its gradient is 0.
     """
 
     def handler(call: Call) -> Any:
         alpha, beta, bias = call.arguments.get("alpha", 1), call.arguments.get("beta", 1), call["self"]
         rule = _fused_rule(call) if alpha != 0 and beta != 0 else None
-        found = NotImplemented if rule is None else compute(call, rule, moves=False)  # at once, where all is there
-        if found is not NotImplemented:
-            return found
+        result = compute(call, rule, moves=False)  # in one op, if nothing moves
+        if result is not NotImplemented:
+            return result
         elementwise = call.op.overloadpacket is aten.addr  # which ignores self alone
         wide = not elementwise and _is_unrecorded_narrow(call.operands)
         factors = call[left], call[right]
@@ -139,21 +176,13 @@ def _plus(product: Callable[..., Any], left: str, right: str) -> Callable[[Call]
 
 
 def _fused_rule(call: Call) -> Rule | None:
-    """Of ``self + left @ right``: self must not be added to each partial sum, so what is summed over is not cut."""
+    """The rule of ``self + left @ right``; the contraction is not cut, or each partial sum would include self."""
     pattern = _FUSED.get(call.op.overloadpacket)
     if pattern is None:
         return None
     bias, left, right = call.operands
-    inputs, output = pattern.split("->")
     labels = Labels()
-    known: dict[str, Along] = {}
-    operands: list[list[Along | None]] = []
-    for letters, shape in zip(inputs.split(","), (left.shape, right.shape), strict=True):
-        for letter, size in zip(letters, shape, strict=True):
-            if letter not in known:
-                known[letter] = labels.new(size, whole=letter == "k")
-        operands.append([known[letter] for letter in letters])
-    out = [known[letter] for letter in output]
+    operands, out = _labelled(pattern, [left.shape, right.shape], labels, whole="k")
     sizes = [labels.sizes[one.label] for one in out]
     if len(bias.shape) > len(out):
         return None
@@ -173,9 +202,8 @@ def _wide(product: Callable[..., Any], left: torch.Tensor, right: torch.Tensor) 
     call = _Wide(op, (left, right), {})
     if not call.sharded():
         return call.run(call.operands)
-    rule = contraction(pattern)(call)
-    found = NotImplemented if rule is None else compute(call, rule)
-    return product(left, right).float() if found is NotImplemented else found
+    result = compute(call, contraction(pattern)(call))
+    return product(left, right).float() if result is NotImplemented else result
 
 
 _CONTRACTIONS: dict[Any, tuple[Any, str]] = {
@@ -186,7 +214,7 @@ _CONTRACTIONS: dict[Any, tuple[Any, str]] = {
 
 
 def _times(factor: Any, x: torch.Tensor, *, ignores: bool) -> torch.Tensor:
-    """A multiple of a tensor; with ``ignores``, zeros where the factor is 0, whatever the tensor holds."""
+    """A multiple of a tensor; with ``ignores``, zeros if the factor is 0, even for NaN and infinity."""
     if factor == 0 and ignores:
         return x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
     return x if factor == 1 else x * factor
@@ -196,7 +224,7 @@ def _times(factor: Any, x: torch.Tensor, *, ignores: bool) -> torch.Tensor:
 
 
 class _Grouped(Call):
-    """A grouped product that also runs where torch's kernel does not: on other dtypes, strides, and without data."""
+    """A grouped product, also for dtypes, strides and devices that torch's kernel does not support."""
 
     def run(self, operands: Sequence[torch.Tensor], **changes: Any) -> Any:
         """Rows up to the first offset times the first matrix, and so on."""
@@ -211,19 +239,19 @@ class _Grouped(Call):
 
 
 def _by_group(x: Any, weight: Any, ends: Sequence[int]) -> Any:
-    """One product after another; rows behind the last group are 0."""
+    """One product for each group; rows after the last group are 0."""
     begins = [0, *ends[:-1]]
-    made = [x[begin:end] @ weight[k] for k, (begin, end) in enumerate(zip(begins, ends, strict=True)) if end > begin]
+    results = [x[begin:end] @ weight[k] for k, (begin, end) in enumerate(zip(begins, ends, strict=True)) if end > begin]
     rest = x.shape[0] - ends[-1]
-    if rest or not made:
-        made.append(torch.zeros(rest, weight.shape[2], dtype=x.dtype, device=x.device))
-    return torch.cat(made)
+    if rest or not results:
+        results.append(torch.zeros(rest, weight.shape[2], dtype=x.dtype, device=x.device))
+    return torch.cat(results)
 
 
 def _grouped_mm(call: Call) -> Any:
-    """Of rows and one matrix for each group: matrices are cut inside; where they lie apart, a product lies with each.
+    """Rows times the matrix of their group: under one rule unless groups are cut, else one product for each group.
 
-    Then every rank is told the offsets, one number for each group.
+    In the second case every rank gets the offsets, one number for each group.
     """
     x, weight, offsets = call["self"], call["mat2"], call["offs"]
     if x.ndim == weight.ndim == 3 and offsets is None:
@@ -236,9 +264,9 @@ def _grouped_mm(call: Call) -> Any:
         rows, groups = labels.new(x.shape[0], whole=True), labels.new(weight.shape[0], whole=True)
         inner, outer = labels.new(x.shape[1]), labels.new(weight.shape[2])
         rule = labels.rule([[rows, inner], [groups, inner, outer], [groups]], [[rows, outer]], reduction=SUM)
-        found = compute(grouped, rule)
-        if found is not NotImplemented:
-            return found
+        result = compute(grouped, rule)
+        if result is not NotImplemented:
+            return result
     return _by_group(x, weight, offsets.tolist())
 
 
@@ -260,3 +288,5 @@ TABLE.update(
 )
 if hasattr(aten, "_grouped_mm"):
     TABLE[aten._grouped_mm] = _grouped_mm
+registry.built_in[functional.linear] = cached_handler(functional.linear, _linear_function)
+IGNORES_VALUES.add(functional.linear)

@@ -1,4 +1,4 @@
-"""A sharded tensor has no memory of its own: who asks for its address is told where the data is, and does not crash."""
+"""Functions that need the memory of a tensor: a sharded tensor has none, so they raise instead of crashing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from shardwise.dispatch import Distributed, op_name, registry
 from shardwise.errors import UnsupportedOpError
+from shardwise.tensor.dispatch import Distributed, op_name, registry
 
-# Not `data_ptr`, which is 0: by that, torch's checkpoints tell tensors without memory.
+# Not `data_ptr`, which is 0: torch's checkpoints recognise tensors without memory by it.
 ADDRESSES = ("untyped_storage", "storage", "_typed_storage", "__dlpack__", "__dlpack_device__")
 
 
@@ -46,7 +46,7 @@ _launch: Any = getattr(torch._C, JITERATOR, None)  # in builds with CUDA
 
 
 def _launch_on_memory(code: Any, name: Any, by_reference: Any, count: Any, tensors: Any, *args: Any) -> Any:
-    """Compile a kernel for these tensors, and start it."""
+    """Compile and launch a kernel for these tensors."""
     for tensor in tensors:
         if isinstance(tensor, Distributed):
             raise _no_memory(name, tensor)
@@ -54,20 +54,20 @@ def _launch_on_memory(code: Any, name: Any, by_reference: Any, count: Any, tenso
 
 
 def _share_memory(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-    """Bring this rank's shards into memory that other processes can share."""
+    """Move this rank's shards to shared memory."""
     for local in args[0]._local_tensors():
         local.share_memory_()
     return args[0]
 
 
 def _is_shared(types: Any, args: Any, kwargs: Any, process_group: Any) -> bool:
-    """Whether all of this rank's shards lie in such memory."""
+    """Whether all of this rank's shards are in shared memory."""
     return all(local.is_shared() for local in args[0]._local_tensors())
 
 
-for _module in (torch, torch.utils.dlpack):  # nothing dispatches it, and what it gives crashes who uses it
+for _module in (torch, torch.utils.dlpack):  # not dispatched, and the result would crash its user
     vars(_module)["to_dlpack"] = _to_dlpack_of_memory
-if _launch is not None:  # nor this, which would read an address that is none, and end all work on the device
+if _launch is not None:  # not dispatched, and an invalid address would break the device
     vars(torch._C)[JITERATOR] = _launch_on_memory
 for _name in ADDRESSES:
     _refuse(_name)

@@ -1,22 +1,22 @@
-"""Layer, group and batch norm. Where what they average over is cut, only the averages travel.
+"""Layer, group and batch norm. If the dims that they average over are cut, only the averages travel.
 
-A weight and a bias come to the cells of the input, if these are as large; else they are applied after the fact, and
-the input comes to them.
+Weight and bias are operands of the rule. Where no schedule is within the budget, they are applied by ops of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.compute import compute, expect
+from shardwise.ops.engine.compute import compute
+from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.rule import Along, Labels, Rule
 from shardwise.ops.engine.table import TABLE
-from shardwise.ops.families.reduction import accumulated
-from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.ops.families.reduction import accumulation_dtype
+from shardwise.tensor import ShardedTensorBase
 
 aten = torch.ops.aten
 
@@ -27,7 +27,7 @@ def _is_cut(x: torch.Tensor, dims: Sequence[int]) -> bool:
 
 def _by_moments(x: Any, dims: list[int], eps: float) -> tuple[Any, Any, Any, Any]:
     """The input with mean 0 and variance 1 over these dims, the mean, 1 / sqrt(variance + eps), and the variance."""
-    wide = x.to(accumulated(x.dtype))
+    wide = x.to(accumulation_dtype(x.dtype))
     mean = wide.mean(dims, keepdim=True)
     centred = wide - mean
     variance = centred.square().mean(dims, keepdim=True)
@@ -35,44 +35,45 @@ def _by_moments(x: Any, dims: list[int], eps: float) -> tuple[Any, Any, Any, Any
     return centred * scale, mean, scale, variance
 
 
-def _affine(made: Any, weight: Any, bias: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """Times the weight, plus the bias, of which each is seen in this shape."""
+def _affine(result: Any, weight: Any, bias: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """A tensor times the weight plus the bias, both in this shape."""
     if weight is not None:
-        made = made * weight.reshape(shape)
+        result = result * weight.reshape(shape)
     if bias is not None:
-        made = made + bias.reshape(shape)
-    return made.to(dtype)
+        result = result + bias.reshape(shape)
+    return result.to(dtype)
 
 
-def _bare(call: Call) -> Call:
-    return type(call)(call.op, (), {**call.arguments, "weight": None, "bias": None})
+def _without_affine(call: Call, rule: Callable[[Call], Rule]) -> Any:
+    """The results without weight and bias."""
+    bare = type(call)(call.op, (), {**call.arguments, "weight": None, "bias": None})
+    return compute(bare, rule(bare)) if bare.sharded() else bare.run(bare.operands)
 
 
 # Layer norm ----------------------------------------------------------------------------------------------------------
 
 
 def _layer_rule(call: Call) -> Rule:
-    """The normalised dims are whole; weight and bias have these only."""
+    """The normalised dims are whole, and the dims of weight and bias."""
     x = call["input"]
     head = x.ndim - len(call["normalized_shape"])
     labels = Labels()
-    dims = labels.along(x.shape, whole=range(head, x.ndim))
+    dims = labels.dims(x.shape, whole=range(head, x.ndim))
     operands = [dims] + [dims[head:] for _ in call.operands[1:]]
     return labels.rule(operands, [dims] + [[*dims[:head], *[None] * (x.ndim - head)]] * 2)
 
 
 def _layer_norm(call: Call) -> Any:
     x, shape = call["input"], call["normalized_shape"]
-    expect(call)  # raises as torch does
+    expected_results(call)  # raises as torch does
     dims = list(range(x.ndim - len(shape), x.ndim))
     if _is_cut(x, dims):
         made = _by_moments(x, dims, call["eps"])
     else:
-        found = compute(call, _layer_rule(call))
-        if found is not NotImplemented:
-            return found
-        bare = _bare(call)
-        made = bare.run(bare.operands) if not bare.sharded() else compute(bare, _layer_rule(bare))
+        result = compute(call, _layer_rule(call))
+        if result is not NotImplemented:
+            return result
+        made = _without_affine(call, _layer_rule)
         if made is NotImplemented:
             return NotImplemented
     return _affine(made[0], call["weight"], call["bias"], shape, x.dtype), made[1].to(x.dtype), made[2].to(x.dtype)
@@ -82,13 +83,13 @@ def _layer_norm(call: Call) -> Any:
 
 
 def _group_rule(call: Call) -> Rule:
-    """Samples go apart, and groups of channels."""
+    """Samples and groups of channels may be cut."""
     x, groups = call["input"], call["group"]
     per_group = x.shape[1] // groups
     labels = Labels()
     sample, group = labels.new(x.shape[0]), labels.new(groups)
     channels = Along(group.label, per_group)
-    dims = [sample, channels, *labels.along(x.shape[2:], whole=range(x.ndim - 2))]
+    dims = [sample, channels, *labels.dims(x.shape[2:], whole=range(x.ndim - 2))]
     operands = [dims] + [[channels] for _ in call.operands[1:]]
 
     def adapt(call: Call, sizes: list[list[int]]) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def _group_rule(call: Call) -> Rule:
 
 
 class _Contiguous(Call):
-    """A call of an op that wants its operands so in memory."""
+    """A call of an op that needs contiguous operands."""
 
     def run(self, operands: Sequence[torch.Tensor], **changes: Any) -> Any:
         """The op on contiguous tensors in place of its operands."""
@@ -109,7 +110,7 @@ class _Contiguous(Call):
 def _group_norm(given: Call) -> Any:
     call = _Contiguous(given.op, (), given.arguments)
     x, groups = call["input"], call["group"]
-    expect(call)
+    expected_results(call)
     rest = list(range(1, x.ndim))
     shape = (-1, *[1] * (x.ndim - 2))
     if groups == 1 and _is_cut(x, rest):
@@ -117,11 +118,10 @@ def _group_norm(given: Call) -> Any:
         return _affine(made, call["weight"], call["bias"], shape, x.dtype), *(
             one.reshape(x.shape[0], 1).to(x.dtype) for one in moments
         )
-    found = compute(call, _group_rule(call))
-    if found is not NotImplemented:
-        return found
-    bare = _bare(call)
-    made = bare.run(bare.operands) if not bare.sharded() else compute(bare, _group_rule(bare))
+    result = compute(call, _group_rule(call))
+    if result is not NotImplemented:
+        return result
+    made = _without_affine(call, _group_rule)
     if made is NotImplemented:
         return NotImplemented
     return _affine(made[0], call["weight"], call["bias"], shape, x.dtype), *made[1:]
@@ -131,25 +131,25 @@ def _group_norm(given: Call) -> Any:
 
 
 def _channels(call: Call) -> Rule:
-    """Channels go apart; statistics that a call does not give are empty."""
+    """Channels may be cut; statistics that a call does not give are empty."""
     x = call["input"]
     labels = Labels()
-    dims = labels.along(x.shape, whole=[dim for dim in range(x.ndim) if dim != 1])
+    dims = labels.dims(x.shape, whole=[dim for dim in range(x.ndim) if dim != 1])
     results = []
-    for size, _ in expect(call):
+    for size, _ in expected_results(call):
         one = [dims[1]] if tuple(size) == (x.shape[1],) else [labels.new(extent, whole=True) for extent in size]
         results.append(dims if len(size) == x.ndim else one)
     return labels.rule([dims] + [[dims[1]] for _ in call.operands[1:]], results)
 
 
 def _batch_norm(call: Call) -> Any:
-    """With statistics of this batch, over all ranks; running ones are brought up to date from these, not by cells."""
+    """With the statistics of this batch, over all ranks, which also update the running ones."""
     x = call["input"]
     if not call.arguments.get("training", True):
         return _with_running_statistics(call)
     running = [call.arguments.get(name) for name in ("running_mean", "running_var")]
     rest = [dim for dim in range(x.ndim) if dim != 1]
-    expect(call)
+    expected_results(call)
     variance = None
     if _is_cut(x, rest):
         shape = (-1, *[1] * (x.ndim - 2))
@@ -162,46 +162,46 @@ def _batch_norm(call: Call) -> Any:
         bare = Call(aten.native_batch_norm.default, [given[name] for name in order], {})
         made = compute(bare, _channels(bare))
     if made is not NotImplemented and any(one is not None for one in running):
-        _keep_statistics(call, running, made[1], variance)
+        _update_statistics(call, running, made[1], variance)
     return made
 
 
-def _keep_statistics(call: Call, running: Sequence[Any], mean: Any, variance: Any) -> None:
-    """Bring running statistics up to date. The variance is not worked out from one over the standard deviation: where
-    it is much smaller than eps, nothing of it is left in that."""
+def _update_statistics(call: Call, running: Sequence[Any], mean: Any, variance: Any) -> None:
+    """Update running statistics. The variance is computed anew, not from one over the standard deviation, in which a
+    variance much smaller than eps is lost."""
     x, momentum = call["input"], call["momentum"]
     count = x.numel() // x.shape[1]
     with torch.no_grad():
         if variance is None:
             rest = [dim for dim in range(x.ndim) if dim != 1]
-            variance = x.detach().to(accumulated(x.dtype)).var(rest, correction=0)
+            variance = x.detach().to(accumulation_dtype(x.dtype)).var(rest, correction=0)
         unbiased = variance.detach().reshape(-1) * (count / max(count - 1, 1))
         for one, value in zip(running, (mean.detach(), unbiased), strict=True):
             if one is not None:
                 gathers = isinstance(value, ShardedTensorBase) and not isinstance(one, ShardedTensorBase)
                 now = value.full_tensor() if gathers else value
-                wide = accumulated(one.dtype)
+                wide = accumulation_dtype(one.dtype)
                 one.copy_(one.detach().to(wide) * (1 - momentum) + now.to(wide) * momentum)
 
 
 def _with_running_statistics(call: Call) -> Any:
-    """Element by element, for the statistics are given: the input stays where it is.
+    """Element by element with given statistics: the input does not move.
 
-    As torch's kernels do, those of the CPU save nothing, others the statistics as they were used.
+    Like torch's kernels, on the CPU it gives no statistics, elsewhere those that were used.
     """
     x = call["input"]
-    expect(call)
+    expected_results(call)
     shape = (-1, *[1] * (x.ndim - 2))
     used = call["running_mean"], (call["running_var"] + call["eps"]).rsqrt()
     mean, scale = (one.reshape(shape) for one in used)
-    made = _affine((x - mean) * scale, call["weight"], call["bias"], shape, x.dtype)
+    result = _affine((x - mean) * scale, call["weight"], call["bias"], shape, x.dtype)
     if x.device.type == "cpu":
-        return made, *(torch.empty(0, dtype=mean.dtype, device=x.device) for _ in range(2))
-    return made, *(one.detach().clone().to(accumulated(x.dtype)) for one in used)
+        return result, *(torch.empty(0, dtype=mean.dtype, device=x.device) for _ in range(2))
+    return result, *(one.detach().clone().to(accumulation_dtype(x.dtype)) for one in used)
 
 
 def _any_batch_norm(call: Call) -> Any:
-    """The op that users call, which picks a kernel by device; here it is always the one of this page."""
+    """The op that users call, which torch decomposes by device; here always into the same one."""
     names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
     return aten.native_batch_norm(*(call[name] for name in names))[0]
 

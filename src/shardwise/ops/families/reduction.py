@@ -1,4 +1,4 @@
-"""Ops that make one value of many: over some dims or all. Where a reduced dim is cut, parts are reduced again."""
+"""Reductions, over some dims or all. Where a reduced dim is cut, the partial results of the cells are combined."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
+from shardwise.autograd.replicas import recorded
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.cells import cells_of
+from shardwise.ops.engine.cells import operand_cells
 from shardwise.ops.engine.compute import assemble, compute
-from shardwise.ops.engine.rule import Along, Labels, Reduction, Rule
+from shardwise.ops.engine.rule import Along, Labels, PartialReduction, Rule
 from shardwise.ops.engine.table import TABLE, add_rules
-from shardwise.sharded_tensor import ShardedTensorBase
-from shardwise.sharded_tensor.gradients import recorded
+from shardwise.tensor import ShardedTensorBase
 
 aten = torch.ops.aten
 Parts = list[torch.Tensor]
 
 
 def reduced_dims(call: Call) -> list[int]:
-    """The dims that the call reduces: those it names, or all."""
+    """The dims that the call reduces."""
     ndim = call.operands[0].ndim
     dim = call.arguments.get("dim")
     if dim is None or (isinstance(dim, list | tuple) and not dim and _empty_means_all(call)):
@@ -34,10 +34,10 @@ def _empty_means_all(call: Call) -> bool:
     return call.op.overloadpacket.__name__ not in ("any", "all")
 
 
-def reduction_rule(call: Call, reduction: Reduction | None, results: int = 1) -> Rule:
-    """The labels that stay are those of the dims that are not reduced."""
+def reduction_rule(call: Call, reduction: PartialReduction | None, results: int = 1) -> Rule:
+    """The result has the labels of the dims that are not reduced."""
     labels = Labels()
-    dims = labels.along(call.operands[0].shape)
+    dims = labels.dims(call.operands[0].shape)
     gone = set(reduced_dims(call))
     keep = call.arguments.get("keepdim", False)
     out: list[Along | None] = []
@@ -50,83 +50,83 @@ def reduction_rule(call: Call, reduction: Reduction | None, results: int = 1) ->
 
 
 def lowest(dtype: torch.dtype) -> Any:
-    """What is never larger than anything."""
+    """A value that no value is smaller than."""
     if dtype == torch.bool:
         return False
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def highest(dtype: torch.dtype) -> Any:
-    """What is never smaller than anything."""
+    """A value that no value is larger than."""
     if dtype == torch.bool:
         return True
     return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
-def fill(value: Any) -> Callable[[torch.dtype], tuple[Any, ...]]:
-    """The same for every part."""
+def constant_fill(value: Any) -> Callable[[torch.dtype], tuple[Any, ...]]:
+    """Fill values that are the same for every partial result."""
     return lambda dtype: (value,) * 3
 
 
-SUM = Reduction(lambda call, parts: parts[0].sum(0, dtype=parts[0].dtype), fill(0), adds=True)
-PROD = Reduction(lambda call, parts: parts[0].prod(0, dtype=parts[0].dtype), fill(1))
-ANY = Reduction(lambda call, parts: parts[0].any(0).to(parts[0].dtype), fill(0))
-ALL = Reduction(lambda call, parts: parts[0].all(0).to(parts[0].dtype), fill(1))
+SUM = PartialReduction(lambda call, parts: parts[0].sum(0, dtype=parts[0].dtype), constant_fill(0), is_sum=True)
+PROD = PartialReduction(lambda call, parts: parts[0].prod(0, dtype=parts[0].dtype), constant_fill(1))
+ANY = PartialReduction(lambda call, parts: parts[0].any(0).to(parts[0].dtype), constant_fill(0))
+ALL = PartialReduction(lambda call, parts: parts[0].all(0).to(parts[0].dtype), constant_fill(1))
 
 
-def _order_of_norm(call: Call) -> Any:
+def _norm_order(call: Call) -> Any:
     order = call.arguments.get("ord", call.arguments.get("p"))
     return 2 if order is None else order
 
 
-def _norm_again(call: Call, parts: Parts) -> Any:
-    order = _order_of_norm(call)
+def _combine_norms(call: Call, parts: Parts) -> Any:
+    order = _norm_order(call)
     if order == 0:
         return parts[0].sum(0)
     return torch.linalg.vector_norm(parts[0], order, 0)
 
 
 def _norm_rule(call: Call) -> Rule:
-    order = _order_of_norm(call)
+    order = _norm_order(call)
     empty = math.inf if isinstance(order, float | int) and order < 0 else 0.0
     return reduction_rule(call, _NORMS[empty])
 
 
-_NORMS = {empty: Reduction(_norm_again, fill(empty)) for empty in (0.0, math.inf)}
+_NORMS = {empty: PartialReduction(_combine_norms, constant_fill(empty)) for empty in (0.0, math.inf)}
 
 
-def _mean_partial(call: Call, tensors: Parts) -> tuple[torch.Tensor, ...]:
+def _partial_sum(call: Call, tensors: Parts) -> tuple[torch.Tensor, ...]:
     x = tensors[0]
-    dtype = accumulated(call.arguments.get("dtype") or x.dtype)
+    dtype = accumulation_dtype(call.arguments.get("dtype") or x.dtype)
     keep = call.arguments.get("keepdim", False)
     dims = reduced_dims(call)
     return (x.sum(dims, keepdim=keep, dtype=dtype) if dims else x.to(dtype),)
 
 
-def _mean_again(call: Call, parts: Parts) -> torch.Tensor:
+def _combine_means(call: Call, parts: Parts) -> torch.Tensor:
     count = math.prod(call.operands[0].shape[dim] for dim in reduced_dims(call))
     return (parts[0].sum(0) / count).to(call.arguments.get("dtype") or call.operands[0].dtype)
 
 
-def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """What parts are added up in: short floats overflow and round where their mean does not."""
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values are added up: float32 for 16 bits, whose sum may overflow where the mean does not."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-MEAN = Reduction(_mean_again, fill(0), _mean_partial)
+MEAN = PartialReduction(_combine_means, constant_fill(0), _partial_sum)
 
 
 def _moments(call: Call, tensors: Parts) -> tuple[torch.Tensor, ...]:
-    """Count, mean and sum of squared deviations: what parts of a variance are put together from."""
+    """Count, mean and sum of squared deviations, of which the variance is computed."""
     x, dims, keep = tensors[0], reduced_dims(call), call.arguments.get("keepdim", False)
-    x = x.to(accumulated(x.dtype))
+    x = x.to(accumulation_dtype(x.dtype))
     mean = x.mean(dims, keepdim=True)
     squares = (x - mean).abs().square().sum(dims, keepdim=keep)
     count = torch.full_like(squares, math.prod(x.shape[dim] for dim in dims))
     return count, mean if keep else mean.reshape(squares.shape), squares
 
 
-def _variance(call: Call, parts: Parts) -> Any:
+def _combine_moments(call: Call, parts: Parts) -> Any:
     counts, means, squares = parts
     total = counts.sum(0)
     mean = (means * counts).sum(0) / total
@@ -134,37 +134,37 @@ def _variance(call: Call, parts: Parts) -> Any:
     correction = call.arguments.get("correction")
     name = call.op.overloadpacket.__name__
     variance = squared / (total - (1 if correction is None else correction)).clamp(min=0)
-    found = variance
+    result = variance
     if name.startswith("std"):  # whose gradient is 0, not infinite, where the variance is 0
         none = variance == 0
-        found = torch.where(none, variance, torch.where(none, torch.ones_like(variance), variance).sqrt())
+        result = torch.where(none, variance, torch.where(none, torch.ones_like(variance), variance).sqrt())
     dtype = call.operands[0].dtype
     if dtype.is_complex and not name.endswith("mean"):
-        return found
-    if accumulated(dtype) != dtype:
-        found, mean = found.to(dtype), mean.to(dtype)
-    return (found, mean) if name.endswith("mean") else found
+        return result
+    if accumulation_dtype(dtype) != dtype:
+        result, mean = result.to(dtype), mean.to(dtype)
+    return (result, mean) if name.endswith("mean") else result
 
 
-VARIANCE = Reduction(_variance, fill(0), _moments)
+VARIANCE = PartialReduction(_combine_moments, constant_fill(0), _moments)
 
 
-# The largest and where it is ----------------------------------------------------------------------------------------
+# The largest element and its index -----------------------------------------------------------------------------------
 
 
-def _extreme(name: str, empty: Callable[[torch.dtype], Any]) -> Reduction:
+def _extreme(name: str, empty: Callable[[torch.dtype], Any]) -> PartialReduction:
     def partial(call: Call, tensors: Parts) -> tuple[torch.Tensor, ...]:
         keep = bool(call.arguments.get("keepdim", False))
         return (getattr(tensors[0], name)(reduced_dims(call), keep),)
 
-    return Reduction(lambda call, parts: getattr(parts[0], name)(0), lambda dtype: (empty(dtype),), partial)
+    return PartialReduction(lambda call, parts: getattr(parts[0], name)(0), lambda dtype: (empty(dtype),), partial)
 
 
 EXTREMES = {"amax": _extreme("amax", lowest), "amin": _extreme("amin", highest)}
 
 
-class Nothing(torch.autograd.Function):
-    """Zeros through which the gradient passes as it is."""
+class ZerosWithGradient(torch.autograd.Function):
+    """Zeros that pass their gradient on to a tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -177,33 +177,33 @@ class Nothing(torch.autograd.Function):
         return grad
 
 
-def nothing_of(x: Any) -> Any:
-    """Zeros that are sharded as the tensor is, and give it their gradient."""
-    apply: Callable[[torch.Tensor], torch.Tensor] = Nothing.apply
+def _zeros_with_gradient(x: Any) -> Any:
+    """Zeros with the layout of a tensor, which gets their gradient."""
+    apply: Callable[[torch.Tensor], torch.Tensor] = ZerosWithGradient.apply
     tensors, anchor = recorded(x)
     return assemble(type(x), x._frame, [apply(local) for local in tensors], [] if anchor is None else [anchor], True)
 
 
-def _spread(name: str) -> Callable[[Call], Any]:
-    """amax, amin: where several elements are the largest, the gradient is spread evenly, over all ranks."""
+def _extreme_value(name: str) -> Callable[[Call], Any]:
+    """amax, amin: if several elements are the largest, on whatever ranks, they share the gradient evenly."""
 
     def handler(call: Call) -> Any:
         x, keep = call.operands[0], bool(call.arguments.get("keepdim", False))
         if not x.numel() or not x.ndim:
             return NotImplemented
         with torch.no_grad():
-            found = compute(call, reduction_rule(call, EXTREMES[name]))
-        if found is NotImplemented or not (torch.is_grad_enabled() and x.requires_grad):
-            return found
+            result = compute(call, reduction_rule(call, EXTREMES[name]))
+        if result is NotImplemented or not (torch.is_grad_enabled() and x.requires_grad):
+            return result
         dims = reduced_dims(call)
         with torch.no_grad():
-            wide = found
+            wide = result
             for dim in () if keep else dims:
                 wide = wide.unsqueeze(dim)
             chosen = (x == wide) | (wide.isnan() & x.isnan())
             share = chosen / chosen.sum(dims, keepdim=True)
-        # Nothing is added to the value; the gradient is that of the mean of the chosen elements.
-        return found + (nothing_of(x) * share).sum(dims, keepdim=keep)
+        # Zeros are added; the gradient is that of the mean of the chosen elements.
+        return result + (_zeros_with_gradient(x) * share).sum(dims, keepdim=keep)
 
     return handler
 
@@ -215,19 +215,18 @@ def _whole_dim_rule(call: Call) -> Rule | None:
     return reduction_rule(call, None, results=len(call.op._schema.returns))
 
 
-def _with(reduction: Reduction) -> Callable[[Call], Rule]:
+def _reduced_by(reduction: PartialReduction) -> Callable[[Call], Rule]:
     return lambda call: reduction_rule(call, reduction, results=len(call.op._schema.returns))
 
 
-# Argmax over everything: the flat index of the first of the largest.
-
-
 def _arg_extreme(largest: bool) -> Callable[[Call], Any]:
+    """argmax, argmin: along a dim, or the flat index of the first of the largest."""
+
     def handler(call: Call) -> Any:
         x = call.operands[0]
         if call["dim"] is not None:
-            found = _extreme_along(call, largest)
-            return found if found is NotImplemented else found[1] if isinstance(found, tuple) else found
+            result = _extreme_along(call, largest)
+            return result if result is NotImplemented else result[1] if isinstance(result, tuple) else result
         if not isinstance(x, ShardedTensorBase) or x.dtype.is_complex:
             return NotImplemented
         with torch.no_grad():
@@ -235,19 +234,18 @@ def _arg_extreme(largest: bool) -> Callable[[Call], Any]:
             flat = flat_indices(x)
             where = (x == best) | (x != x) if x.dtype.is_floating_point else x == best
             where = torch.where(best != best, x != x, where) if x.dtype.is_floating_point else where
-            found = torch.where(where, flat, torch.full((), x.numel(), dtype=torch.int64)).amin()
-            return found.reshape((1,) * x.ndim) if call["keepdim"] else found
+            result = torch.where(where, flat, torch.full((), x.numel(), dtype=torch.int64)).amin()
+            return result.reshape((1,) * x.ndim) if call["keepdim"] else result
 
     return handler
 
 
 def _extreme_along(call: Call, largest: bool) -> Any:
-    """The largest along a dim and where it is: on whole dims, or from positions where the only dim is cut."""
-    rule = _whole_dim_rule(call)
-    found = NotImplemented if rule is None else compute(call, rule)
+    """The largest element along a dim and its index: of whole dims by torch, else by comparing indices."""
+    result = compute(call, _whole_dim_rule(call))
     x = call.operands[0]
-    if found is not NotImplemented or not isinstance(x, ShardedTensorBase) or x.dtype.is_complex or not x.ndim:
-        return found
+    if result is not NotImplemented or not isinstance(x, ShardedTensorBase) or x.dtype.is_complex or not x.ndim:
+        return result
     dim, keep = call["dim"] % x.ndim, call["keepdim"]
     with torch.no_grad():
         best = (x.amax if largest else x.amin)(dim, keepdim=True)
@@ -264,8 +262,8 @@ def _max_along(largest: bool) -> Callable[[Call], Any]:
 
 
 def flat_indices(x: ShardedTensorBase) -> ShardedTensorBase:
-    """For each element, its place in the flattened tensor: sharded as the tensor is."""
-    layout, made = x._layout, []
+    """The index of each element in the flattened tensor, with the layout of the tensor."""
+    layout, indices = x._layout, []
     for row in x._frame.rows:
         box = layout.at([row])
         total = torch.zeros(layout.extent(row), dtype=torch.int64, device=x.device)
@@ -275,9 +273,9 @@ def flat_indices(x: ShardedTensorBase) -> ShardedTensorBase:
             index = torch.arange(begin, begin + size, device=x.device) * step
             total += index.reshape(-1, *[1] * (x.ndim - dim - 1))
             step *= x.shape[dim]
-        made.append(total)
+        indices.append(total)
     with torch.no_grad():
-        like: ShardedTensorBase = x._like(made, torch.int64)
+        like: ShardedTensorBase = x._like(indices, torch.int64)
     return like
 
 
@@ -295,12 +293,12 @@ def _aminmax(call: Call) -> Any:
 
 
 def _logsumexp(call: Call) -> Any:
-    """On whole dims as torch does it; where they are cut, from the largest and a sum, in which a part may be empty."""
+    """Of whole dims by torch; else by amax and a sum, which allow empty shards."""
     x, dims, keep = call.operands[0], reduced_dims(call), call["keepdim"]
     if not isinstance(x, ShardedTensorBase) or not x.numel() or not x.ndim:
         return NotImplemented
     rule = reduction_rule(call, None)
-    if cells_of(rule, 0, x._layout) is not None:
+    if operand_cells(rule, 0, x._layout) is not None:
         return compute(call, rule)
     x = x if x.dtype.is_floating_point or x.dtype.is_complex else x.to(torch.get_default_dtype())
     with torch.no_grad():
@@ -325,36 +323,32 @@ def _dist(call: Call) -> Any:
     return torch.linalg.vector_norm(call.operands[0] - call.operands[1], call["p"])
 
 
-def mean_of(loss: Any, reduction: int) -> Any:
-    """A loss by the number that aten gives its reductions: none, mean or sum."""
+def reduce_loss(loss: Any, reduction: int) -> Any:
+    """A loss under a reduction, by aten's number of it: none, mean or sum."""
     return loss if reduction == 0 else loss.mean() if reduction == 1 else loss.sum()
-
-
-def _sum_rule(call: Call) -> Rule:
-    return reduction_rule(call, SUM)
 
 
 add_rules(
     {
-        aten.sum: _sum_rule,
-        aten.nansum: _sum_rule,
-        aten.prod: _with(PROD),
-        aten.any: _with(ANY),
-        aten.all: _with(ALL),
+        aten.sum: _reduced_by(SUM),
+        aten.nansum: _reduced_by(SUM),
+        aten.prod: _reduced_by(PROD),
+        aten.any: _reduced_by(ANY),
+        aten.all: _reduced_by(ALL),
         aten.linalg_vector_norm: _norm_rule,
         aten.norm: _norm_rule,
-        aten.mean: _with(MEAN),
-        aten.var.correction: _with(VARIANCE),
-        aten.std.correction: _with(VARIANCE),
-        aten.var_mean.correction: _with(VARIANCE),
-        aten.std_mean.correction: _with(VARIANCE),
+        aten.mean: _reduced_by(MEAN),
+        aten.var.correction: _reduced_by(VARIANCE),
+        aten.std.correction: _reduced_by(VARIANCE),
+        aten.var_mean.correction: _reduced_by(VARIANCE),
+        aten.std_mean.correction: _reduced_by(VARIANCE),
         **dict.fromkeys((aten.median.dim, aten.nanmedian.dim, aten.mode, aten.kthvalue), _whole_dim_rule),
     }
 )
 TABLE.update(
     {
-        aten.amax: _spread("amax"),
-        aten.amin: _spread("amin"),
+        aten.amax: _extreme_value("amax"),
+        aten.amin: _extreme_value("amin"),
         aten.max.default: _extreme_of_all("amax"),
         aten.min.default: _extreme_of_all("amin"),
         aten.aminmax: _aminmax,

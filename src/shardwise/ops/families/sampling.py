@@ -1,8 +1,8 @@
-"""Ops that draw: samples of distributions whose parameters are sharded.
+"""Samples of distributions whose parameters are sharded.
 
-Where torch draws as many numbers for each element as for any other, the numbers are noise by position, and the rest are
-ops on sharded tensors. Where it rejects samples, how many it draws depends on the values: such an op is computed on
-whole operands within the gather budget, with torch's own numbers, else tile by tile, each from a seed of its own.
+If torch draws the same count of numbers for each element, they are noise by position, and the rest are ops on sharded
+tensors. If torch rejects samples, the count depends on the values: such an op is computed on whole operands within the
+gather budget, with torch's own numbers, else tile by tile, each from its own seed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import torch
 from shardwise import settings
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.gathered import compute_gathered, needs_whole
-from shardwise.ops.engine.noise import noise_like
+from shardwise.ops.engine.noise import compute_by_tiles, noise_like
 from shardwise.ops.engine.table import TABLE
-from shardwise.ops.engine.tiled import compute_by_tiles
-from shardwise.random import NORMAL, SMALL, UNIFORM, Draw
-from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.random import NORMAL, SMALL, UNIFORM, Draw
 
 aten = torch.ops.aten
 
@@ -31,7 +30,7 @@ def _functional(call: Call) -> Any:
 
 
 def _bernoulli(call: Call) -> Any:
-    """1 with the probability that the operand gives."""
+    """1 with the probability given by the operand."""
     p = call["self"]
     dtype = torch.float64 if p.dtype == torch.float64 else torch.float32
     return _below(p, noise_like(p, UNIFORM._replace(most=SMALL), dtype, call["generator"])).to(p.dtype)
@@ -61,21 +60,24 @@ def _below(p: Any, drawn: Any) -> Any:
 
 
 def _normal(call: Call) -> Any:
-    """The normal distribution with sharded mean or deviation, whose gradients torch says are zero."""
+    """The normal distribution with sharded mean or deviation, whose gradients are zero, as in torch."""
     mean, std = call["mean"], call["std"]
     parameters = [one for one in (mean, std) if isinstance(one, torch.Tensor)]
-    zeros: Any = sum(torch.zeros_like(one.detach()) for one in parameters)  # of the size that both are broadcast to
+    dtype = parameters[0].dtype
+    zeros: Any = sum(torch.zeros_like(one.detach()) for one in parameters)  # of the broadcast size
     if isinstance(std, torch.Tensor):
-        drawn = noise_like(zeros, NORMAL._replace(most=SMALL), generator=call["generator"])
-        found = drawn * std.detach() + (mean.detach() if isinstance(mean, torch.Tensor) else mean)
+        if std.numel() and not std.is_meta and not bool((std >= 0).all()):
+            raise RuntimeError("normal expects all elements of std >= 0.0")
+        drawn = noise_like(zeros, NORMAL._replace(most=SMALL), dtype, call["generator"])
+        result = (drawn * std.detach() + (mean.detach() if isinstance(mean, torch.Tensor) else mean)).to(dtype)
     else:
         drawn = noise_like(zeros, Draw(torch.Tensor.normal_, (0.0, std), most=SMALL), generator=call["generator"])
-        found = drawn + mean.detach()
+        result = drawn + mean.detach()
     if torch.is_grad_enabled():
-        never = torch.zeros((), dtype=torch.bool, device=found.device)
+        never = torch.zeros((), dtype=torch.bool, device=result.device)
         for one in parameters:
-            found = torch.where(never, one, found) if one.requires_grad else found
-    return found
+            result = torch.where(never, one, result) if one.requires_grad else result
+    return result
 
 
 def _rrelu(call: Call) -> Any:
@@ -87,7 +89,7 @@ def _rrelu(call: Call) -> Any:
 
 
 def _multinomial(call: Call) -> Any:
-    """Indices, with the probabilities that the rows give."""
+    """Indices, with the probabilities given by the rows."""
     p, count, generator = call["self"], call["num_samples"], call["generator"]
     if (
         not p.is_floating_point()
@@ -101,7 +103,7 @@ def _multinomial(call: Call) -> Any:
     if call["replacement"] and count > 1:
         drawn = noise_like(p.new_empty((*p.shape[:-1], count)), UNIFORM._replace(most=SMALL), torch.float64, generator)
         sums = p.cumsum(-1)
-        return torch.searchsorted(sums / sums[..., -1:], drawn.to(p.dtype)).clamp(max=p.shape[-1] - 1)
+        return torch.searchsorted((sums / sums[..., -1:]).double(), drawn).clamp(max=p.shape[-1] - 1)
     times = noise_like(p, Draw(torch.Tensor.exponential_, (1.0,), most=SMALL), generator=generator)
     if count == 1:
         return (p / times).argmax(-1, keepdim=True)

@@ -1,6 +1,6 @@
-"""Ops whose results are as large as the values say: what is not zero, what a mask selects, how often a value occurs.
+"""Ops whose result sizes depend on values: nonzero, masked_select, bincount, histc.
 
-Each rank looks at its own chunk, and only the numbers of what it found travel. An operand is never whole.
+Each rank computes on its own chunk, and only the sizes of the results travel. No operand is ever whole.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.agreement import in_op
+from shardwise.comm.group import Fields, is_member
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.chunking import chunked_layout, one_behind_another, own_chunk
+from shardwise.ops.engine.chunking import concat_ranks, group_chunks, local_chunk
 from shardwise.ops.engine.rule import broadcast_shapes
 from shardwise.ops.engine.table import TABLE
-from shardwise.process_group import Fields, in_op, is_member
-from shardwise.sharded_tensor import ShardedTensorBase
+from shardwise.tensor import ShardedTensorBase
 
 aten = torch.ops.aten
 
 
-def dim_in_order(shape: torch.Size) -> int:
-    """The dim whose chunks, one behind another, are the elements in their order."""
+def _first_long_dim(shape: torch.Size) -> int:
+    """The dim whose chunks, concatenated, keep the order of elements."""
     return next((dim for dim, extent in enumerate(shape) if extent > 1), 0)
 
 
@@ -36,12 +37,12 @@ def _nonzero(call: Call) -> Any:
     x, model = call["self"], _model(call)
     if model is None or not x.ndim:
         return NotImplemented
-    dim = dim_in_order(x.shape)
-    part = own_chunk(x.detach(), dim, model)
-    layout = chunked_layout(x.shape, dim, model)
-    found = part.nonzero()
-    found[:, dim] += int(layout.at(layout.rows_on(dist.get_rank())[:1]).offsets[0, dim])
-    return one_behind_another(found, model)
+    dim = _first_long_dim(x.shape)
+    part = local_chunk(x.detach(), dim, model)
+    layout = group_chunks(x.shape, dim, model)
+    result = part.nonzero()
+    result[:, dim] += int(layout.at(layout.rows_on(dist.get_rank())[:1]).offsets[0, dim])
+    return concat_ranks(result, model)
 
 
 def require_mask(x: torch.Tensor, mask: torch.Tensor) -> None:
@@ -50,11 +51,11 @@ def require_mask(x: torch.Tensor, mask: torch.Tensor) -> None:
         raise IndexError(f"a mask of size {tuple(mask.shape)} does not match a tensor of size {tuple(x.shape)}")
 
 
-def selected(x: torch.Tensor, mask: torch.Tensor, model: ShardedTensorBase) -> ShardedTensorBase:
+def select_by_mask(x: torch.Tensor, mask: torch.Tensor, model: ShardedTensorBase) -> ShardedTensorBase:
     """``x[mask]``, where the mask has the first dims of x."""
     require_mask(x, mask)
-    dim = dim_in_order(mask.shape)
-    return one_behind_another(own_chunk(x, dim, model)[own_chunk(mask, dim, model)], model)
+    dim = _first_long_dim(mask.shape)
+    return concat_ranks(local_chunk(x, dim, model)[local_chunk(mask, dim, model)], model)
 
 
 def _masked_select(call: Call) -> Any:
@@ -63,29 +64,29 @@ def _masked_select(call: Call) -> Any:
     x, mask = (call[name].expand(shape) for name in ("self", "mask"))
     if model is None or not x.ndim:
         return NotImplemented
-    return selected(x, mask, model)
+    return select_by_mask(x, mask, model)
 
 
 # Counting ------------------------------------------------------------------------------------------------------------
 
 
-def _counted(call: Call, size: int, **changes: Any) -> Any:
-    """The call on each rank's own chunk, for so many bins; what all have counted is added up."""
+def _count(call: Call, size: int, **changes: Any) -> Any:
+    """The sum over ranks of the call on each rank's chunk, for so many bins."""
     model = _model(call)
     group = None if model is None else model._frame.process_group
     if model is None or group is None or not call.operands[0].ndim:
         return NotImplemented
-    if len({operand.shape for operand in call.operands}) > 1:  # chunks of some ranks may agree
+    if len({operand.shape for operand in call.operands}) > 1:  # which some ranks may not see in their chunks
         raise RuntimeError(f"{call.name} needs operands of one size, found {[tuple(s) for s in call.shapes]}")
-    dim = dim_in_order(call.operands[0].shape)
-    parts = [own_chunk(operand.detach(), dim, model) for operand in call.operands]
+    dim = _first_long_dim(call.operands[0].shape)
+    parts = [local_chunk(operand.detach(), dim, model) for operand in call.operands]
 
-    def work() -> tuple[torch.Tensor, Fields]:  # in step, for what is wrong only some ranks may find
+    def work() -> tuple[torch.Tensor, Fields]:  # in step, for only some ranks may find an error
         made = call.run(parts, **changes) if parts[0].numel() else _no_counts(call, size)
-        return made, {"op": call.name, "arguments": call.settings()}
+        return made, {"op": call.name, "arguments": call.literals()}
 
-    found = in_op(group, work)
-    return one_behind_another(found.unsqueeze(0), model).sum(0, dtype=found.dtype)
+    result = in_op(group, work)
+    return concat_ranks(result.unsqueeze(0), model).sum(0, dtype=result.dtype)
 
 
 def _no_counts(call: Call, size: int) -> torch.Tensor:
@@ -100,7 +101,7 @@ def _bincount(call: Call) -> Any:
     if x.ndim != 1 or not x.numel():
         return NotImplemented
     size = max(int(x.max().item()) + 1, call["minlength"])
-    return _counted(call, size, minlength=size)
+    return _count(call, size, minlength=size)
 
 
 def _histc(call: Call) -> Any:
@@ -108,7 +109,7 @@ def _histc(call: Call) -> Any:
     if low == high:
         low, high = x.min().item(), x.max().item()
         low, high = (low - 1, high + 1) if low == high else (low, high)
-    return _counted(call, call["bins"], min=low, max=high)
+    return _count(call, call["bins"], min=low, max=high)
 
 
 TABLE.update(

@@ -1,6 +1,6 @@
-"""Ops that show the same elements in another shape: views, transposes, expansions.
+"""The same elements in another shape: views, transposes, expansions.
 
-Where they can, shards stay where they are and their results are views of them. What moves is a copy.
+If possible, shards do not move, and results are views of them. A result whose shards have moved is a copy.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from shardwise.geometry import Boxes
+from shardwise.autograd.replicas import recorded
 from shardwise.layout import Layout, Places
+from shardwise.layout.geometry import Boxes
+from shardwise.layout.specs import even_axis, spec_of
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.compute import assemble, compute, expect, frame_of, places_of
+from shardwise.ops.engine.compute import assemble_like, compute, group_places
+from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.rule import Along, Labels, Rule
 from shardwise.ops.engine.table import TABLE, add_rules
-from shardwise.sharded_tensor.gradients import recorded
-from shardwise.sharding_spec import even_axis, spec_of
 
 aten = torch.ops.aten
 
@@ -29,8 +31,8 @@ aten = torch.ops.aten
 def _permuted(order: Callable[[Call], Sequence[int]]) -> Callable[[Call], Rule]:
     def rule(call: Call) -> Rule:
         labels = Labels()
-        dims = labels.along(call.operands[0].shape)
-        return labels.rule([dims], [[dims[dim] for dim in order(call)]], hollow=True)
+        dims = labels.dims(call.operands[0].shape)
+        return labels.rule([dims], [[dims[dim] for dim in order(call)]], allows_empty=True)
 
     return rule
 
@@ -44,16 +46,16 @@ def _transposition(call: Call) -> Sequence[int]:
     return order
 
 
-def _turned(call: Call) -> Sequence[int]:
+def _reversed_dims(call: Call) -> Sequence[int]:
     return range(call.operands[0].ndim - 1, -1, -1)
 
 
 def _unsqueeze(call: Call) -> Rule:
     labels = Labels()
-    dims = labels.along(call.operands[0].shape)
+    dims = labels.dims(call.operands[0].shape)
     out = list(dims)
     out.insert(call["dim"] % (len(dims) + 1), None)
-    return labels.rule([dims], [out], hollow=True)
+    return labels.rule([dims], [out], allows_empty=True)
 
 
 def _squeezed_dims(call: Call) -> list[int]:
@@ -64,34 +66,34 @@ def _squeezed_dims(call: Call) -> list[int]:
 
 
 def _squeeze(call: Call) -> Any:
-    """On every shard the dims that have one element in the whole tensor, and no others."""
+    """Of every shard, only the dims that have one element in the whole tensor."""
     x, gone = call.operands[0], _squeezed_dims(call)
     labels = Labels()
     dims = [None if dim in gone else labels.new(size) for dim, size in enumerate(x.shape)]
     named = Call(aten.squeeze.dims, (x, gone), {})
     return compute(
-        named, labels.rule([dims], [[along for dim, along in enumerate(dims) if dim not in gone]], hollow=True)
+        named, labels.rule([dims], [[along for dim, along in enumerate(dims) if dim not in gone]], allows_empty=True)
     )
 
 
 def _expand(call: Call) -> Rule | None:
-    """New dims, and those that were one element, are cut with nothing to move."""
-    shape, (size, _) = call.operands[0].shape, expect(call)[0]
+    """New dims, and dims of one element, may be cut without a transfer."""
+    shape, (size, _) = call.operands[0].shape, expected_results(call)[0]
     labels = Labels()
     out = [labels.new(extent) for extent in size]
     skip = len(size) - len(shape)
     dims = [None if extent == 1 and size[skip + k] != 1 else out[skip + k] for k, extent in enumerate(shape)]
-    return labels.rule([dims], [out], hollow=True, adapt=_sized("size"))
+    return labels.rule([dims], [out], allows_empty=True, adapt=_with_cell_size("size"))
 
 
-def _sized(name: str) -> Callable[[Call, list[list[int]]], dict[str, Any]]:
-    """The argument that says the size of the result is that of the cell's."""
+def _with_cell_size(name: str) -> Callable[[Call, list[list[int]]], dict[str, Any]]:
+    """Let the argument for the size of the result be the size of the cell's result."""
     return lambda call, sizes: {name: sizes[0]}
 
 
 def view_rule(call: Call) -> Rule | None:
-    """Runs of dims that hold the same elements before and after go together, along the first dim of each."""
-    before, (after, _) = call.operands[0].shape, expect(call)[0]
+    """Runs of dims with the same elements before and after share a label, on the first dim of each run."""
+    before, (after, _) = call.operands[0].shape, expected_results(call)[0]
     if 0 in before:
         return None
     labels = Labels()
@@ -106,11 +108,11 @@ def view_rule(call: Call) -> Rule | None:
         step = math.lcm(*inner)
         label = labels.new(total // step)
         dims[heads[0]], out[heads[1]] = (Along(label.label, step // each) for each in inner)
-        for run, shape, found, head in ((old, before, dims, heads[0]), (new, after, out, heads[1])):
+        for run, shape, labelled, head in ((old, before, dims, heads[0]), (new, after, out, heads[1])):
             for dim in run:
                 if dim != head and shape[dim] > 1:
-                    found[dim] = labels.new(shape[dim], whole=True)
-    return labels.rule([dims], [out], hollow=True, adapt=_view_size)
+                    labelled[dim] = labels.new(shape[dim], whole=True)
+    return labels.rule([dims], [out], allows_empty=True, adapt=_view_size)
 
 
 def _view_size(call: Call, sizes: list[list[int]]) -> dict[str, Any]:
@@ -119,7 +121,7 @@ def _view_size(call: Call, sizes: list[list[int]]) -> dict[str, Any]:
 
 
 def _runs(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The shortest runs of dims, before and after, that have the same number of elements."""
+    """The shortest runs of dims, before and after, with the same number of elements."""
     runs = []
     i = j = 0
     while i < len(before) or j < len(after):
@@ -140,22 +142,21 @@ def _runs(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], 
 
 
 def _view(call: Call) -> Any:
-    """A view, where shards allow it; their memory need not lie as the view would want it, so they are reshaped."""
+    """A view or reshape. Shards are reshaped, for their strides may not allow a view."""
     if call.arguments.get("dtype") is not None:
         return NotImplemented
     name = "size" if "size" in call.arguments else "shape"
     reshape = Call(aten.reshape.default, (call.operands[0], call[name]), {})
-    rule = view_rule(reshape)
-    made = NotImplemented if rule is None else compute(reshape, rule)
-    return _through_flat(call.operands[0], expect(reshape)[0][0]) if made is NotImplemented else made
+    result = compute(reshape, view_rule(reshape))
+    return _through_flat(call.operands[0], expected_results(reshape)[0][0]) if result is NotImplemented else result
 
 
 def _through_flat(x: Any, after: Sequence[int]) -> Any:
-    """Any reshape: in rows, as runs of the flattened tensor, in the rows of the new shape."""
+    """Any reshape: redistributed to rows, then as stretches of the flattened tensor, then to rows of the new shape."""
     group = x._frame.process_group
     if group is None or not x.numel() or max(x.shape) == 1 or max(after) == 1:
         return NotImplemented
-    places = places_of(x._layout, group)
+    places = group_places(x._layout, group)
     flat = torch.Size([x.numel()])
     layouts = [_in_rows(torch.Size(size), places) for size in (x.shape, after)]
     if any(_holds_all(layout) for layout in layouts):
@@ -166,14 +167,14 @@ def _through_flat(x: Any, after: Sequence[int]) -> Any:
         boxes = Boxes((np.cumsum(inner) - inner).reshape(-1, 1), inner.reshape(-1, 1))
         runs.append(Layout.of(flat, boxes, layout.places))
     rows = x._redistributed(spec_of(layouts[0]))
-    runs_of = _reshaped(rows, runs[0])._redistributed(spec_of(runs[1]))
-    made = _reshaped(runs_of, layouts[1])
-    made._moved = True
-    return made
+    stretches = _reshaped(rows, runs[0])._redistributed(spec_of(runs[1]))
+    result = _reshaped(stretches, layouts[1])
+    result._moved = True
+    return result
 
 
 def _in_rows(size: torch.Size, places: Places) -> Layout:
-    """The first dim that can be cut, in chunks."""
+    """The first dim of more than one element, in chunks."""
     dim = next(dim for dim, extent in enumerate(size) if extent > 1)
     return Layout.by_rule(size, [even_axis(dim, size[dim], len(places))], places)
 
@@ -185,27 +186,25 @@ def _holds_all(layout: Layout) -> bool:
 def _reshaped(x: Any, layout: Layout) -> Any:
     """The same local tensors as boxes of another layout."""
     tensors, anchor = recorded(x)
-    frame = frame_of(layout, x.dtype, x._frame.process_group)
-    found = [local.reshape(layout.extent(row)) for local, row in zip(tensors, frame.rows, strict=True)]
-    return assemble(
-        type(x), frame, found, [] if anchor is None else [anchor], torch.is_grad_enabled() and x.requires_grad
-    )
+    rows = layout.rows_on(dist.get_rank())
+    results = [local.reshape(layout.extent(row)) for local, row in zip(tensors, rows, strict=True)]
+    return assemble_like(x, layout, results, anchor)
 
 
 def _real(call: Call) -> Rule:
     labels = Labels()
-    dims = labels.along(call.operands[0].shape)
-    return labels.rule([dims], [[*dims, labels.new(2, whole=True)]], hollow=True)
+    dims = labels.dims(call.operands[0].shape)
+    return labels.rule([dims], [[*dims, labels.new(2, whole=True)]], allows_empty=True)
 
 
 def _complex(call: Call) -> Rule:
     labels = Labels()
-    dims = labels.along(call.operands[0].shape, whole=[-1])
+    dims = labels.dims(call.operands[0].shape, whole=[-1])
     return labels.rule([dims], [dims[:-1]])
 
 
 def _repeat(call: Call) -> Any:
-    """Dims that are repeated must be whole; others go apart. By 0, a dim is repeated as its part of no elements."""
+    """Repeated dims must be whole, others may be cut. A dim that is repeated 0 times is first narrowed to nothing."""
     x, times = call.operands[0], call["repeats"]
     skip = len(times) - x.ndim
     if 0 in times:
@@ -213,7 +212,7 @@ def _repeat(call: Call) -> Any:
         for dim in (k for k, count in enumerate(times) if not count):
             nothing = nothing.narrow(dim, 0, 0)
         return nothing.repeat([max(count, 1) for count in times])
-    (size, _), *_ = expect(call)
+    (size, _), *_ = expected_results(call)
     labels = Labels()
     dims = [labels.new(extent, whole=times[skip + k] != 1) for k, extent in enumerate(x.shape)]
     out: list[Along | None] = [labels.new(extent, whole=True) for extent in size[:skip]]
@@ -225,8 +224,8 @@ def _diag_embed(call: Call) -> Rule | None:
     x, ndim = call.operands[0], call.operands[0].ndim + 1
     pair = {call["dim1"] % ndim, call["dim2"] % ndim}
     labels = Labels()
-    dims = labels.along(x.shape, whole=[-1])
-    (size, _), *_ = expect(call)
+    dims = labels.dims(x.shape, whole=[-1])
+    (size, _), *_ = expected_results(call)
     rest = iter(dims[:-1])
     return labels.rule([dims], [[labels.new(e, whole=True) if k in pair else next(rest) for k, e in enumerate(size)]])
 
@@ -237,8 +236,8 @@ def _unfold(call: Call) -> Rule | None:
         return None
     dim = call["dimension"] % x.ndim
     labels = Labels()
-    dims = labels.along(x.shape, whole=[dim])
-    (size, _), *_ = expect(call)
+    dims = labels.dims(x.shape, whole=[dim])
+    (size, _), *_ = expected_results(call)
     out = [labels.new(size[k], whole=True) if k == dim else along for k, along in enumerate(dims)]
     return labels.rule([dims], [[*out, labels.new(size[-1], whole=True)]])
 
@@ -246,8 +245,8 @@ def _unfold(call: Call) -> Rule | None:
 add_rules(
     {
         aten.transpose: _permuted(_transposition),
-        aten.t: _permuted(_turned),
-        aten.numpy_T: _permuted(_turned),
+        aten.t: _permuted(_reversed_dims),
+        aten.numpy_T: _permuted(_reversed_dims),
         aten.permute: _permuted(lambda call: [dim % call.operands[0].ndim for dim in call["dims"]]),
         aten.unsqueeze: _unsqueeze,
         aten.expand: _expand,
@@ -256,7 +255,7 @@ add_rules(
         aten.diag_embed: _diag_embed,
         aten.unfold: _unfold,
         aten.transpose_copy: _permuted(_transposition),
-        aten.t_copy: _permuted(_turned),
+        aten.t_copy: _permuted(_reversed_dims),
         aten.permute_copy: _permuted(lambda call: [dim % call.operands[0].ndim for dim in call["dims"]]),
         aten.unsqueeze_copy: _unsqueeze,
         aten.expand_copy: _expand,

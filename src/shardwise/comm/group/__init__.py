@@ -1,0 +1,76 @@
+"""Process groups: their state, members and backend, where placements lie in them, and tagged messages."""
+
+from shardwise.comm.group.backend import collective_device, cpu_backend, is_large, is_tagged, store_of, timeout_of
+from shardwise.comm.group.call_history import DIGEST, CallFingerprint, CallHistory, CallRecord, Fields, traffic
+from shardwise.comm.group.members import (
+    current_process_group,
+    group_ranks,
+    is_fake,
+    is_member,
+    is_threaded,
+    listed,
+    load_with_process_group,
+    or_default,
+    rank_array,
+    ranks_of,
+    sends,
+    talks,
+    without_data,
+)
+from shardwise.comm.group.mesh import mesh_group, require_inside
+from shardwise.comm.group.placing import (
+    device_text,
+    locate,
+    locate_all,
+    locate_places,
+    outside,
+    parse_and_validate_remote_device,
+    places_from_texts,
+    rpc_workers,
+)
+from shardwise.comm.group.state import GroupState, cached_per_group, group_state
+from shardwise.comm.group.tagged_messages import PeerCheck, TaggedMessages, abandon
+
+__all__ = [
+    "DIGEST",
+    "CallFingerprint",
+    "CallHistory",
+    "CallRecord",
+    "Fields",
+    "GroupState",
+    "PeerCheck",
+    "TaggedMessages",
+    "abandon",
+    "cached_per_group",
+    "collective_device",
+    "cpu_backend",
+    "current_process_group",
+    "device_text",
+    "group_ranks",
+    "group_state",
+    "is_fake",
+    "is_large",
+    "is_member",
+    "is_tagged",
+    "is_threaded",
+    "listed",
+    "load_with_process_group",
+    "locate",
+    "locate_all",
+    "locate_places",
+    "mesh_group",
+    "or_default",
+    "outside",
+    "parse_and_validate_remote_device",
+    "places_from_texts",
+    "rank_array",
+    "ranks_of",
+    "require_inside",
+    "rpc_workers",
+    "sends",
+    "store_of",
+    "talks",
+    "timeout_of",
+    "traffic",
+    "without_data",
+]

@@ -1,0 +1,43 @@
+"""What ranks know of each other: status and failure notices in the store, heartbeats, lost ranks, the watchdog."""
+
+from shardwise.comm.peers.background_run import BackgroundRun
+from shardwise.comm.peers.heartbeats import Heartbeats
+from shardwise.comm.peers.lost import raise_lost
+from shardwise.comm.peers.lost_ranks import ranks_gone, who_is_gone
+from shardwise.comm.peers.status import (
+    check_peers,
+    difference,
+    end_epoch,
+    failure_of,
+    find_verdict,
+    given_up,
+    mark_known,
+    mark_unusable,
+    notify_of_failure,
+    require_usable,
+)
+from shardwise.comm.peers.store_channel import StoreChannel
+from shardwise.comm.peers.watchdog import NOT_BEGUN, abort_group, wait_for_device, watch
+
+__all__ = [
+    "NOT_BEGUN",
+    "BackgroundRun",
+    "Heartbeats",
+    "StoreChannel",
+    "abort_group",
+    "check_peers",
+    "difference",
+    "end_epoch",
+    "failure_of",
+    "find_verdict",
+    "given_up",
+    "mark_known",
+    "mark_unusable",
+    "notify_of_failure",
+    "raise_lost",
+    "ranks_gone",
+    "require_usable",
+    "wait_for_device",
+    "watch",
+    "who_is_gone",
+]

@@ -1,0 +1,179 @@
+"""`trace`: a record of each collective while it is on. Whoever talks to other ranks says so here, if `running`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from shardwise.comm.tracing.chrome import chrome_events, write
+from shardwise.comm.tracing.events import Collective, Op, Origin
+from shardwise.comm.tracing.origin import Origins, name_of
+from shardwise.comm.tracing.table import show
+from shardwise.settings import ContextValue
+
+T = TypeVar("T")
+running = 0  # traces in this process: while there is none, nobody asks for one
+
+
+class Trace:
+    """What this rank sent, received and waited for, collective by collective; printed, it is a table.
+
+    ``events`` are the collectives and meetings, in the order in which they ended, ``ops`` the ops on sharded tensors.
+    """
+
+    is_forecast = False  # whether it tells what would be sent
+
+    def __init__(self) -> None:
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.events: list[Collective] = []
+        self.ops: list[Op] = []
+        self.seconds = 0.0
+        self._origins = Origins()
+        self._lock = threading.Lock()
+        self._begun, self._clock = time.perf_counter(), time.time()
+
+    def now(self) -> float:
+        """Seconds since the trace began."""
+        return time.perf_counter() - self._begun
+
+    def add(self, origin: Origin, **said: Any) -> None:
+        """One more collective."""
+        with self._lock:
+            number = len(self.events) + 1
+            self.events.append(Collective(number, origin.op, origin.place, origin.module, **said))
+
+    def save(self, path: str | Path) -> None:
+        """Write the trace as Chrome trace events, which Perfetto opens. One file for each rank; `merge` joins them."""
+        write(path, chrome_events(self.rank, self._clock, self.events, self.ops))
+
+    def __str__(self) -> str:
+        what = f"{len(self.ops):,} ops in {self.seconds * 1e3:,.1f} ms"
+        return show(self.events, f"rank {self.rank} of {self.ranks}, {what}")
+
+    def __repr__(self) -> str:
+        return f"<Trace of rank {self.rank}: {len(self.events)} events, {len(self.ops)} ops>"
+
+
+_current: ContextValue[Trace | None] = ContextValue("shardwise.trace", None)
+
+
+@contextmanager
+def trace() -> Iterator[Trace]:
+    """Within this context, note each collective: for which op and line, which bytes, how long, and who waited.
+
+    Other ranks need not trace::
+
+        >>> x = shardwise.shard(torch.ones(4, 4), 0)
+        >>> with shardwise.trace() as t:
+        ...     y = x.redistribute(1)
+        >>> [event.kind for event in t.events if not event.is_meeting]  # print(t) is a table
+        ['exchange']
+
+    ``t.save(f"step-{t.rank}.json")`` writes it for Perfetto. The time of a collective on a GPU is that until the host
+    went on, which does not wait for the GPU.
+    """
+    with recording(Trace()) as made:
+        yield made
+
+
+@contextmanager
+def recording(made: Trace) -> Iterator[Trace]:
+    """Within this context, what is said to `begin`, `note` and `entered` goes into this trace."""
+    global running
+    handles = made._origins.watch_modules()
+    running += 1
+    try:
+        with _current.set(made):
+            yield made
+    finally:
+        running -= 1
+        made.seconds = made.now()
+        for handle in handles:
+            handle.remove()
+
+
+class Begun:
+    """A collective under way."""
+
+    def __init__(self, trace: Trace, said: dict[str, Any]) -> None:
+        self._trace, self._said, self._origin = trace, said, trace._origins.here()
+        self._begin, self._waited, self._waits = trace.now(), 0.0, 0.0
+
+    def waits(self) -> None:
+        """The host has nothing else to do from now on."""
+        self._waits = self._trace.now()
+
+    def end(self) -> None:
+        """What was sent for is there."""
+        now = self._trace.now()
+        waited = now - self._waits if self._waits else 0.0
+        self._trace.add(self._origin, begin=self._begin, seconds=now - self._begin, waited=waited, **self._said)
+
+
+def current_trace() -> Trace | None:
+    """The trace that is on here."""
+    return _current.get() if running else None
+
+
+def is_forecast() -> bool:
+    """Whether somebody wants to know what would be sent, where nothing is."""
+    trace = current_trace()
+    return trace is not None and trace.is_forecast
+
+
+def begin(kind: str, sent: float, received: float, **said: Any) -> Begun | None:
+    """A collective begins, in which this rank sends and receives so many bytes; None if nobody traces."""
+    trace = current_trace()
+    return None if trace is None else Begun(trace, {"kind": kind, "sent": int(sent), "received": int(received), **said})
+
+
+@contextmanager
+def waiting(kind: str, sent: float, received: float, **said: Any) -> Iterator[None]:
+    """Around a collective for which the host waits."""
+    begun = begin(kind, sent, received, **said) if running else None
+    if begun is not None:
+        begun.waits()
+    yield
+    if begun is not None:
+        begun.end()
+
+
+def with_trace(function: Callable[[], T]) -> Callable[[], T]:
+    """The function, as if called here: in the trace that is on now, in whichever thread it is called."""
+    trace = current_trace()
+    if trace is None:
+        return function
+
+    def there() -> T:
+        with _current.set(trace):
+            return function()
+
+    return there
+
+
+class Entered:
+    """An op that is being computed."""
+
+    def __init__(self, trace: Trace, op: Any) -> None:
+        self._trace, self._begin, self._name = trace, trace.now(), name_of(op)
+        self._origin, self._node = trace._origins.enter(op)
+
+    def leave(self) -> None:
+        """It is done, or has raised."""
+        trace, origin = self._trace, self._origin
+        trace._origins.leave(origin, self._node)
+        seconds, thread = trace.now() - self._begin, threading.get_ident()
+        with trace._lock:
+            trace.ops.append(Op(self._name, origin.place, origin.module, self._begin, seconds, thread))
+
+
+def enter(op: Any) -> Entered | None:
+    """An op on sharded tensors begins; None if nobody traces."""
+    trace = current_trace()
+    return None if trace is None else Entered(trace, op)

@@ -1,0 +1,68 @@
+"""Adding up what several ranks send to the same elements, in one order, whatever comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from shardwise.comm.transfer.views import copy
+
+NARROW = (torch.float16, torch.bfloat16)  # added up in float32, and rounded once
+BLOCK = 1 << 16  # elements of these that are added up at a time on a CPU: so many stay in its cache
+
+
+def write_sum(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Write the sum of these parts, each of the target's size, added in this order."""
+    if len(parts) == 1:
+        copy(target, parts[0])
+        return
+    if target.is_cuda:
+        parts = [part.to(target.device) for part in parts]
+    whole = all(one.is_contiguous() for one in (target, *parts))
+    if target.dtype in NARROW:
+        blocks = whole and not target.is_cuda and target.numel() > BLOCK
+        each = [torch.split(one.view(-1), BLOCK) if blocks else (one,) for one in (target, *parts)]
+        for into, *others in zip(*each, strict=True):
+            _write_narrow(into, others)
+    elif whole and _is_one_run(parts):
+        torch.sum(
+            parts[0].as_strided((len(parts), parts[0].numel()), (parts[0].numel(), 1)),
+            0,
+            dtype=target.dtype,
+            out=target.view(-1),
+        )
+    else:
+        torch.add(parts[0], parts[1], out=target)
+        for part in parts[2:]:
+            target += part
+
+
+def _is_one_run(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether the parts lie one behind another in one storage; storages of their own may do so by chance."""
+    if any(other.data_ptr() - one.data_ptr() != one.nbytes for one, other in pairwise(parts)):
+        return False
+    storage = parts[0].untyped_storage().data_ptr()
+    return all(part.untyped_storage().data_ptr() == storage for part in parts[1:])
+
+
+def _write_narrow(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total += part
+    target.copy_(total)
+
+
+def add_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of these parts: each element added in this order, so that all who add them get the same bits."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].dtype in NARROW:
+        made = torch.empty_like(parts[0])
+        write_sum(made, parts)
+        return made
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total

@@ -1,0 +1,5 @@
+"""Folders of Hugging Face, written and read in pieces."""
+
+from shardwise.interop.huggingface import load_pretrained, save_pretrained
+
+__all__ = ["load_pretrained", "save_pretrained"]

@@ -1,0 +1,12 @@
+"""Hugging Face: folders written and read in pieces, and patches of its libraries for sharded models.
+
+- `saving`, `loading`: `save_pretrained` and `load_pretrained`; `files` (where each tensor lies), `folder`, `names`.
+- `models`: how transformers and peft save sharded models. `resizing`: resized embeddings. `trainers`: the Trainer.
+- `accelerators`, `loaders`: accelerate with sharded models, and its data loaders.
+"""
+
+from shardwise.interop.huggingface import accelerators, loaders, models, resizing, trainers
+from shardwise.interop.huggingface.loading import load_pretrained
+from shardwise.interop.huggingface.saving import save_pretrained
+
+__all__ = ["accelerators", "load_pretrained", "loaders", "models", "resizing", "save_pretrained", "trainers"]

@@ -1,0 +1,99 @@
+"""`load_pretrained`: loads a Hugging Face folder into a sharded model; each rank reads its own boxes."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from shardwise.checkpoint.archive import Archive
+from shardwise.checkpoint.archive.formats import safetensors_folder
+from shardwise.checkpoint.filling import Filling
+from shardwise.checkpoint.ranks import Ranks
+from shardwise.checkpoint.storage import Storage, storage_at
+from shardwise.comm.group import Fields
+from shardwise.errors import StateMismatchError
+from shardwise.interop.huggingface.names import require_views, stored_tensors
+from shardwise.nn.buffers import buffers_without_data, fill_buffers, require_data
+from shardwise.nn.plain_tensors import make_plain_memory, shard_device
+
+MOST_LISTED = 10
+
+
+def load_pretrained(
+    model: nn.Module,
+    folder: str | os.PathLike[str] | Storage,
+    *,
+    strict: bool = True,
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Fill a model from a folder that transformers or `save_pretrained` wrote: each rank reads what it will hold.
+
+    Every rank of the group (by default of the default group; a process alone needs none) calls it. Values are converted
+    to the dtypes that the model has. The model may have been made on ``meta`` and then sharded::
+
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        shard_module(model, plan)
+        shardwise.huggingface.load_pretrained(model, folder)
+
+    Plain tensors that are still on ``meta`` are made first, and buffers that no folder holds, such as those of rotary
+    embeddings, are taken from a model that is made anew from the configuration. With ``strict=False``, names that only
+    the model or only the folder has are left alone. All checks come before the first change, on every rank.
+    """
+    ranks = Ranks.of(process_group, "load_pretrained")
+
+    def find() -> tuple[Archive, Fields, None]:
+        storage = storage_at(folder)
+        archive = Archive(storage, safetensors_folder.build_index(storage))
+        _require_fit(archive, stored_tensors(model), strict=strict)
+        return archive, {"verb": "load_pretrained", "names": sorted(archive.index.tensors)}, None
+
+    archive, _ = ranks.in_step(find)
+    with archive:
+        make_plain_memory(model, shard_device(model) or torch.device("cpu"))
+        if buffers_without_data(model) and hasattr(model, "config"):
+            fill_buffers(model, lambda: type(model)(copy.deepcopy(model.config)), process_group=process_group)
+        require_data(model)
+        hosts = ranks.hosts()
+        filling, _ = ranks.in_step(lambda: _filling(archive, model, ranks, hosts))
+        filling.fill()
+
+
+def _require_fit(archive: Archive, wanted: Mapping[str, Any], *, strict: bool) -> None:
+    """Raise one error that lists all differences."""
+    there = archive.index.tensors
+    known = {id(wanted[name]) for name in there if name in wanted}  # a folder has only one name of a tied tensor
+    missing = [name for name, tensor in wanted.items() if name not in there and id(tensor) not in known]
+    unexpected = [name for name in there if name not in wanted]
+    lines = _line("missing in the folder", missing) + _line("not in the model", unexpected) if strict else []
+    different = [
+        f"'{name}' is of size {tuple(wanted[name].shape)} in the model and {tuple(stored.size)} in the folder"
+        for name, stored in there.items()
+        if name in wanted and wanted[name].shape != stored.size
+    ]
+    lines += _line("different", different)
+    if lines:
+        more = ["  (strict=False loads the names that both have)"] if not different else []
+        raise StateMismatchError(
+            "\n".join([f"'{archive.storage}' does not hold this model; nothing was loaded", *lines, *more])
+        )
+
+
+def _filling(archive: Archive, model: nn.Module, ranks: Ranks, hosts: int) -> tuple[Filling, Fields, None]:
+    wanted = stored_tensors(model)
+    require_views(wanted, model)
+    there = archive.index.tensors
+    pairs = [(name, tensor, there[name]) for name, tensor in wanted.items() if name in there]
+    filling = Filling.of(archive, pairs, ranks, hosts, verify=True)
+    return filling, {"what is read once for all": filling.relays}, None
+
+
+def _line(what: str, names: list[str]) -> list[str]:
+    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return [f"  {what}: {', '.join(names[:MOST_LISTED])}{more}"] if names else []

@@ -1,0 +1,220 @@
+"""The cache of calls: what a call does to the local shards is worked out once, for all calls with the same cache key.
+
+The ops that a call runs on the local shards, the data that moves between ranks, and the wrapping of the results depend
+on layouts, dtypes, settings and numbers, never on the values of tensors. So the first call with a key is recorded. If
+the call consists of pure functions of the local tensors, of transfers and of random draws, its `Program` is cached, and
+later calls with that key only run the program. Any other call (one that writes, or reads values) takes the slow path
+each time. A call sends the same messages on either path, so some ranks may run a program while others record one.
+
+The cache key holds all that a call depends on, except the values of its tensors: the function, the settings of the
+library and of torch that are read on the way, and of each argument what all calls with the key have in common.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from shardwise import settings
+from shardwise.comm.group import group_state, traffic
+from shardwise.ops.engine.call import is_pure, outer_function
+from shardwise.ops.engine.program import DrawRandom, Program
+from shardwise.ops.engine.recorder import Recorder, active, recording_call
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.dispatch import Handler, registry
+from shardwise.tensor.redistribution_cache import cached_layout, is_activation
+
+MAX_PROGRAMS = 4096  # of a group
+IGNORES_FLAGS: set[Any] = set()  # functions that read none of FLAGS; the kernels that they call may
+IGNORES_VALUES: set[Any] = set()  # functions that choose their ops without reading values of plain tensors
+
+LITERALS = (int, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(Ellipsis))
+# What torch reads between a function and its ops. Not default devices and other modes: they bypass the cache. Nor what
+# kernels read, such as the choice between kernels of attention, or the precision of products: they still do.
+FLAGS: tuple[Callable[[], Any], ...] = (
+    torch.is_inference_mode_enabled,
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_deterministic_fill_uninitialized_memory,
+    torch._C._get_cudnn_enabled,
+    torch._C._get_mkldnn_enabled,
+)
+
+_mode_is_active = torch._C._is_torch_function_mode_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_grad_enabled = torch.is_grad_enabled
+_default_dtype = torch.get_default_dtype
+_autocast_enabled = torch._C._is_any_autocast_enabled
+
+_MISSING: Any = object()
+
+
+def cached_call(op: Any, args: Sequence[Any], kwargs: dict[str, Any], slow_path: Callable[..., Any]) -> Any:
+    """The result of ``slow_path(op, args, kwargs)``, by the cached program if there is one."""
+    if active.recorder is not None or _mode_is_active() or _dispatch_modes():
+        return slow_path(op, args, kwargs)
+    try:
+        group, key = cache_key(op, args, kwargs)
+    except Uncacheable:
+        return slow_path(op, args, kwargs)
+    state = group_state(group)
+    program = state.programs.get(key, _MISSING)
+    if program is None:
+        return slow_path(op, args, kwargs)
+    if program is not _MISSING:
+        return program.run(args, kwargs)
+    result, program = _record(op, args, kwargs, slow_path)
+    if not state.is_ended:
+        state.programs[key] = program
+    if len(state.programs) > MAX_PROGRAMS:
+        for oldest in list(state.programs)[: MAX_PROGRAMS // 4]:
+            state.programs.pop(oldest, None)
+    return result
+
+
+def cached_handler(op: Any, slow_path: Callable[..., Any]) -> Handler:
+    """A handler of a torch function, as `shardwise.tensor.dispatch` calls them, that goes through the cache."""
+
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        return cached_call(op, args, kwargs, slow_path)
+
+    return handler
+
+
+def _record(
+    op: Any, args: Sequence[Any], kwargs: dict[str, Any], slow_path: Callable[..., Any]
+) -> tuple[Any, Program | None]:
+    """The result of a call, and the program that repeats the call, if it can be repeated."""
+    recorder = Recorder(args, kwargs, nested=outer_function.called is not None)
+    states, messages = _random_states(), traffic.count
+    with recording_call(recorder):
+        result = slow_path(op, args, kwargs)
+    draws = any(isinstance(step.op, DrawRandom) for step in recorder.steps)
+    repeatable = traffic.count == messages + recorder.messages and (draws or _are_equal(states, _random_states()))
+    return result, recorder.program(result) if repeatable else None
+
+
+def _random_states() -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's
+    return states + ([torch.cuda.get_rng_state()] if cuda else [])
+
+
+def _are_equal(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(states) == len(others) and all(torch.equal(*pair) for pair in zip(states, others, strict=True))
+
+
+# The cache key -------------------------------------------------------------------------------------------------------
+
+
+class Uncacheable(Exception):
+    """No key can tell this call from other calls."""
+
+
+def cache_key(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[ProcessGroup | None, tuple[Any, ...]]:
+    """The group of the sharded arguments, and a key that two calls share only if one program serves both.
+
+    Raises `Uncacheable`.
+    """
+    if not is_pure(op):
+        raise Uncacheable
+    parts = [op, outer_function.called is not None, *_global_state(op)]
+    builder = _KeyBuilder(parts, op in IGNORES_VALUES)
+    for value in args:
+        builder.add(value)
+    for name, value in kwargs.items():
+        parts.append(name)
+        builder.add(value)
+    tensors = builder.tensors
+    if len(tensors) > 1:
+        ids = [id(tensor) for tensor in tensors]
+        if len(set(ids)) < len(ids):  # one tensor twice is not the same as two tensors
+            parts += map(ids.index, ids)
+    return builder.group, tuple(parts)
+
+
+def _global_state(op: Any) -> list[Any]:
+    """All settings that a call depends on."""
+    here = settings.current()
+    state: list[Any] = [_grad_enabled(), here.gather_budget, here.own_batches, here.own_draws, here.validate]
+    state += (_default_dtype(), registry.version)
+    if op not in IGNORES_FLAGS:
+        state += [read() for read in FLAGS]
+    if _autocast_enabled():
+        state += [torch.get_autocast_dtype(one) if torch.is_autocast_enabled(one) else None for one in _device_types()]
+        state.append(torch.is_autocast_cache_enabled())
+    return state
+
+
+@lru_cache(maxsize=1)
+def _device_types() -> tuple[str, ...]:
+    """The devices that have an autocast: the CPU and the accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+class _KeyBuilder:
+    """Adds arguments to the parts of a key: first the type of the argument, which determines the parts that follow."""
+
+    def __init__(self, parts: list[Any], ignores_values: bool) -> None:
+        self.parts, self.ignores_values, self.grad = parts, ignores_values, _grad_enabled()
+        self.group: ProcessGroup | None = None  # of a sharded argument
+        self.tensors: list[torch.Tensor] = []  # plain arguments, and the local tensors of sharded ones
+
+    def add(self, value: Any) -> None:
+        """Add one argument."""
+        cls = value.__class__
+        parts = self.parts
+        parts.append(cls)
+        if cls is int or value is None:
+            parts.append(value)
+        elif isinstance(value, ShardedTensorBase):
+            self._add_sharded(value)
+        elif cls is torch.Tensor or cls is Parameter:
+            self._add_plain(value)
+        elif isinstance(value, list | tuple):
+            parts.append(len(value))
+            for one in value:
+                self.add(one)
+        elif cls is slice:
+            bounds = value.start, value.stop, value.step
+            if not all(bound.__class__ is int or bound is None for bound in bounds):
+                raise Uncacheable
+            parts += bounds
+        elif cls is float:
+            parts += (value, math.copysign(1.0, value))
+        elif isinstance(value, LITERALS):
+            parts.append(value)
+        else:
+            raise Uncacheable
+
+    def _add_sharded(self, value: ShardedTensorBase) -> None:
+        tensors = value._tensors if value._shards is None else value._local_tensors()
+        if not tensors or value._anchor is not None:
+            raise Uncacheable
+        frame, single = value._frame, len(tensors) == 1
+        self.group = frame.process_group
+        records = self.grad and (tensors[0].requires_grad if single else value.requires_grad)
+        # The replicas of a leaf share their gradient.
+        is_leaf = records and not frame.single and (tensors[0].is_leaf if single else value.is_leaf)
+        self.tensors += tensors
+        self.parts += (frame.layout.digest, frame.dtype, frame.process_group, frame.spec_class, records, is_leaf)
+        activation = (value._is_activation or value._view_of is not None) and is_activation(value)
+        self.parts += (value._copy_of_view, activation, value._strides)
+        self.parts.append(None if value._cached_move is None else cached_layout(value))
+
+    def _add_plain(self, value: torch.Tensor) -> None:
+        if value.layout is not torch.strided:
+            raise Uncacheable
+        if not self.ignores_values and (value.ndim < 2 or not value.is_floating_point()):
+            raise Uncacheable  # torch may read the values, as of an index, and choose its ops by them
+        if not value.ndim:
+            raise Uncacheable  # torch may take the tensor for a number
+        self.tensors.append(value)
+        records = self.grad and value.requires_grad
+        self.parts += (value.shape, value.stride(), value.dtype, value.device, records, records and value.is_leaf)

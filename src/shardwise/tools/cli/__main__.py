@@ -1,0 +1,8 @@
+"""``python -m shardwise.tools.cli`` is the command ``shardwise``."""
+
+import sys
+
+from shardwise.tools.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

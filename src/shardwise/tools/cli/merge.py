@@ -1,0 +1,60 @@
+"""``shardwise merge``: joins checkpoints in one file, or in one checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from typing import Any
+
+from shardwise.checkpoint.archive import open_archive
+from shardwise.layout.pictures.words import bytes_text, numbered
+from shardwise.tools.cli.console import Console
+from shardwise.tools.cli.contents import Contents, merge_contents, require_matches
+from shardwise.tools.cli.rewriting import Rewriting
+from shardwise.tools.cli.usage import add_memory, add_overwrite, add_selection, command, require_free_target
+from shardwise.tools.cli.writing import whole_layouts, write_checkpoint, write_safetensors_file
+
+SUFFIX = ".safetensors"
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    parser = command(
+        commands,
+        "merge",
+        run,
+        says="put checkpoints together, into one file or one checkpoint",
+        more="They have no name in common, or there is just one. OUT is a safetensors file if it ends with "
+        ".safetensors, which holds tensors only; else a checkpoint of one file.",
+        examples="""
+            shardwise merge run/1000 whole.safetensors --only 'model/*'
+            shardwise merge encoder/ decoder/ both
+        """,
+    )
+    parser.add_argument("sources", metavar="A", nargs="+", help="the checkpoints, of any formats")
+    parser.add_argument("target", metavar="OUT", help="where to write")
+    add_selection(parser)
+    add_memory(parser)
+    add_overwrite(parser)
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Run the command."""
+    is_file = options.target.endswith(SUFFIX)
+    require_free_target(options.target, options.sources, folder=not is_file, own=True, overwrite=options.overwrite)
+    with ExitStack() as stack:
+        each = [(path, Contents.of(stack.enter_context(open_archive(path)))) for path in options.sources]
+        require_matches([contents for _, contents in each], options.only)
+        chosen = [(path, contents.matching(options.only)) for path, contents in each]
+        contents = merge_contents(chosen).renamed(options.rename)
+        rewriting = Rewriting.of(contents, None, options.max_memory)
+        with console.progress("merging", rewriting.nbytes) as on_read:
+            rewriting = rewriting.with_progress(on_read)
+            if is_file:
+                write_safetensors_file(rewriting, options.target)
+            else:
+                write_checkpoint(rewriting, options.target, whole_layouts(rewriting), 1)
+    count, left_out = len(rewriting.tensors), rewriting.note_left_out(console) if is_file else {}
+    console.give({"path": options.target, "tensors": count, "nbytes": rewriting.nbytes, **left_out})
+    console.line(f"wrote {numbered(count, 'tensor')}, {bytes_text(rewriting.nbytes)}, to {options.target}", "green")
+    return 0

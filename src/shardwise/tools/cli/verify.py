@@ -1,0 +1,62 @@
+"""``shardwise verify``: checks every byte of a checkpoint against its checksums."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from shardwise.checkpoint import verify
+from shardwise.checkpoint.archive import open_archive
+from shardwise.checkpoint.archive.index_file import INDEX
+from shardwise.checkpoint.storage import storage_at
+from shardwise.errors import CheckpointError
+from shardwise.layout.pictures.words import bytes_text, numbered
+from shardwise.tools.cli.console import Console
+from shardwise.tools.cli.usage import command
+
+
+def add(commands: Any) -> None:
+    """Add the command."""
+    parser = command(
+        commands,
+        "verify",
+        run,
+        says="read all of a checkpoint, and check it against its checksums",
+        more="Exit code 1 if anything is damaged: all of it is listed, by tensor, box and file. Formats without "
+        "checksums are only checked for what they say of themselves.",
+        examples="""
+            shardwise verify run/1000
+            shardwise verify s3://bucket/run/1000 --json
+        """,
+    )
+    parser.add_argument("path", metavar="PATH", help="the checkpoint")
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Run the command."""
+    answer: dict[str, Any] = {"path": options.path}
+    try:
+        with open_archive(options.path) as archive:
+            index = archive.index
+        total = sum(stored.nbytes for stored in index.tensors.values())
+        answer |= {"format": index.format, "tensors": len(index.tensors), "files": len(index.files), "nbytes": total}
+        with console.progress("verifying", total) as on_read:
+            verified = verify(options.path, on_read=on_read)
+    except CheckpointError as error:
+        if "format" not in answer and INDEX not in storage_at(options.path).names():
+            raise  # no checkpoint of shardwise
+        damage = [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]
+        console.give({**answer, "whole": False, "damage": damage})
+        console.line(f"{options.path} is damaged:", "red")
+        for line in damage:
+            console.line(f"  {line}")
+        return 1
+    console.give({**answer, "whole": True, "damage": [], "checksums": verified.checksums})
+    summary = (
+        f"{numbered(verified.tensors, 'tensor')}, {bytes_text(verified.bytes)} in {numbered(verified.files, 'file')}"
+    )
+    if verified.checksums:
+        console.line(f"whole: {summary}", "green")
+    else:
+        console.line(f"readable: {summary}; {verified.format} has no checksums, so bytes may have changed", "yellow")
+    return 0

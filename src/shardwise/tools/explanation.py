@@ -1,0 +1,114 @@
+"""`explain`: what a call would move, computed on this rank alone and without data."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
+
+from shardwise.comm.tracing.origin import place_of
+from shardwise.comm.tracing.record import Trace, recording
+from shardwise.comm.tracing.table import show
+from shardwise.tools.stand_ins import StandIns
+
+VALUES_DECIDE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+
+
+class Explanation(Trace):
+    """The transfers of a call that was not run; printed, a table.
+
+    ``events`` are the transfers in order. ``stopped`` says where the call came to something that depends on values,
+    after which nothing is known; else it is empty.
+    """
+
+    is_forecast = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stopped = ""
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this rank would send."""
+        return sum(one.sent for one in self.events)
+
+    @property
+    def received(self) -> int:
+        """Bytes that this rank would receive."""
+        return sum(one.received for one in self.events)
+
+    @property
+    def in_all(self) -> int:
+        """Bytes that all ranks would send."""
+        return sum(one.in_all or 0 for one in self.events)
+
+    def __str__(self) -> str:
+        shown = show(self.events, f"rank {self.rank} of {self.ranks}", times=False)
+        return f"{shown}\n\n{self.stopped}" if self.stopped else shown
+
+    def __repr__(self) -> str:
+        return f"<Explanation of rank {self.rank}: {len(self.events)} transfers, {self.in_all:,} bytes by all>"
+
+
+def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """What ``function(*args, **kwargs)`` would move: each transfer, its op and line, its bytes and the least possible.
+
+    This rank alone works it out, by calling the function on tensors without data: nobody is asked, nothing is sent, and
+    no memory is needed. The function, its arguments, and the modules, optimizers and tensors that it refers to are
+    copied first, without data, so that nothing is changed by it::
+
+        >>> x = shardwise.shard(torch.ones(4, 4), 0)
+        >>> told = shardwise.explain(lambda: x.redistribute(1))  # print(told) is a table
+        >>> [event.sent for event in told.events]  # bytes, by this rank
+        [16]
+
+    Where values decide what happens, such as a loop that ends when a loss is small, the explanation stops and says so.
+    What the ranks send to agree is not in it.
+    """
+    mode, explanation = FakeTensorMode(allow_non_fake_inputs=True), Explanation()
+    stand_ins = StandIns(mode)
+    with _restoring_state():
+        call, positional, named = stand_ins.of(function), stand_ins.of(args), stand_ins.of(kwargs)
+        with mode, recording(explanation):
+            try:
+                call(*positional, **named)
+            except VALUES_DECIDE as error:
+                explanation.stopped = _stopped(error)
+    return explanation
+
+
+def _stopped(error: BaseException) -> str:
+    place = place_of(error.__traceback__)
+    op = getattr(error, "func", None)
+    what = f"{op} depends on values" if op is not None else f"something depends on values ({error})"
+    return f"stopped{f' at {place}' if place else ''}: {what}, which are not there; what comes after it is not told"
+
+
+@contextmanager
+def _restoring_state() -> Iterator[None]:
+    """Restore random states, and gradients of tensors that were not copied because the function finds them itself."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call] # torch's
+    state = random.getstate()
+    before = [(leaf, leaf.grad) for leaf in gc.get_objects() if _takes_gradients(leaf)]
+    try:
+        with torch.random.fork_rng(gpus):
+            yield
+    finally:
+        random.setstate(state)
+        for leaf, grad in before:
+            if leaf.grad is not grad:
+                leaf.grad = grad
+
+
+def _takes_gradients(value: Any) -> bool:
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_leaf and value.requires_grad

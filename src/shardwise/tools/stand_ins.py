@@ -1,0 +1,193 @@
+"""`StandIns`: copies of a function's arguments, and of everything that it refers to, with tensors that have no data.
+
+The function is copied too if it refers to tensors (a module, a method, a closure, globals), so that it changes only
+copies.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from shardwise.layout.specs import placed
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.dispatch import Distributed
+from shardwise.tensor.frame import Frame, Parts
+
+PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, types.ModuleType)
+LIBRARIES = {"torch", "shardwise", "numpy", *sys.stdlib_module_names}  # whose objects and functions are not copied
+CPU = torch.device("cpu")
+STATEFUL = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+HOLDERS = (torch.Tensor, *STATEFUL, dict, list, tuple)  # types of globals that are copied
+
+
+class StandIns:
+    """Makes copies without data. The same object always gets the same copy."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._made: dict[int, Any] = {}
+        self._kept: list[Any] = []  # keeps objects alive whose ids are keys
+
+    def of(self, value: Any) -> Any:
+        """The copy of a value; the value itself if it contains no tensors."""
+        if isinstance(value, PLAIN):
+            return value
+        if id(value) in self._made:
+            return self._made[id(value)]
+        self._kept.append(value)
+        self._made[id(value)] = value  # for cycles
+        made = self._made[id(value)] = self._make(value)
+        return made
+
+    def _make(self, value: Any) -> Any:
+        if isinstance(value, ShardedTensorBase):
+            return self._sharded(value)
+        if isinstance(value, torch.Tensor):
+            return value if isinstance(value, Distributed) else self._plain(value)
+        if isinstance(value, STATEFUL):
+            made = self._object(value)
+            if isinstance(value, torch.optim.Optimizer) and "step" in vars(made):
+                vars(made)["step"] = types.MethodType(_step, made)
+            return made
+        if isinstance(value, dict | list | tuple | set | frozenset):
+            return self._collection(value)
+        if isinstance(value, functools.partial):
+            parts = value.func, value.args, value.keywords
+            found = [self.of(part) for part in parts]
+            return value if _are_same(found, parts) else functools.partial(found[0], *found[1], **found[2])
+        if isinstance(value, types.MethodType):
+            owner = self.of(value.__self__)
+            return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+        if isinstance(value, types.FunctionType):
+            return value if _is_of_library(value) else self._function(value)
+        return self._object(value) if _is_simple(value) else value
+
+    def _without_data(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of the same size; on the CPU instead of meta, where nothing would move."""
+        if not tensor.is_meta:
+            return self._mode.from_tensor(tensor.detach())
+        with self._mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
+
+    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = self._without_data(tensor).requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter):
+            made = nn.Parameter(made.detach(), tensor.requires_grad)
+        if tensor.is_leaf and tensor.grad is not None:
+            made.grad = self.of(tensor.grad)
+        return made
+
+    def _sharded(self, tensor: ShardedTensorBase) -> Any:
+        with torch.no_grad():
+            made = type(tensor)._wrap(Parts(_frame_of(tensor), list(map(self._without_data, tensor._local_tensors()))))
+        if tensor.requires_grad:
+            made.requires_grad_()
+        if tensor.is_leaf and tensor.grad is not None:
+            made.grad = self._sharded(tensor.grad)
+        if getattr(tensor, "_is_param", False):
+            made._is_param = True
+        return made
+
+    def _collection(self, value: Any) -> Any:
+        """A copy, even without tensors, for the function may change it; immutable collections without tensors as is."""
+        if isinstance(value, dict):
+            found = {self.of(key): self.of(item) for key, item in value.items()}
+            made = copy.copy(value)
+            made.clear()
+            made.update(found)
+            return made
+        items = [self.of(item) for item in value]
+        if isinstance(value, tuple | frozenset) and _are_same(items, value):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+    def _object(self, value: Any) -> Any:
+        """A copy of an object and its attributes; registered first, for attributes may refer to it."""
+        made = self._made[id(value)] = object.__new__(type(value))
+        made.__dict__.update({name: self.of(item) for name, item in vars(value).items()})
+        return made
+
+    def _function(self, function: types.FunctionType) -> Any:
+        """The function with copies of its closure and globals that contain tensors."""
+        cells = function.__closure__ or ()
+        contents = [self.of(cell.cell_contents) if _is_filled(cell) else None for cell in cells]
+        new = tuple(
+            cell if not _is_filled(cell) or found is cell.cell_contents else types.CellType(found)
+            for cell, found in zip(cells, contents, strict=True)
+        )
+        names = dict(_names_held(function))
+        found = {name: self.of(value) for name, value in names.items()}
+        defaults = self.of(function.__defaults__)
+        same = _are_same(found.values(), names.values()) and defaults is function.__defaults__
+        if same and _are_same(new, cells):
+            return function
+        names_there = {**function.__globals__, **found} if not same else function.__globals__
+        made = types.FunctionType(function.__code__, names_there, function.__name__, defaults, new)
+        made.__kwdefaults__ = self.of(function.__kwdefaults__)
+        return made
+
+
+def _frame_of(tensor: ShardedTensorBase) -> Frame:
+    """The frame of the tensor, on the CPU instead of meta."""
+    frame = tensor._frame
+    if not tensor.is_meta:
+        return frame
+    layout = frame.layout.moved(lambda place: place.on(CPU))
+    return Frame.of(layout, placed(tensor._sharding_spec, layout), frame.rows, frame.dtype, frame.process_group)
+
+
+def _step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``step`` of a copied optimizer with a scheduler, which had wrapped the original's method."""
+    self._opt_called = True
+    return type(self).step(self, *args, **kwargs)
+
+
+_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # schedulers check this
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 # raises if the cell is empty
+    except ValueError:
+        return False
+    return True
+
+
+def _is_of_library(value: Any) -> bool:
+    return (getattr(value, "__module__", None) or "").partition(".")[0] in LIBRARIES
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether this is an object of a user's class with a plain ``__new__`` and attributes."""
+    makes: Any = type(value).__new__
+    return bool(getattr(value, "__dict__", None)) and makes is object.__new__ and not _is_of_library(type(value))
+
+
+def _names_held(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The globals of a function that may contain tensors, and functions of the same module."""
+    for name in _names(function.__code__):
+        value = function.__globals__.get(name)
+        of_module = isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
+        if of_module or isinstance(value, HOLDERS):
+            yield name, value
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The global names in a function's code and in the functions within it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
+
+
+def _are_same(some: Any, others: Any) -> bool:
+    return all(one is other for one, other in zip(some, others, strict=True))
