@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -184,6 +186,8 @@ class Rank:
             assert meeting is not None
             assert meeting._wire is not None
             meeting._timeout = meeting._wire._timeout = seconds
+            for messages in meeting._wire._under_way:  # exchanges before this one, which nobody has waited for yet
+                messages._timeout = seconds
 
     def stall(self, messages: int) -> None:
         """In the next run stand still, before the exchange of this number."""
@@ -228,6 +232,8 @@ class Rank:
         assert self.transfer is not None
         other, found = self.transfer._other, []
         assert other is not None
+        gc.collect()
+        gc.disable()  # an error must not be in a cycle: its frames keep connections open
         for _ in range(times):
             self.run()
             other.part()  # as a failure does, after which nobody is waited for
@@ -237,6 +243,9 @@ class Rank:
                 self.transfer.run()
             other.went_well()
             found.append(self._held())
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        assert [each for each in gc.garbage if isinstance(each, BaseException | FrameType)] == []
         most = [max(counts) for counts in zip(*found[: times // 3], strict=True)]
         until(lambda: all(now <= before for now, before in zip(self._held(), most, strict=True)))
 

@@ -41,4 +41,4 @@ def within(limit: float, work: Callable[[], object], late: Callable[[], object])
     if left:
         raise TimeoutError(f"timed out after {limit:g} s")
     if failed:
-        raise failed[0]
+        raise failed.pop()

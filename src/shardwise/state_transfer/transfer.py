@@ -61,8 +61,11 @@ class TransferHandle:
             self._thread = threading.Thread(target=self._run, args=(work, as_here()), name="shardwise transfer")
             self._thread.start()
         else:
-            self._run(work, nullcontext)
-            self._raise()
+            try:
+                work()
+            except BaseException:  # not kept: an error that is kept keeps its frames, and they keep buffers and sockets
+                failed()
+                raise
 
     def _raise(self) -> None:
         """What went wrong, if something did."""
@@ -320,11 +323,14 @@ class StateTransfer:
             self._move()
             meeting.agree()
         except BaseException as error:
-            told = meeting.failed(error if isinstance(error, Exception) else self._interrupted(error))
+            other_error = meeting.failed(error if isinstance(error, Exception) else self._interrupted(error))
             other.part()
             if not isinstance(error, Exception):
                 raise
-            raise told from error
+            try:
+                raise other_error from error
+            finally:
+                del other_error  # an error in a frame of its own traceback is freed by nothing but a garbage collection
         other.went_well()
 
     def _move(self) -> None:
