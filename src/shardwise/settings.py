@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch.autograd import graph
+
+from shardwise.torch_private import current_backward, get_thread_local, is_thread_local, run_backward, set_thread_local
 
 T = TypeVar("T")
 MIB = 2**20
@@ -21,11 +22,9 @@ MIB = 2**20
 
 # Values of a context -------------------------------------------------------------------------------------------------
 
-_backward_id: Any = torch._C._current_graph_task_id  # of the backward that runs in this thread; -1 for none
-_has_tls, _get_tls, _set_tls = torch._C._is_key_in_tls, torch._C._get_obj_in_tls, torch._C._stash_obj_in_tls
 _cuda_is_initialized: Any = torch.cuda.is_initialized
 CONTEXT = "context"  # torch's key for the caller's context variables
-CONTEXT_IS_PROPAGATED = "copy_context" in graph._engine_run_backward.__code__.co_names
+CONTEXT_IS_PROPAGATED = "copy_context" in run_backward.__code__.co_names
 
 
 class ContextValue(Generic[T]):
@@ -44,16 +43,16 @@ class ContextValue(Generic[T]):
     def get(self) -> T:
         """The value in this context."""
         value = self._variable.get()
-        if value is self._default and self.was_set and _backward_id() != -1:
+        if value is self._default and self.was_set and current_backward() != -1:
             return self._value_of_caller()
         return value
 
     def _value_of_caller(self) -> T:
         if CONTEXT_IS_PROPAGATED:
-            context: Any = _get_tls(CONTEXT) if _has_tls(CONTEXT) else {}
+            context: Any = get_thread_local(CONTEXT) if is_thread_local(CONTEXT) else {}
             value: T = context.get(self._variable, self._default)
         else:
-            value = _get_tls(self._name) if _has_tls(self._name) else self._default
+            value = get_thread_local(self._name) if is_thread_local(self._name) else self._default
         return value
 
     @contextmanager
@@ -77,7 +76,7 @@ def _propagate(name: str, value: object) -> None:
     """Store an object that torch propagates to the threads of a backward."""
     if not _torch_takes_reference():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    _set_tls(name, value)
+    set_thread_local(name, value)
 
 
 @functools.cache
@@ -87,7 +86,7 @@ def _torch_takes_reference() -> bool:
     for _ in range(4):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
     before = sys.getrefcount(probe)
-    _set_tls("shardwise.probe", probe)
+    set_thread_local("shardwise.probe", probe)
     return sys.getrefcount(probe) > before
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.interop.patching import replace_when_loaded
+from shardwise.patching import replace_when_loaded
 
 SOURCE = """
 def told(): return "theirs"

@@ -23,6 +23,7 @@ from shardwise import settings
 from shardwise.comm.agreement import step_of_op
 from shardwise.comm.group import CallFingerprint, Fields, talks
 from shardwise.comm.transfer.all_reduce import AllReduce, Holding, Team
+from shardwise.torch_private import will_run_node
 
 BUCKET_BYTES = 25 << 20  # a bucket of this size is sent at once
 
@@ -169,7 +170,7 @@ def _is_deferrable(accumulator: Any) -> bool:
     if leaf is None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks or leaf in _never_deferred:
         return False
     try:
-        return torch._C._will_engine_execute_node(accumulator)
+        return bool(will_run_node(accumulator))
     except RuntimeError:  # in torch.autograd.grad, whose caller gets the gradient
         return False
 

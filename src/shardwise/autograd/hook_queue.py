@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-_graph_task: Any = torch._C._current_graph_task_id
+from shardwise.torch_private import current_backward
 
 
 class QueuedHooks(Protocol):
@@ -40,7 +40,7 @@ class HookQueue:
     def collecting(self) -> Iterator[None]:
         """Hooks that are called in this context may queue others here, though no node runs."""
         before = _outside.queue, _outside.graph_task
-        _outside.queue, _outside.graph_task = self, _graph_task()
+        _outside.queue, _outside.graph_task = self, current_backward()
         try:
             yield
         finally:
@@ -66,4 +66,4 @@ _outside = _Outside()
 
 def calling_queue() -> HookQueue | None:
     """The queue whose hooks this thread calls now, unless a node of a backward runs in between."""
-    return _outside.queue if _outside.graph_task == _graph_task() else None
+    return _outside.queue if _outside.graph_task == current_backward() else None

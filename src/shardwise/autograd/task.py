@@ -38,9 +38,7 @@ from shardwise.autograd.anchors import tie
 from shardwise.autograd.buckets import GradientBuckets
 from shardwise.autograd.hook_queue import HookQueue
 from shardwise.comm.tracing import record
-
-_graph_task: Any = torch._C._current_graph_task_id  # the number of the backward that this thread works on; -1: none
-_engine: Any = torch.autograd.Variable._execution_engine
+from shardwise.torch_private import backward_engine, current_backward
 
 
 class BackwardTask:
@@ -86,7 +84,7 @@ _making = threading.Lock()
 
 def current_task() -> BackwardTask:
     """The task of the backward that this thread runs a node of."""
-    number = _graph_task()
+    number = current_backward()
     task = _running.get(number)
     if task is not None:
         return task
@@ -94,7 +92,7 @@ def current_task() -> BackwardTask:
         task = _running.get(number)
         if task is None:
             task = BackwardTask(records=torch.is_grad_enabled())
-            _engine.queue_callback(settings.carried(record.with_trace(task.finish)))
+            backward_engine.queue_callback(settings.carried(record.with_trace(task.finish)))
             _running[number] = task
     return task
 
@@ -110,7 +108,7 @@ def captured_task(roots: Sequence[torch.Tensor], *, records: bool) -> Iterator[B
     task = BackwardTask(records=records, captured=True)
 
     def begin(grad: torch.Tensor) -> None:
-        _running[_graph_task()] = task
+        _running[current_backward()] = task
 
     handles = []
     for root in roots:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined] # documented, yet not declared
 
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.comm.group import listed, store_of, timeout_of

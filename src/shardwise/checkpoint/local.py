@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.checkpoint.archive.blocks import checksum
 from shardwise.checkpoint.archive.memory import tensor_bytes
@@ -19,6 +18,7 @@ from shardwise.layout.placement import Placement
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import Distributed, is_dtensor, registry, summary
 from shardwise.tensor.movement import require_movable
+from shardwise.torch_private import FakeTensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from shardwise.interop.patching import Function, replace_when_loaded
+from shardwise.patching import Function, replace_when_loaded
 from shardwise.tensor import ShardedTensor
+from shardwise.torch_private import load
 
 
 def gathering(theirs: Function) -> Callable[..., torch.Tensor]:
@@ -35,15 +36,15 @@ def flattening(theirs: Function) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
     def flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state, with nested sharded tensors flattened."""
-        from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict
-
+        set_element = load("torch.distributed.checkpoint._traverse.set_element")
+        traverse = load("torch.distributed.checkpoint._traverse.traverse_state_dict")
         state: dict[str, Any] = theirs(state_dict)
 
         def keep(path: Any, value: object) -> None:
             if isinstance(value, ShardedTensor) and not value._frame.rows:
                 set_element(state, path, value)
 
-        traverse_state_dict(state_dict, keep)
+        traverse(state_dict, keep)
         return state
 
     return flattened

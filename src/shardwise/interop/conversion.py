@@ -11,9 +11,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch._prims_common import make_contiguous_strides_for
 from torch.distributed import ProcessGroup, ReduceOp
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement as Placing
@@ -46,6 +44,9 @@ from shardwise.tensor.dispatch import summary
 from shardwise.tensor.frame import Frame, Parts
 from shardwise.tensor.movement import tensor_fields
 from shardwise.tensor.partial import PartialTensor, ReplicatedTensor
+from shardwise.torch_private import load
+
+AsyncCollectiveTensor = load("torch.distributed._functional_collectives.AsyncCollectiveTensor")
 
 T = TypeVar("T")
 
@@ -87,7 +88,7 @@ def _sharded_to_dtensor(tensor: ShardedTensor, mesh: DeviceMesh, placements: Seq
         placing,
         run_check=False,
         shape=layout.size,
-        stride=make_contiguous_strides_for(layout.size),
+        stride=torch.empty(layout.size, device="meta").stride(),
     )
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.interop.patching import Function, replace_when_loaded
 from shardwise.nn.optim import ShardedOptimizer
+from shardwise.patching import Function, replace_when_loaded
 
 HELPERS = "torch.distributed.checkpoint.state_dict"
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as Placing
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardwise.errors import SpecError
 from shardwise.layout import Layout, Places
 from shardwise.layout.geometry import Boxes
 from shardwise.layout.placement import mesh_ranks
 from shardwise.layout.specs.mesh_cuts import AxisCut, mesh_layout
+from shardwise.torch_private import load
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+else:
+    StridedShard = load("torch.distributed.tensor.placement_types._StridedShard")
 
 MOST_TRIED = 4096  # combinations of placements tried for a layout
 
@@ -48,12 +53,12 @@ def normalize_placements(
         )
     found: list[Placing] = []
     for placement in placements:
-        if isinstance(placement, Shard | _StridedShard):
+        if isinstance(placement, Shard | StridedShard):
             if not -ndim <= placement.dim < ndim:
                 raise SpecError(f"Invalid sharding dim: {placement!r} for a tensor of {ndim} dims")
             dim = placement.dim % ndim
-            if isinstance(placement, _StridedShard):
-                found.append(_StridedShard(dim, split_factor=placement.split_factor))
+            if isinstance(placement, StridedShard):
+                found.append(StridedShard(dim, split_factor=placement.split_factor))
             else:
                 found.append(Shard(dim))
         elif isinstance(placement, Replicate | Partial):
@@ -69,9 +74,9 @@ def normalize_placements(
 def placement_cuts(placements: Sequence[Placing], shard_order: Any = None) -> tuple[AxisCut, ...]:
     """Which axes cut which dims, in order: from left to right, unless ``shard_order`` has another order."""
     cuts = {
-        axis: AxisCut(axis, placement.dim, int(placement.split_factor) if isinstance(placement, _StridedShard) else 1)
+        axis: AxisCut(axis, placement.dim, int(placement.split_factor) if isinstance(placement, StridedShard) else 1)
         for axis, placement in enumerate(placements)
-        if isinstance(placement, Shard | _StridedShard)
+        if isinstance(placement, Shard | StridedShard)
     }
     order = [axis for entry in shard_order or () for axis in entry.mesh_dims]
     return tuple(cuts[axis] for axis in (order if sorted(order) == list(cuts) else cuts))
@@ -131,7 +136,7 @@ def _from_right_to_left(placements: tuple[Placing, ...], mesh: DeviceMesh) -> tu
         if isinstance(placement, Shard):
             before = pieces.get(placement.dim, 1)
             if before > 1:
-                made[axis] = _StridedShard(placement.dim, split_factor=before)
+                made[axis] = StridedShard(placement.dim, split_factor=before)
             pieces[placement.dim] = before * _shape(mesh)[axis]
     return tuple(made)
 

@@ -19,7 +19,7 @@ from torch import nn
 from shardwise.autograd.buckets import never_defer
 from shardwise.errors import MixedOperandsError, UnsupportedOpError
 from shardwise.interop.lightning.patches import STRATEGY
-from shardwise.interop.patching import Function, replace_when_loaded, when_loaded
+from shardwise.patching import Function, replace_when_loaded, when_loaded
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import Distributed, collective_error
 

@@ -15,16 +15,16 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed import ProcessGroup, remote_device
+from torch.distributed import ProcessGroup
 
 from shardwise.errors import PlacementError
 from shardwise.layout.geometry import IntArray, read_only
+from shardwise.torch_private import RemoteDevice as RemoteDevice
+from shardwise.torch_private import unset_fake_mode
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-RemoteDevice = remote_device._remote_device
 PlacementLike = str | torch.device | RemoteDevice
 _new = object.__new__
 WITHOUT_INDEX = ("cpu", "meta")  # kinds of devices of which there is one: cpu:0 is cpu
@@ -186,6 +186,6 @@ def mesh_ranks(mesh: DeviceMesh) -> IntArray:
     """The ranks of a mesh in its shape, read-only; also within FakeTensorMode, where torch would not read them."""
     ranks = _ranks.get(mesh)
     if ranks is None:
-        with unset_fake_temporarily():
+        with unset_fake_mode():
             ranks = _ranks[mesh] = read_only(mesh.mesh.to("cpu", torch.int64).numpy())
     return ranks

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.utils import _pytree as pytree
 
 from shardwise.comm.group import cached_per_group, is_member, rank_array
 from shardwise.errors import LocalTensorError
@@ -19,6 +18,7 @@ from shardwise.layout.specs.spec import PlacedShardingSpec
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor.assembly import require_spec
 from shardwise.tensor.partial import PartialTensor
+from shardwise.torch_private import pytree
 
 M = TypeVar("M", bound=nn.Module)
 

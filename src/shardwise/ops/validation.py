@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, get_testing_overrides
-from torch.utils import _pytree as pytree
 
 from shardwise import settings
 from shardwise.comm.agreement import in_step_sharing
@@ -25,6 +24,7 @@ from shardwise.comm.value_digest import digest
 from shardwise.errors import PlainValueError
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import Distributed, op_name
+from shardwise.torch_private import pytree
 
 OWN_BATCH_ARGUMENTS = {"input", "indices", "offsets", "per_sample_weights"}  # each rank's own, under own_batches, in:
 OWN_BATCH_OPS = {functional.linear, functional.embedding, functional.embedding_bag}

@@ -11,8 +11,7 @@ from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import RankMismatchError, TransferError, same_kind
@@ -245,7 +244,7 @@ class JobMeeting:
         accelerated = self._backend == "nccl" and kinds != {"cpu"}
         device = torch.device("cuda", torch.cuda.current_device()) if accelerated else torch.device("cpu")
 
-        def made(store: TCPStore) -> tuple[Any, Any]:
+        def made(store: Store) -> tuple[Any, Any]:
             data, among = (PrefixStore(f"{self._prefix}{self.terms.epoch}/{what}", store) for what in ("data", "among"))
             here, targets = self._address.reached_from(), self.terms.ranks[1]
             place = data, numbers[self.here], len(numbers), self._timeout

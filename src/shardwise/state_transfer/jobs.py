@@ -13,7 +13,7 @@ import time
 import uuid
 from typing import Any
 
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import Store
 
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import TransferError
@@ -42,7 +42,7 @@ class OtherJob:
         store where it is said, else the source's does."""
         side = int(not gives[0])
         self._ranks, self._side, self._timeout, self.backend, self._name = ranks, side, timeout, backend, name
-        self._server: TCPStore | None = None
+        self._server: Store | None = None
         self._calls, self._closed = 0, False
         self._patient = True  # until the other job was missed: then it is looked for, and not waited for
         self._looked = self._missed = b""  # calls of the source: the one seen last, and one that led to nothing

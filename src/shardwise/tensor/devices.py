@@ -18,6 +18,7 @@ from shardwise.layout.specs import placed
 from shardwise.tensor.frame import Frame
 from shardwise.tensor.movement import tensor_fields
 from shardwise.tensor.strides import Strides, is_contiguous, stand_in, strides_of
+from shardwise.torch_private import parse_to
 
 if TYPE_CHECKING:
     from shardwise.tensor.tensor import ShardedTensor
@@ -35,7 +36,7 @@ def converted(
         args, copy = args[:-1], args[-1]
     if args and isinstance(args[0], torch.Tensor):  # the device and dtype of that tensor
         args = (args[0].device, args[0].dtype, *args[1:])
-    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
     memory_format = torch.preserve_format if memory_format is None else memory_format
     strides = strides_of(stand_in(tensor).clone(memory_format=memory_format))  # raises as torch does
     dtype = tensor.dtype if dtype is None else dtype

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import (
     CollectiveOpError,
@@ -24,6 +23,7 @@ from shardwise.errors import (
     SignatureError,
     UnsupportedOpError,
 )
+from shardwise.torch_private import DisableTorchFunction, pytree
 
 Op = Callable[..., Any]
 Handler = Callable[..., Any]
@@ -126,7 +126,7 @@ def register_default_op(op: Op, decorator: Callable[[Op], Callable[[Handler], Ha
 
     @decorator(op)
     def default_op(types: Any, args: Any = (), kwargs: Any = None, pg: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # modes too: a mode that called this handler would call it again
+        with DisableTorchFunction():  # modes too: a mode that called this handler would call it again
             return op(*args, **(kwargs or {}))
 
 

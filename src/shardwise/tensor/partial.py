@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.overrides import get_default_nowrap_functions
-from torch.utils import _pytree as pytree
 
 from shardwise import settings
 from shardwise.autograd.transfers import Way, moved_locals
@@ -28,6 +27,7 @@ from shardwise.tensor.movement import places_on_all_ranks
 from shardwise.tensor.shorthand import ShardingLike, parse_sharding
 from shardwise.tensor.tensor import ShardedTensor
 from shardwise.tensor.transforms import below_transforms
+from shardwise.torch_private import DisableTorchFunctionSubclass, make_wrapper_subclass, pytree
 
 REDUCTIONS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
     ReduceOp.SUM: lambda stack: stack.sum(0, dtype=stack.dtype),
@@ -61,7 +61,7 @@ class PartialTensor(Distributed, torch.Tensor):
         require_plain(local_shard, "this rank's part of a PartialTensor")
         if reduce_op not in REDUCTIONS:
             raise PropertyError(f"a partial tensor cannot be reduced by {reduce_op}")
-        self: PartialTensor = torch.Tensor._make_wrapper_subclass(
+        self: PartialTensor = make_wrapper_subclass(
             cls, local_shard.shape, dtype=local_shard.dtype, device=local_shard.device
         )
         self._local, self._group, self._reduce_op = local_shard, or_default(process_group), reduce_op
@@ -128,7 +128,7 @@ class PartialTensor(Distributed, torch.Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__name__", "") in ("__get__", "__repr__", "size", "dim", "numel", "__len__", "stride"):
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         refuse_mixed(func, args, kwargs, "PartialTensor")
         refuse_collective(func, args, kwargs)
@@ -195,7 +195,7 @@ class ReplicatedTensor(torch.Tensor):
         if any(group is not groups[0] for group in groups):
             name = getattr(func, "__name__", func)
             raise ProcessGroupError(f"ReplicatedTensor operands must be in the same process group, here of {name}")
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         if func in get_default_nowrap_functions():
             return result

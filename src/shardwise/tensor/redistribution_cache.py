@@ -26,7 +26,7 @@ from shardwise.comm.peers import notify_of_failure
 from shardwise.comm.transfer import TransferPlan
 from shardwise.errors import RankMismatchError
 from shardwise.layout import Layout
-from shardwise.tensor.saved_hooks import hooks_on_saved
+from shardwise.torch_private import saved_tensor_hooks
 
 if TYPE_CHECKING:
     from shardwise.tensor.wrapper import Wrapper
@@ -144,7 +144,7 @@ def redistributed_once(
 
 def _key(tensor: Wrapper) -> tuple[Any, ...]:
     """The state in which a copy holds: how often the tensor was written, the grad mode, hooks on saved tensors."""
-    return writes_of(tensor)[0], torch.is_grad_enabled(), hooks_on_saved(True)
+    return writes_of(tensor)[0], torch.is_grad_enabled(), saved_tensor_hooks(True)
 
 
 def _versions(tensor: Wrapper) -> list[int]:

@@ -13,6 +13,7 @@ from torch.distributed import rpc
 from shardwise.comm.agreement import in_step
 from shardwise.comm.group import rpc_workers
 from shardwise.errors import RankOrderError, RpcError
+from shardwise.torch_private import rpc_all_gather
 
 if TYPE_CHECKING:
     from shardwise.tensor.tensor import ShardedTensor
@@ -69,7 +70,7 @@ def share(tensor: T) -> T:
     tensor._remote_shards = {}
     tensor._sharded_tensor_id = ids.add(tensor)
     me = rpc.get_worker_info()
-    number_on = rpc.api._all_gather(tensor._sharded_tensor_id)
+    number_on = rpc_all_gather(tensor._sharded_tensor_id)
     shards = tensor.local_shards()
     sent = [
         rpc.rpc_async(worker, _receive, args=(number_on[worker.name], [rpc.RRef(s) for s in shards], me.id))
@@ -77,7 +78,7 @@ def share(tensor: T) -> T:
         if shards and worker.id != me.id
     ]
     torch.futures.wait_all(sent)
-    rpc.api._all_gather(None)  # a barrier: all references have arrived
+    rpc_all_gather(None)  # a barrier: all references have arrived
     return tensor
 
 

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from shardwise.torch_private import current_backward, pytree, saved_tensor_hooks
 
 if TYPE_CHECKING:
     from shardwise.tensor.wrapper import Wrapper
-
-hooks_on_saved: Any = torch._C._autograd._top_saved_tensors_default_hooks  # such as a checkpoint's, or None
 
 
 class _Calls(threading.local):
@@ -31,7 +30,7 @@ _calls = _Calls()
 
 def needs_saved() -> bool:
     """Whether the results of a call that begins now must save a tensor: under hooks, outside of other calls."""
-    return hooks_on_saved(True) is not None and _calls.outermost and torch.is_grad_enabled()
+    return saved_tensor_hooks(True) is not None and _calls.outermost and torch.is_grad_enabled()
 
 
 def with_saved(call: Callable[[], Any], is_sharded: Callable[[object], bool]) -> Any:
@@ -65,7 +64,7 @@ class _Unpacking:
 
     def __call__(self, grads: object) -> None:
         """Before a node."""
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if backward != self.backward:
             self.backward = backward
             self.result.grad_fn.saved_tensors  # type: ignore[union-attr] # noqa: B018 # which calls the hook

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.torch_private import DisableTorchFunction
+
 if TYPE_CHECKING:
     from shardwise.tensor.wrapper import Wrapper
 
@@ -57,5 +59,5 @@ def _lay(local: torch.Tensor, memory_format: torch.memory_format) -> None:
     """Give a shard other memory, in which it is contiguous; not a view that autograd follows to its base."""
     if local._is_view() and local.requires_grad:
         return
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with DisableTorchFunction(), torch.no_grad():
         local.data = local.detach().contiguous(memory_format=memory_format)

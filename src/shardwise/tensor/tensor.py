@@ -30,6 +30,7 @@ from shardwise.tensor.random import Draw
 from shardwise.tensor.shard import Shard
 from shardwise.tensor.shorthand import ShardingLike
 from shardwise.tensor.transforms import below_transforms
+from shardwise.torch_private import DisableTorchFunctionSubclass, TensorBase, is_torch_function_enabled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -152,10 +153,9 @@ class ShardedTensor(ShardedTensorBase):
     ProcessGroupState = pickling.ProcessGroupState
 
     def __setstate__(self, state: Any) -> None:
-        with torch._C.DisableTorchFunctionSubclass():  # torch has made a wrapper without parts
-            bare: Any = torch._C.TensorBase
-            device = bare.device.__get__(self)
-            bare.requires_grad.__set__(self, False)  # of the wrapper; the shards have their own
+        with DisableTorchFunctionSubclass():  # torch has made a wrapper without parts
+            device = TensorBase.device.__get__(self)
+            TensorBase.requires_grad.__set__(self, False)  # of the wrapper; the shards have their own
         self._fill(pickling.restore_old(state, device))
         if state[-1]:
             remote.share(self)
@@ -264,7 +264,7 @@ class ShardedTensor(ShardedTensorBase):
         Each rank moves its own shards, to its current device when no index is given. When the device changes, every
         rank of the group calls it, and each learns the others' devices. Takes ``process_group`` for the new tensor.
         """
-        if not torch._C._is_torch_function_enabled():  # inside an op that is decomposed
+        if not is_torch_function_enabled():  # inside an op that is decomposed
             return super().to(*args, **kwargs)  # type: ignore[return-value] # sharded
         converted = devices.converted(self, args, kwargs)
         if converted is None:

@@ -15,14 +15,19 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import _StopRecomputationError
 
 from shardwise.comm.agreement import notify_if_alone
 from shardwise.comm.tracing import record
 from shardwise.tensor.dispatch import Distributed, distributed_in, refuse_mixed, registry, unsupported
 from shardwise.tensor.frame import Frame
 from shardwise.tensor.saved_hooks import needs_saved, with_saved
-from shardwise.tensor.transforms import compute_transformed, level_of_transforms, refuse_forward_mode
+from shardwise.tensor.transforms import compute_transformed, refuse_forward_mode
+from shardwise.torch_private import (
+    StopRecomputation,
+    functorch_level,
+    is_torch_function_enabled,
+    is_torch_function_mode_enabled,
+)
 
 ENTRY_POINTS: set[CodeType] = set()  # code of the functions through which ops are called
 
@@ -32,7 +37,7 @@ def notify_if_outermost(error: Exception, process_group: ProcessGroup | None) ->
 
     The error by which torch's checkpoint ends a recomputation early is none.
     """
-    if isinstance(error, _StopRecomputationError):
+    if isinstance(error, StopRecomputation):
         return
     frame: FrameType | None = sys._getframe(1).f_back
     while frame is not None:
@@ -54,7 +59,7 @@ class TorchFunctionTensor(Distributed, torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if level_of_transforms() is not None or forward_ad._current_level >= 0:
+        if functorch_level() is not None or forward_ad._current_level >= 0:
             again = functools.partial(cls.__torch_function__, func, types, args, kwargs)
             return compute_transformed(again, func, args, kwargs or {})
         if needs_saved():
@@ -108,8 +113,6 @@ def call_directly(name: str) -> None:
     dispatch is disabled, as inside an op that is decomposed; and within transforms.
     """
     method = getattr(torch.Tensor, name)
-    mode_is_active = torch._C._is_torch_function_mode_enabled
-    dispatches = torch._C._is_torch_function_enabled
 
     @functools.wraps(method)
     def direct(self: TorchFunctionTensor, *args: Any, **kwargs: Any) -> Any:
@@ -119,8 +122,8 @@ def call_directly(name: str) -> None:
         handler = registry.find(method, frame.spec_class)
         entered = record.enter(method) if record.running else None
         try:
-            transformed = level_of_transforms() is not None or forward_ad._current_level >= 0
-            if handler is None or mode_is_active() or not dispatches() or transformed:
+            transformed = functorch_level() is not None or forward_ad._current_level >= 0
+            if handler is None or is_torch_function_mode_enabled() or not is_torch_function_enabled() or transformed:
                 return method(self, *args, **kwargs)
             return handler((type(self),), (self, *args), kwargs, frame.process_group)
         except Exception as error:

@@ -15,17 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import UnsupportedOpError
+from shardwise.torch_private import (
+    DisableTorchFunctionSubclass,
+    functorch_level,
+    is_functorch_tensor,
+    pytree,
+    without_functorch,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-level_of_transforms = torch._C._functorch.maybe_current_level  # None outside of all transforms
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def refuse_forward_mode() -> None:
@@ -42,16 +44,16 @@ def compute_transformed(compute: Callable[..., T], func: Any, args: Sequence[Any
     """The result of a torch function within a transform; of captured tensors alone, that of ``compute()``."""
     refuse_forward_mode()
     if _wrapped_in(args, kwargs):
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return _with_matrices(func)(*args, **kwargs)  # type: ignore[no-any-return] # as compute would
-    with temporarily_clear_interpreter_stack():
+    with without_functorch():
         return compute()
 
 
 def _wrapped_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an argument of a transform, or a result computed from one, is among these values."""
     leaves = pytree.tree_leaves((args, kwargs))
-    return any(isinstance(leaf, torch.Tensor) and _is_wrapped(leaf) for leaf in leaves)
+    return any(isinstance(leaf, torch.Tensor) and is_functorch_tensor(leaf) for leaf in leaves)
 
 
 def _with_matrices(func: Any) -> Any:
@@ -80,14 +82,14 @@ def below_transforms(verb: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(verb)
     def _below(*args: P.args, **kwargs: P.kwargs) -> T:
-        if level_of_transforms() is None:
+        if functorch_level() is None:
             return verb(*args, **kwargs)
         if _wrapped_in(args, kwargs):
             raise UnsupportedOpError(
                 f"{verb.__qualname__} was given an argument of a transform of torch.func (grad, vmap, ...), whose data "
                 "cannot be moved between ranks: call it before the transform, or use torch.autograd.grad"
             )
-        with temporarily_clear_interpreter_stack():
+        with without_functorch():
             return verb(*args, **kwargs)
 
     return _below

@@ -25,8 +25,7 @@ from shardwise.tensor.shard import Shard
 from shardwise.tensor.sparse_gradient import make_dense
 from shardwise.tensor.strides import Strides
 from shardwise.tensor.torch_function import TorchFunctionTensor
-
-_make_wrapper = torch.Tensor._make_wrapper_subclass
+from shardwise.torch_private import make_wrapper_subclass
 
 
 class Wrapper(TorchFunctionTensor):
@@ -62,7 +61,7 @@ class Wrapper(TorchFunctionTensor):
     def _wrap(cls, parts: Parts) -> Self:
         """The wrapper around checked parts."""
         frame = parts.frame
-        self = _make_wrapper(cls, frame.size, dtype=frame.dtype, device=frame.device)
+        self: Self = make_wrapper_subclass(cls, frame.size, dtype=frame.dtype, device=frame.device)
         self._fill(parts)
         return self
 
@@ -79,14 +78,14 @@ class Wrapper(TorchFunctionTensor):
         """The same layout, filled with these local tensors: the result of an op that keeps shards where they are."""
         if tensors and dtype in (None, self._frame.dtype):  # the usual case, kept short
             frame = self._frame
-            new = _make_wrapper(type(self), frame.size, dtype=frame.dtype, device=frame.device)
+            new = make_wrapper_subclass(type(self), frame.size, dtype=frame.dtype, device=frame.device)
             new._frame, new._tensors = frame, tensors
             return new
         return self._derived(self._frame if dtype is None else self._frame.with_dtype(dtype), tensors, self._anchored())
 
     def _derived(self, frame: Frame, tensors: list[torch.Tensor], anchor: torch.Tensor | None) -> Any:
         """A result of an op on this tensor; on a rank without shards it requires grad as on the other ranks."""
-        new = _make_wrapper(type(self), frame.size, dtype=frame.dtype, device=frame.device)
+        new = make_wrapper_subclass(type(self), frame.size, dtype=frame.dtype, device=frame.device)
         new._frame = frame
         new._tensors = tensors
         if not tensors and self.requires_grad and torch.is_grad_enabled():

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch.distributed import FileStore  # type: ignore[attr-defined] # documented, yet not declared
 
 from shardwise.comm.group import group_state, tagged_messages
 from shardwise.testing.task import Task
+from shardwise.torch_private import load
 
 _start_folder = os.getcwd()
 # NCCL refuses ranks that share a GPU, unless they seem to be on different hosts, connected by the loopback.
@@ -150,10 +151,8 @@ def _end_groups() -> None:
     for group in groups:
         dist.destroy_process_group(group)
     if groups and "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        clear_cache: Any = _clear_sharding_prop_cache
-        clear_cache()  # cached results for meshes of those groups must not be used for equal meshes
+        # Cached results for meshes of those groups must not be used for equal meshes.
+        load("torch.distributed.tensor.debug._clear_sharding_prop_cache")()
 
 
 def _traceback(error: BaseException) -> str:

@@ -9,19 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-)
 
 from shardwise.comm.tracing.origin import place_of
 from shardwise.comm.tracing.record import Trace, recording
 from shardwise.comm.tracing.table import show
 from shardwise.tools.stand_ins import StandIns
-
-VALUES_DECIDE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+from shardwise.torch_private import FAKE_TENSOR_ERRORS, FakeTensorMode
 
 
 class Explanation(Trace):
@@ -82,7 +75,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         with mode, recording(explanation):
             try:
                 call(*positional, **named)
-            except VALUES_DECIDE as error:
+            except FAKE_TENSOR_ERRORS as error:
                 explanation.stopped = _stopped(error)
     return explanation
 

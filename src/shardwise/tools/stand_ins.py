@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
 from shardwise.layout.specs import placed
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import Distributed
 from shardwise.tensor.frame import Frame, Parts
+from shardwise.torch_private import FakeTensorMode
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, types.ModuleType)
 LIBRARIES = {"torch", "shardwise", "numpy", *sys.stdlib_module_names}  # whose objects and functions are not copied

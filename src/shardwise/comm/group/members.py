@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed import ProcessGroup
 
 from shardwise import settings
 from shardwise.comm.group.state import cached_per_group
 from shardwise.errors import ProcessGroupError
 from shardwise.layout.geometry import IntArray, read_only
+from shardwise.torch_private import FAKE_MODE, dispatch_mode
 
 SHOWN = 8  # ranks that an error names, of many
 
@@ -34,7 +34,12 @@ def current_process_group() -> ProcessGroup:
 
 def or_default(process_group: ProcessGroup | None) -> ProcessGroup:
     """The given group, or the default group."""
-    return process_group if process_group is not None else distributed_c10d._get_default_group()
+    found = dist.group.WORLD if process_group is None else process_group
+    if found is None:
+        raise ValueError(  # as torch does
+            "Default process group has not been initialized: call torch.distributed.init_process_group first"
+        )
+    return found
 
 
 def is_member(process_group: ProcessGroup) -> bool:
@@ -75,7 +80,7 @@ def sends(process_group: ProcessGroup) -> bool:
 
 def without_data() -> bool:
     """Whether tensors that are made now have a size and no data: within torch's FakeTensorMode."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return dispatch_mode(FAKE_MODE) is not None
 
 
 def talks(process_group: ProcessGroup) -> bool:

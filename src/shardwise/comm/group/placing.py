@@ -18,6 +18,7 @@ from shardwise.errors import PlacementError, RpcError
 from shardwise.layout import Layout, Places
 from shardwise.layout.geometry import IntArray
 from shardwise.layout.placement import WITHOUT_INDEX, Placement, RemoteDevice, rank_device
+from shardwise.torch_private import has_rpc_agent, rpc_agent
 
 BY_RANK = ":rank%"  # the index of a device is the rank's number, modulo how many there are
 
@@ -114,10 +115,9 @@ def parse_and_validate_remote_device(
 
 def rpc_workers() -> list[Any] | None:
     """Every worker of the RPC framework; None while it is not initialised."""
-    framework: Any = rpc  # what we need of it has no declared types
-    if not rpc.is_available() or not framework._is_current_rpc_agent_set():
+    if not rpc.is_available() or not has_rpc_agent():
         return None
-    return list(framework._get_current_rpc_agent().get_worker_infos())
+    return list(rpc_agent().get_worker_infos())
 
 
 def _worker_rank(name: str) -> int:

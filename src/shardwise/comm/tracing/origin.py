@@ -12,15 +12,13 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from shardwise.comm.tracing.events import Origin
+from shardwise.torch_private import current_backward, current_node, next_node_number, run_backward
 
 _PACKAGE = Path(__file__).parents[2]
 _LIBRARIES = f"{Path(torch.__file__).parent}/", f"{_PACKAGE}/"
 _TESTING = f"{_PACKAGE}/testing/"
 _STANDARD = str(Path(threading.__file__).parent) + "/"
-_next_node: Any = torch._C._autograd._get_sequence_nr
-_node: Any = torch._C._current_autograd_node  # that a backward is at in this thread, or None
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__  # through which every backward is begun
-_task: Any = torch._C._current_graph_task_id
+_ENGINE = run_backward.__code__  # through which every backward is begun
 
 
 OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
@@ -111,29 +109,29 @@ class Origins:
 
         Within another op, it is that one that is being computed: what ops come down to is worked out once only.
         """
-        ops, task = self._running.ops, _task()
+        ops, task = self._running.ops, current_backward()
         inner = bool(ops) and ops[-1][1] == task
         origin = ops[-1][0] if inner else Origin(name_of(op), caller().place, self._module())
         ops.append((origin, task))
-        return origin, _next_node()
+        return origin, next_node_number()
 
     def leave(self, origin: Origin, first_node: int) -> None:
         """It ends: what autograd has recorded meanwhile, and no op within it has taken, is of this op."""
         self._running.ops.pop()
-        for number in range(first_node, _next_node()):
+        for number in range(first_node, next_node_number()):
             self._nodes.setdefault(number, origin)
 
     def here(self) -> Origin:
         """What is being computed in this thread; of a backward, the call that it is the backward of."""
-        running, task = self._running, _task()
+        running, task = self._running, current_backward()
         if running.ops and running.ops[-1][1] == task:
             return running.ops[-1][0]
-        node, by = _node(), caller()
-        if (node is None and _task() != -1) or (by.runs_backward and node is None):  # at the end of a backward
+        node, by = current_node(), caller()
+        if node is None and (task != -1 or by.runs_backward):  # at the end of a backward
             return Origin("gradients of leaves", by.place, "")
         if node is None or not by.runs_backward:  # a verb: if it is recorded, it has just been, as the last node
             origin = Origin(by.verb, by.place, self._module())
-            self._nodes.setdefault(_next_node() - 1, origin)
+            self._nodes.setdefault(next_node_number() - 1, origin)
             return origin
         found = self._nodes.get(node._sequence_nr())
         if found is None:

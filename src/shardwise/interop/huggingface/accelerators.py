@@ -13,15 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import CheckpointError
 from shardwise.interop.huggingface.loaders import distributes_batches, note_prepared
 from shardwise.interop.huggingface.models import is_sharded
 from shardwise.interop.huggingface.saving import save_pretrained
-from shardwise.interop.patching import Function, replace_when_loaded
+from shardwise.patching import Function, replace_when_loaded
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor.batch_forms import map_nest
+from shardwise.torch_private import pytree
 
 
 def _prepare_unwrapped(theirs: Function) -> Function:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils.data import BatchSampler, IterableDataset
 
-from shardwise.interop.patching import Function, replace_when_loaded
+from shardwise.patching import Function, replace_when_loaded
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor.batch_forms import first_rows, row_count
 from shardwise.tensor.batches import JointStep, joint_steps

@@ -10,7 +10,7 @@ from torch import nn
 from shardwise import settings
 from shardwise.errors import CheckpointError
 from shardwise.interop.huggingface.saving import save_pretrained
-from shardwise.interop.patching import Function, replace_when_loaded
+from shardwise.patching import Function, replace_when_loaded
 from shardwise.tensor import ShardedTensor, ShardedTensorBase
 
 # Arguments without effect on a sharded model, which every rank writes.

@@ -11,8 +11,8 @@ from torch import nn
 from shardwise.comm.agreement import in_step_sharing
 from shardwise.comm.group import Fields
 from shardwise.errors import PropertyError, ShardwiseError
-from shardwise.interop.patching import Function, replace_when_loaded
 from shardwise.layout.specs import ChunkShardingSpec
+from shardwise.patching import Function, replace_when_loaded
 from shardwise.tensor import ShardedTensor, shard_tensor
 
 MODELS = "transformers.modeling_utils"

@@ -13,7 +13,7 @@ from shardwise import checkpoint
 from shardwise.interop.huggingface.loading import load_pretrained
 from shardwise.interop.huggingface.models import is_sharded
 from shardwise.interop.huggingface.saving import save_pretrained
-from shardwise.interop.patching import Function, replace_when_loaded
+from shardwise.patching import Function, replace_when_loaded
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor.batch_forms import row_count
 

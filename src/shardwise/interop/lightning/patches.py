@@ -8,11 +8,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
-from shardwise.interop.patching import Function, replace_when_loaded
+from shardwise.patching import Function, replace_when_loaded
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor.saved_files import require_own_path
+from shardwise.torch_private import pytree
 
 STRATEGY = "Trainer(devices=…, strategy=shardwise.lightning.ShardwiseStrategy())"
 

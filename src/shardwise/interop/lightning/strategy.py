@@ -14,12 +14,12 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from shardwise.checkpoint import load, save
 from shardwise.comm.group import or_default
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor.batches import join_batch
+from shardwise.torch_private import pytree
 
 STATE = "state"  # in a checkpoint's folder: the model and the optimizers, in shardwise's format
 REST = "rest.pt"  # everything else: loops, callbacks, schedulers, hyperparameters

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup
 from torch.nn.parameter import is_lazy
 
@@ -21,6 +20,7 @@ from shardwise.nn.sharding_plan.tree import ModuleSlot, ModuleTree
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor.assembly import require_dense
 from shardwise.tensor.shorthand import ShardingLike, parse_sharding
+from shardwise.torch_private import FakeTensor
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from shardwise.comm.group import is_member
 from shardwise.errors import PropertyError
 from shardwise.ops.autograd.leaf_hooks import changed_by_hooks
 from shardwise.ops.autograd.nodes import Whole
+from shardwise.patching import replace_now
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import registry
 
@@ -115,7 +116,7 @@ def _backward_dispatched(*args: Any, **kwargs: Any) -> None:
 
 _PARAMETERS = inspect.signature(_backward_plain)
 if "handle_torch_function" not in _backward_plain.__code__.co_names:  # before torch 2.13, which asks the tensors
-    torch.autograd.backward = _backward_dispatched
+    replace_now(torch.autograd, "backward", _backward_dispatched)
 
 
 def _backward(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:

@@ -18,8 +18,10 @@ from shardwise.autograd.task import current_task
 from shardwise.comm.agreement import notify_if_alone
 from shardwise.errors import UnsupportedOpError
 from shardwise.ops.autograd.leaf_hooks import Hook, LeafHooks
+from shardwise.patching import replace_now
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import Distributed, registry
+from shardwise.torch_private import MultiHandle
 
 
 def _register_hook(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
@@ -177,10 +179,10 @@ def _register_multi(tensors: Any, fn: Hook, *, mode: str = "all") -> Any:
     tensors = list(tensors)
     if mode not in ("all", "any") or not any(isinstance(tensor, Distributed) for tensor in tensors):
         return _register_multi_plain(tensors, fn, mode=mode)
-    return graph._MultiHandle(_Several(tensors, fn, first=mode == "any").handles)
+    return MultiHandle(_Several(tensors, fn, first=mode == "any").handles)
 
 
-graph.register_multi_grad_hook = _register_multi  # nothing dispatches it
+replace_now(graph, "register_multi_grad_hook", _register_multi)  # nothing dispatches it
 registry.built_in[torch.Tensor.register_hook] = _register_hook
 registry.built_in[torch.Tensor.register_post_accumulate_grad_hook] = _register_post_hook
 registry.built_in[torch.Tensor.retain_grad] = _retain_grad

@@ -27,6 +27,7 @@ from shardwise.tensor.dispatch import Distributed, summary
 from shardwise.tensor.frame import Frame, Parts
 from shardwise.tensor.partial import PartialTensor
 from shardwise.tensor.shard import narrow_tensor_by_index
+from shardwise.torch_private import DisableTorchFunctionSubclass, TensorBase
 
 Tensors = list[torch.Tensor]
 
@@ -161,7 +162,7 @@ class _Watched:
         self.locals = [(weakref.ref(local), local._version) for local in saved._local_tensors()]
         self.wrapper: Any = weakref.ref(saved)  # which torch keeps
         if is_result:  # of which torch keeps only what shares its version
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 alias: Any = torch.Tensor.detach(saved)
             alias._tensors = []
             self.wrapper = lambda: alias
@@ -201,8 +202,8 @@ def _is_recorded(value: Any) -> bool:
 
 
 def _node_of(wrapper: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch._C.TensorBase.grad_fn.__get__(wrapper)  # type: ignore[union-attr] # a descriptor
+    with DisableTorchFunctionSubclass():
+        return TensorBase.grad_fn.__get__(wrapper)
 
 
 def _require_differentiable(node: Any, grads: Sequence[torch.Tensor | None]) -> None:

@@ -9,15 +9,15 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import op_name
+from shardwise.torch_private import OpOverload, TensorBase, nn_functions, pytree, variable_functions
 
 Aten = Any  # an OpOverload of torch.ops.aten
 LITERAL_TYPES = (bool, int, float, complex, str, torch.dtype)
 TENSOR_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
-PYTHON_OWNERS = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn)  # of functions that call aten ops
+PYTHON_OWNERS = (variable_functions, TensorBase, nn_functions)  # of functions that call aten ops
 
 
 class Call:
@@ -131,7 +131,7 @@ outer_function = OuterFunction()
 @lru_cache(maxsize=4096)
 def is_pure(op: Any) -> bool:
     """Whether a function is one of torch's, and by its name or schema writes into none of its arguments."""
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, OpOverload):
         return not op._schema.is_mutable
     if isinstance(op, FunctionType) and op.__module__.split(".")[0] != "torch":
         return False  # whose result may depend on anything

@@ -29,6 +29,15 @@ from shardwise.ops.engine.recorder import Recorder, active, recording_call
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import Handler, registry
 from shardwise.tensor.redistribution_cache import cached_layout, is_activation
+from shardwise.torch_private import (
+    dispatch_mode_count,
+    fills_uninitialized_memory,
+    is_any_autocast_enabled,
+    is_cudnn_enabled,
+    is_mkldnn_enabled,
+    is_torch_function_mode_enabled,
+    uses_deterministic_algorithms,
+)
 
 MAX_PROGRAMS = 4096  # of a group
 IGNORES_FLAGS: set[Any] = set()  # functions that read none of FLAGS; the kernels that they call may
@@ -39,24 +48,21 @@ LITERALS = (int, str, torch.dtype, torch.device, torch.layout, torch.memory_form
 # kernels read, such as the choice between kernels of attention, or the precision of products: they still do.
 FLAGS: tuple[Callable[[], Any], ...] = (
     torch.is_inference_mode_enabled,
-    torch._C._get_deterministic_algorithms,
-    torch._C._get_deterministic_fill_uninitialized_memory,
-    torch._C._get_cudnn_enabled,
-    torch._C._get_mkldnn_enabled,
+    uses_deterministic_algorithms,
+    fills_uninitialized_memory,
+    is_cudnn_enabled,
+    is_mkldnn_enabled,
 )
 
-_mode_is_active = torch._C._is_torch_function_mode_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 _grad_enabled = torch.is_grad_enabled
 _default_dtype = torch.get_default_dtype
-_autocast_enabled = torch._C._is_any_autocast_enabled
 
 _MISSING: Any = object()
 
 
 def cached_call(op: Any, args: Sequence[Any], kwargs: dict[str, Any], slow_path: Callable[..., Any]) -> Any:
     """The result of ``slow_path(op, args, kwargs)``, by the cached program if there is one."""
-    if active.recorder is not None or _mode_is_active() or _dispatch_modes():
+    if active.recorder is not None or is_torch_function_mode_enabled() or dispatch_mode_count():
         return slow_path(op, args, kwargs)
     try:
         group, key = cache_key(op, args, kwargs)
@@ -145,7 +151,7 @@ def _global_state(op: Any) -> list[Any]:
     state += (_default_dtype(), registry.version)
     if op not in IGNORES_FLAGS:
         state += [read() for read in FLAGS]
-    if _autocast_enabled():
+    if is_any_autocast_enabled():
         state += [torch.get_autocast_dtype(one) if torch.is_autocast_enabled(one) else None for one in _device_types()]
         state.append(torch.is_autocast_cache_enabled())
     return state

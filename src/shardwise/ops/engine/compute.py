@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.utils import _pytree as pytree
 
 from shardwise import settings
 from shardwise.autograd.anchors import new_anchor, note_write, tie
@@ -31,6 +30,7 @@ from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import unsupported
 from shardwise.tensor.frame import Frame, Parts
 from shardwise.tensor.redistribution_cache import cached_layout, is_activation
+from shardwise.torch_private import pytree
 
 Tensors = list[torch.Tensor]
 

@@ -13,9 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._decomp import decomposition_table
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import CollectiveOpError, PropertyError, UnsupportedOpError, ViewWriteError
 from shardwise.ops.engine.call import Aten, Call, functional_overload, outer_function
@@ -31,17 +29,28 @@ from shardwise.tensor.dispatch import Distributed, refuse_collective, refuse_mix
 from shardwise.tensor.movement import copy_into
 from shardwise.tensor.strides import PLAIN_FORMATS
 from shardwise.tensor.torch_function import call_directly
-
-_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.ADInplaceOrView
+from shardwise.torch_private import (
+    DisableTorchFunction,
+    DispatchKey,
+    DispatchKeySet,
+    EnableTorchFunction,
+    ExcludeDispatchKeyGuard,
+    ForceDispatchKeyGuard,
+    decomposition_table,
+    excluded_dispatch_keys,
+    has_kernel_for,
+    included_dispatch_keys,
+    is_any_autocast_enabled,
+    pytree,
 )
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_autocast_enabled = torch._C._is_any_autocast_enabled
+
+_AUTOGRAD = DispatchKeySet(DispatchKey.AutogradFunctionality) | DispatchKeySet(DispatchKey.ADInplaceOrView)
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
 
 def _dispatch_state() -> tuple[Any, Any]:
     """The dispatch keys that torch includes and excludes in this thread: autograd, autocast, conjugation, ..."""
-    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return included_dispatch_keys(), excluded_dispatch_keys()
 
 
 class _Outer(threading.local):
@@ -74,7 +83,7 @@ def _with_autocast(op: Aten, decompose: Callable[[], Any]) -> Any:
     _outer.casts = None if _is_cast(op, casts.raw_repr()) else casts
     included, excluded = _dispatch_state()
     try:
-        with torch._C._ForceDispatchKeyGuard(included, excluded if _outer.casts is None else excluded - casts):
+        with ForceDispatchKeyGuard(included, excluded if _outer.casts is None else excluded - casts):
             return decompose()
     finally:
         _outer.casts = casts
@@ -83,11 +92,10 @@ def _with_autocast(op: Aten, decompose: Callable[[], Any]) -> Any:
 @lru_cache(maxsize=4096)
 def _is_cast(op: Aten, casts: int) -> bool:
     """Whether one of these keys of autocast casts the operands of an op."""
-    keys = torch._C.DispatchKeySet.from_raw_repr(casts)
+    keys = DispatchKeySet.from_raw_repr(casts)
     return any(
-        keys.has(getattr(torch._C.DispatchKey, name))
-        and torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), name)
-        for name in dir(torch._C.DispatchKey)
+        keys.has(getattr(DispatchKey, name)) and has_kernel_for(op.name(), name)
+        for name in dir(DispatchKey)
         if name.startswith("Autocast")
     )
 
@@ -110,13 +118,13 @@ def _call_decomposed(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     before = _outer.state, _outer.casts, _outer.has_proxies, _outer.arguments
     included, excluded = _dispatch_state()
     _outer.state, _outer.has_proxies = (included, excluded | AUTOCAST), has_proxies
-    _outer.casts = AUTOCAST - excluded if _autocast_enabled() else None
+    _outer.casts = AUTOCAST - excluded if is_any_autocast_enabled() else None
     _outer.arguments = (tuple(args), kwargs)
     outermost = outer_function.called is None
     if outermost:
         outer_function.called = (op, args, kwargs)
     try:
-        with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
+        with DisableTorchFunction(), ExcludeDispatchKeyGuard(_AUTOGRAD):
             result = op(*by_position, **by_name)
         return unwrap(result) if has_proxies else result
     except CollectiveOpError:
@@ -170,7 +178,7 @@ def compute_aten(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _with_autocast(op, lambda: op.decompose(*args, **kwargs))
     if _outer.has_proxies and holds_proxy(args, kwargs):
         return _compute_unwrapped(op, args, kwargs)
-    with torch._C._EnableTorchFunction(), torch._C._ForceDispatchKeyGuard(*_outer.state), observed():
+    with EnableTorchFunction(), ForceDispatchKeyGuard(*_outer.state), observed():
         if not known and in_python is not None:
             return _with_autocast(op, lambda: in_python(*args, **kwargs))
         if _outer.casts is not None and op._can_decompose():  # as torch would, beneath autocast
@@ -189,7 +197,7 @@ def _compute_unwrapped(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) ->
     plain_args, plain_kwargs = unwrap((args, kwargs))
     if any(isinstance(leaf, ShardedTensorBase) for leaf in pytree.tree_leaves((args, kwargs))):
         return compute_aten(op, plain_args, plain_kwargs)
-    with torch._C._ForceDispatchKeyGuard(*_outer.state):
+    with ForceDispatchKeyGuard(*_outer.state):
         return with_proxies(op(*plain_args, **plain_kwargs))
 
 
@@ -278,7 +286,7 @@ def _compute_in_place(call: Call, written: list[int]) -> Any:
         return compute_gathered(call.op, (), call.arguments, needs_whole(call), written)
     names = {argument.name for argument in functional._schema.arguments}
     arguments = _copied_where_written(call, outs)
-    with torch._C._EnableTorchFunction():
+    with EnableTorchFunction():
         result = compute_aten(functional, (), {name: value for name, value in arguments.items() if name in names})
     for out, value in zip(outs, pytree.tree_leaves(result), strict=True):
         if not torch.can_cast(value.dtype, out.dtype):

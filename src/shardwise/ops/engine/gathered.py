@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.utils import _pytree as pytree
 
 from shardwise import settings
 from shardwise.autograd.transfers import Way, moved_tensors
@@ -27,6 +26,7 @@ from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import op_name, unsupported
 from shardwise.tensor.movement import copy_into, require_movable
 from shardwise.tensor.random import default_generator, draws_per_rank, require_equal_state, state_digest
+from shardwise.torch_private import OpOverload, pytree
 
 
 def compute_gathered(
@@ -197,6 +197,6 @@ def _agreed_seed(
 
 def _may_draw(op: Callable[..., Any]) -> bool:
     """Whether an op may draw random numbers, by the tags of aten ops. The same on every rank."""
-    if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten":
+    if not isinstance(op, OpOverload) or op.namespace != "aten":
         return True
     return torch.Tag.nondeterministic_seeded in op.tags

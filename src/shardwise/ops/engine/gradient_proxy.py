@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardwise.tensor.dispatch import Distributed, registry
+from shardwise.torch_private import make_wrapper_subclass, pytree
 
 
 class GradientProxy(torch.Tensor):
@@ -23,7 +23,7 @@ class GradientProxy(torch.Tensor):
     @staticmethod
     def of(plain: torch.Tensor) -> GradientProxy:
         """The proxy of this tensor."""
-        self: GradientProxy = torch.Tensor._make_wrapper_subclass(
+        self: GradientProxy = make_wrapper_subclass(
             GradientProxy,
             plain.shape,
             strides=plain.stride(),

@@ -15,7 +15,7 @@ from shardwise.autograd.transfers import own_parts
 from shardwise.comm.group import cached_per_group
 from shardwise.layout import Layout
 from shardwise.tensor.movement import places_on_all_ranks
-from shardwise.tensor.saved_hooks import hooks_on_saved
+from shardwise.torch_private import saved_tensor_hooks
 
 
 class _GradientTo(torch.autograd.Function):
@@ -54,7 +54,7 @@ def shared_plain(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tens
         return tensor
     if tensor.is_leaf:
         return shared_leaf(tensor, _everywhere(tensor, group), group)
-    key = group, tensor._version, hooks_on_saved(True)
+    key = group, tensor._version, saved_tensor_hooks(True)
     cached_key, stand_in = _stand_ins.get(tensor, (None, tensor))
     if cached_key != key:
         stand_in = shared_stand_in(tensor, _everywhere(tensor, group), group)

@@ -32,9 +32,15 @@ from shardwise.tensor.movement import require_movable
 from shardwise.tensor.random import Draw
 from shardwise.tensor.random.fill import fill_random
 from shardwise.tensor.redistribution_cache import redistributed_once
+from shardwise.torch_private import (
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    is_any_autocast_enabled,
+    make_wrapper_subclass,
+)
 
 Tensors = list[torch.Tensor]
-_make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
 class Slot(int):
@@ -120,7 +126,7 @@ class Program(NamedTuple):
         for cls, frame, like, numbers, fields, base in self.results:
             if like is not None:
                 frame = arguments[like]._frame.with_dtype(frame.dtype)
-            new = _make_wrapper(cls, frame.size, dtype=frame.dtype, device=frame.device)
+            new = make_wrapper_subclass(cls, frame.size, dtype=frame.dtype, device=frame.device)
             new._frame, new._tensors = frame, [slots[number] for number in numbers]
             if fields:
                 new.__dict__.update(fields)
@@ -281,17 +287,13 @@ def _agree_and_share(group: ProcessGroup, summary: OpSummary, data: bytes) -> li
 
 AUTOCAST = functools.reduce(  # the dispatch keys of autocast, one for each type of device
     operator.or_,
-    (
-        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
-        for name in dir(torch._C.DispatchKey)
-        if name.startswith("Autocast")
-    ),
+    (DispatchKeySet(getattr(DispatchKey, name)) for name in dir(DispatchKey) if name.startswith("Autocast")),
 )
 
 
 def without_autocast() -> AbstractContextManager[Any]:
     """Within this context, autocast casts nothing."""
-    return torch._C._ExcludeDispatchKeyGuard(AUTOCAST) if torch._C._is_any_autocast_enabled() else nullcontext()
+    return ExcludeDispatchKeyGuard(AUTOCAST) if is_any_autocast_enabled() else nullcontext()
 
 
 class WithoutAutocast(NamedTuple):
@@ -301,5 +303,5 @@ class WithoutAutocast(NamedTuple):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:  # an argument of an op may be called self
         """The result of the op."""
-        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+        with ExcludeDispatchKeyGuard(AUTOCAST):
             return self.op(*args, **kwargs)

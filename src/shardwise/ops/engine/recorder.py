@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from shardwise.autograd.anchors import wants_graph
 from shardwise.comm.group import traffic
@@ -34,6 +33,13 @@ from shardwise.ops.engine.program import (
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import registry
 from shardwise.tensor.redistribution_cache import cached_layout
+from shardwise.torch_private import (
+    OpOverload,
+    is_any_autocast_enabled,
+    pytree,
+    torch_function_mode_at,
+    torch_function_mode_count,
+)
 
 # Functions and attributes that give no tensor, and nothing that the cache key does not hold.
 METADATA_METHODS = {"size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "__len__"}
@@ -43,8 +49,6 @@ METADATA_ATTRIBUTES |= {"itemsize"}
 # Fields of a wrapper: those that a program sets by itself, and those that it copies.
 USUAL_FIELDS = {"_frame", "_tensors", "_shards", "_pinned", "_wants_grad", "_anchor", "_view_of", "_is_activation"}
 COPIED_FIELDS = ("_moved", "_copy_of_view", "_strides")
-
-_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 class _Active(threading.local):
@@ -61,7 +65,7 @@ def observed() -> AbstractContextManager[Any]:
     recorder = active.recorder
     if recorder is None:
         return nullcontext()
-    stack = [torch._C._get_function_stack_at(k) for k in range(torch._C._len_torch_function_stack())]
+    stack = [torch_function_mode_at(k) for k in range(torch_function_mode_count())]
     return nullcontext() if recorder in stack else recorder
 
 
@@ -95,7 +99,7 @@ class Recorder(TorchFunctionMode):
         self.flat = len(self.arguments) == sum(isinstance(arg, torch.Tensor) for arg in args)
         if self.flat:
             self.arguments = list(args)
-        self.pure, self.grad, self.casts = True, torch.is_grad_enabled(), _autocast_enabled()
+        self.pure, self.grad, self.casts = True, torch.is_grad_enabled(), is_any_autocast_enabled()
         self.slots: dict[int, int] = {}  # by the tensor's id
         self.tensors: list[Any] = []  # of each slot, kept alive so that ids stay unique
         self.steps: list[ProgramStep] = []
@@ -168,9 +172,9 @@ class Recorder(TorchFunctionMode):
 
     def _step(self, func: Any, args: Any, kwargs: Any, result: Any) -> ProgramStep:
         """The call of a function in its fastest form."""
-        if isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, OpOverload):
             func, args, kwargs = as_python_call(func, args, kwargs)
-        if self.casts and not _autocast_enabled():
+        if self.casts and not is_any_autocast_enabled():
             func = WithoutAutocast(func)
         by_position, by_name = (self._with_slots(part) for part in (list(args), kwargs))
         positions = [k for k, arg in enumerate(by_position) if arg.__class__ is Slot]

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.rule import PartialReduction
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.strides import Strides, strides_of
+from shardwise.torch_private import pytree
 
 T = TypeVar("T")
 MAX_CACHED = 4096

@@ -12,8 +12,7 @@ from shardwise.comm.group import CallFingerprint, Fields, is_member, is_tagged
 from shardwise.comm.peers import watch
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import registry
-
-CHECK = torch._amp_foreach_non_finite_check_and_unscale_
+from shardwise.torch_private import amp_unscale
 
 
 def _unscale(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
@@ -29,7 +28,7 @@ def _unscale(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
         local += grad._local_tensors() if isinstance(grad, ShardedTensorBase) else [grad]
     values = [one._values() if one.is_sparse else one for one in local]
     if values:
-        CHECK(values, found_inf, inv_scale)
+        amp_unscale(values, found_inf, inv_scale)
 
     fields = {"verb": "unscale"}
 
@@ -48,4 +47,4 @@ def _unscale(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
             found_inf.fill_(1.0)
 
 
-registry.built_in[CHECK] = _unscale
+registry.built_in[amp_unscale] = _unscale

@@ -15,6 +15,7 @@ from shardwise.tensor.movement import copy_into
 from shardwise.tensor.redistribution_cache import writes_of
 from shardwise.tensor.strides import stand_in, strides_of
 from shardwise.tensor.torch_function import call_directly
+from shardwise.torch_private import DisableTorchFunctionSubclass
 
 
 def _on_each_shard(op: Op) -> None:
@@ -83,7 +84,7 @@ def _set_data(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
     else:  # another size, with another number of local boxes
         wants_grad = tensor.requires_grad
         tensor._become(data._frame, [other.detach().requires_grad_(wants_grad) for other in others])
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         torch.Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined] # a property to Python
     tensor._frame, tensor._known_metadata, tensor._cached_move = data._frame.with_spec(spec), None, None
     tensor._strides = data._strides

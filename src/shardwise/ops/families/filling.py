@@ -21,6 +21,7 @@ from shardwise.tensor.random import Draw
 from shardwise.tensor.random.fill import equalize_replicas, fill_random
 from shardwise.tensor.redistribution_cache import count_write
 from shardwise.tensor.strides import memory_order, stand_in
+from shardwise.torch_private import correct_fan
 
 aten = torch.ops.aten
 RANDOM = (
@@ -99,7 +100,7 @@ def _kaiming_uniform(
 ) -> None:
     if 0 in tensor.shape:
         return
-    fan = torch.nn.init._calculate_correct_fan(tensor, mode)  # type: ignore[arg-type] # torch checks the mode
+    fan = correct_fan(tensor, mode)
     gain = torch.nn.init.calculate_gain(nonlinearity, a)  # type: ignore[arg-type] # torch checks the name
     std = gain / math.sqrt(fan)
     bound = math.sqrt(3.0) * std

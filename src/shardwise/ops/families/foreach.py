@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import PropertyError
 from shardwise.ops.engine.program import without_autocast
@@ -20,6 +19,7 @@ from shardwise.ops.families.pointwise import is_pointwise
 from shardwise.tensor import ShardedTensor, ShardedTensorBase
 from shardwise.tensor.dispatch import Op, registry
 from shardwise.tensor.redistribution_cache import count_write
+from shardwise.torch_private import pytree
 
 aten = torch.ops.aten
 UNTAGGED = ("clone", "copy", "zero")  # pointwise, but not tagged

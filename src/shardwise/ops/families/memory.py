@@ -9,7 +9,9 @@ import torch
 import torch.utils.dlpack
 
 from shardwise.errors import UnsupportedOpError
+from shardwise.patching import replace_now
 from shardwise.tensor.dispatch import Distributed, op_name, registry
+from shardwise.torch_private import JITERATOR, jiterator_launch
 
 # Not `data_ptr`, which is 0: torch's checkpoints recognise tensors without memory by it.
 ADDRESSES = ("untyped_storage", "storage", "_typed_storage", "__dlpack__", "__dlpack_device__")
@@ -31,8 +33,7 @@ def _no_memory(name: str, tensor: object) -> UnsupportedOpError:
     )
 
 
-JITERATOR = "_cuda_jiterator_compile_and_launch_kernel"
-_to_dlpack: Any = torch._C._to_dlpack  # torch's own
+_to_dlpack: Any = torch.to_dlpack  # type: ignore[attr-defined] # documented, yet not declared
 
 
 @functools.wraps(_to_dlpack)
@@ -42,15 +43,12 @@ def _to_dlpack_of_memory(tensor: Any) -> Any:
     return _to_dlpack(tensor)
 
 
-_launch: Any = getattr(torch._C, JITERATOR, None)  # in builds with CUDA
-
-
 def _launch_on_memory(code: Any, name: Any, by_reference: Any, count: Any, tensors: Any, *args: Any) -> Any:
     """Compile and launch a kernel for these tensors."""
     for tensor in tensors:
         if isinstance(tensor, Distributed):
             raise _no_memory(name, tensor)
-    return _launch(code, name, by_reference, count, tensors, *args)
+    return jiterator_launch(code, name, by_reference, count, tensors, *args)
 
 
 def _share_memory(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
@@ -66,9 +64,9 @@ def _is_shared(types: Any, args: Any, kwargs: Any, process_group: Any) -> bool:
 
 
 for _module in (torch, torch.utils.dlpack):  # not dispatched, and the result would crash its user
-    vars(_module)["to_dlpack"] = _to_dlpack_of_memory
-if _launch is not None:  # not dispatched, and an invalid address would break the device
-    vars(torch._C)[JITERATOR] = _launch_on_memory
+    replace_now(_module, "to_dlpack", _to_dlpack_of_memory)
+if jiterator_launch is not None:  # not dispatched, and an invalid address would break the device
+    replace_now(*JITERATOR, _launch_on_memory)
 for _name in ADDRESSES:
     _refuse(_name)
 registry.built_in[torch.Tensor.share_memory_] = _share_memory

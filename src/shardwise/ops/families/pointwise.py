@@ -19,6 +19,7 @@ from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import Op, registry
 from shardwise.tensor.redistribution_cache import count_write
 from shardwise.tensor.torch_function import call_directly
+from shardwise.torch_private import all_op_names, nn_functions
 
 aten = torch.ops.aten
 _grad_enabled = torch.is_grad_enabled
@@ -165,9 +166,7 @@ SLOW_KEYWORDS = ("out", "dtype", "device", "generator")
 
 def _overloads() -> Iterator[tuple[str, list[Aten]]]:
     """Every aten op by name, with its overloads."""
-    names = {
-        name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name[:6] == "aten::"
-    }
+    names = {name.split("::")[1].split(".")[0] for name in all_op_names() if name[:6] == "aten::"}
     for name in sorted(names):
         packet = getattr(aten, name, None)
         if packet is not None:
@@ -177,7 +176,7 @@ def _overloads() -> Iterator[tuple[str, list[Aten]]]:
 def _callables(name: str) -> Iterator[tuple[Op, bool]]:
     """The functions and methods with this name, and whether they are in place."""
     plain = name.removeprefix("special_")
-    for owner in (torch, torch.special, functional, torch._C._nn, torch.Tensor):
+    for owner in (torch, torch.special, functional, nn_functions, torch.Tensor):
         for candidate in (name, plain, name + "_"):
             op = getattr(owner, candidate, None)
             if callable(op) and not isinstance(op, type):

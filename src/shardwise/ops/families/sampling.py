@@ -18,6 +18,7 @@ from shardwise.ops.engine.noise import compute_by_tiles, noise_like
 from shardwise.ops.engine.table import TABLE
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.random import NORMAL, SMALL, UNIFORM, Draw
+from shardwise.torch_private import standard_gamma
 
 aten = torch.ops.aten
 
@@ -116,7 +117,7 @@ def _by_rejection(call: Call) -> Any:
     if size <= settings.current().gather_budget:
         return compute_gathered(call.op, (), call.arguments, needs_whole(call))
     if call.op.overloadpacket is aten._sample_dirichlet:
-        drawn = torch._standard_gamma(call["self"], generator=call["generator"])
+        drawn = standard_gamma(call["self"], generator=call["generator"])
         return drawn / drawn.sum(-1, keepdim=True)
     return compute_by_tiles(call)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from shardwise.autograd.anchors import tie
 from shardwise.autograd.replicas import recorded
@@ -19,6 +18,7 @@ from shardwise.ops.engine.compute import assemble_like
 from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.table import TABLE
 from shardwise.tensor import ShardedTensorBase
+from shardwise.torch_private import pytree
 
 aten = torch.ops.aten
 

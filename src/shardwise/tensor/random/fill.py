@@ -23,6 +23,7 @@ from shardwise.tensor.frame import Frame
 from shardwise.tensor.random.flat import chunk_on, fill_flat, follows_memory, numbers_of
 from shardwise.tensor.random.generators import Draw, default_generator, next_seed, state_digest
 from shardwise.tensor.random.tiles import fill_tiles
+from shardwise.torch_private import current_backward
 
 GENERATOR_STATE = (  # a field that ranks compare, and what to do where it differs
     "state of the random generator: ranks that hold the same elements must draw the same numbers, so seed all ranks "
@@ -98,7 +99,7 @@ def require_equal_state(layout: Layout, state: str, process_group: ProcessGroup 
 
     Not in a backward: there a checkpoint draws again from an earlier state, and only on some ranks.
     """
-    in_backward = torch._C._current_graph_task_id() != -1
+    in_backward = current_backward() != -1
     if process_group is not None and talks(process_group) and not in_backward:
         record_call(process_group, CallFingerprint({"verb": "draw", "tensor": layout.outline, GENERATOR_STATE: state}))
 

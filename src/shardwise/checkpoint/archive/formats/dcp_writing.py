@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -24,7 +24,9 @@ from shardwise.checkpoint.archive.state_tree import Path
 from shardwise.checkpoint.storage.protocol import Storage
 from shardwise.comm.transfer.views import cut
 from shardwise.errors import CheckpointError
+from shardwise.torch_private import load
 
+StorageInfo = load("torch.distributed.checkpoint.filesystem._StorageInfo")
 FILE = "__0_0.distcp"
 MOST_BYTES = 2**28  # of a chunk; while a chunk is written, memory holds two copies
 
@@ -66,7 +68,7 @@ class _Writing:
     begin: int = 0
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
-    places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)
+    places: dict[MetadataIndex, Any] = field(default_factory=dict)
 
     def buffers(self, leaves: Iterable[tuple[Path, Any]]) -> Iterator[memoryview]:
         """The content of the file, generated on demand."""
@@ -98,7 +100,7 @@ class _Writing:
         stream = io.BytesIO()
         torch.save(value, stream)
         saved = stream.getbuffer()
-        self.places[index] = _StorageInfo(FILE, self.begin, saved.nbytes)
+        self.places[index] = StorageInfo(FILE, self.begin, saved.nbytes)
         self.begin += saved.nbytes
         return saved
 

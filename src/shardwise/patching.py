@@ -1,6 +1,6 @@
-"""Patches that are applied when a module is imported, so that shardwise need not import it.
+"""Patches of torch and of other libraries: functions that shardwise replaces, now or when their module is imported.
 
-All patched functions are listed in `docs/limits.md`.
+`patched` lists them; `docs/limits.md` says what each is for, and a test compares both.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 ImportCallback = Callable[[Any], None]
 Function = Callable[..., Any]
+
+patched: list[str] = []  # full names of the functions, also of modules that are not imported yet
 
 
 class _ImportWatcher(MetaPathFinder):
@@ -63,6 +65,7 @@ def replace_when_loaded(name: str, path: str, make: Callable[[Function], Functio
 
     ``path`` is ``function`` or ``Class.method``. A module without such a function is left alone.
     """
+    patched.append(f"{name}.{path}")
     undo: list[Callable[[], None]] = []
 
     def replace(module: Any) -> None:
@@ -81,3 +84,10 @@ def replace_when_loaded(name: str, path: str, make: Callable[[Function], Functio
             undo.pop()()
 
     return undo_all
+
+
+def replace_now(module: Any, path: str, ours: Any) -> None:
+    """Replace a function of a module that is loaded, for good."""
+    patched.append(f"{module.__name__}.{path}")
+    kind, _, function = path.rpartition(".")
+    setattr(getattr(module, kind) if kind else module, function, ours)
