@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -82,6 +83,8 @@ def replace_when_loaded(name: str, path: str, make: Callable[[Function], Functio
     def undo_all() -> None:
         while undo:
             undo.pop()()
+        with suppress(ValueError):  # it was undone before
+            patched.remove(f"{name}.{path}")
 
     return undo_all
 

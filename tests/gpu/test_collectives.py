@@ -14,7 +14,7 @@ from tests.comm.transfer.carriers import SAID
 from shardwise import ChunkShardingSpec, Layout, ReplicatedShardingSpec
 from shardwise.autograd import buckets as gradient_buckets
 from shardwise.comm.transfer import all_reduce, execute
-from shardwise.comm.transfer.all_reduce import ReplicaSums
+from shardwise.comm.transfer.all_reduce import sum_replicas
 from shardwise.layout import Axis, Cut, Places
 from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
@@ -47,9 +47,9 @@ def test_replicas_on_some_ranks_get_the_same_sum() -> None:
     brought = torch.arange(4 * 42.0, device="cuda").view(4, *size)
     for at_once in (0, 1 << 18):
         with mock.patch.object(all_reduce, "AT_ONCE", at_once):
-            (total,) = ReplicaSums(
+            (total,) = sum_replicas(
                 layout, [brought[here][layout.index(here)]], dist.group.WORLD, dtype=brought.dtype, said=SAID
-            ).wait()
+            )
         expected = brought[here] + brought[(here + 2) % 4]
         assert torch.equal(total, expected[layout.index(here)])
 

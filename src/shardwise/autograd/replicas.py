@@ -19,7 +19,7 @@ from shardwise.autograd.recorded_backward import register_anchor, sendable
 from shardwise.autograd.task import current_task
 from shardwise.comm.group import talks
 from shardwise.comm.tracing import record
-from shardwise.comm.transfer.all_reduce import ReplicaSums, holding_of
+from shardwise.comm.transfer.all_reduce import holding_of, sum_replicas
 from shardwise.layout import Layout
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class ReplicaSum(torch.autograd.Function):
         ctx.replicas = replicas
         layout, group, dtype, _ = replicas
         agreed = agreed_sum(group, layout.outline, dtype)
-        sums = ReplicaSums(layout, tensors, group, dtype=dtype, **agreed).wait()
+        sums = sum_replicas(layout, tensors, group, dtype=dtype, **agreed)
         return output_anchor(ctx, anchor, tensors), *sums
 
     @staticmethod

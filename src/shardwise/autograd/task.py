@@ -80,6 +80,7 @@ class BackwardTask:
 
 _running: WeakValueDictionary[int, BackwardTask] = WeakValueDictionary()  # by the number of the graph task
 _making = threading.Lock()
+_capturing: settings.ContextValue[BackwardTask | None] = settings.ContextValue("shardwise.captured_task", None)
 
 
 def current_task() -> BackwardTask:
@@ -105,10 +106,14 @@ def running_tasks() -> int:
 @contextmanager
 def captured_task(roots: Sequence[torch.Tensor], *, records: bool) -> Iterator[BackwardTask]:
     """The task of a `torch.autograd.grad` from these roots that runs within this context; its caller finishes it."""
-    task = BackwardTask(records=records, captured=True)
+    task, number = BackwardTask(records=records, captured=True), -1
 
     def begin(grad: torch.Tensor) -> None:
-        _running[current_backward()] = task
+        """The first backward of this caller that comes to a root; not one of a hook within it, or of another thread."""
+        nonlocal number
+        if number == -1 and _capturing.get() is task:
+            number = current_backward()
+            _running[number] = task
 
     handles = []
     for root in roots:
@@ -118,7 +123,8 @@ def captured_task(roots: Sequence[torch.Tensor], *, records: bool) -> Iterator[B
             hooks.move_to_end(handle.id, last=False)  # before hooks that ask for the task
             handles.append(handle)
     try:
-        yield task
+        with _capturing.set(task):
+            yield task
     except BaseException:
         task.discard()  # what the frames of the error keep holds no tensors
         raise

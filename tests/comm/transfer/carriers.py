@@ -12,7 +12,7 @@ from shardwise import ChunkShardingSpec, GridShardingSpec, Layout, ShardingSpec
 from shardwise.comm.group.call_history import CallFingerprint
 from shardwise.comm.group.members import rank_array
 from shardwise.comm.transfer import make_plan, move
-from shardwise.comm.transfer.all_reduce import ReplicaSums
+from shardwise.comm.transfer.all_reduce import sum_replicas
 from shardwise.comm.transfer.recognise import recognised
 
 SAID = CallFingerprint({"verb": "add up replicas"})
@@ -76,6 +76,6 @@ def check(device: str, group: dist.ProcessGroup, *, dtypes: tuple[torch.dtype, .
                 assert torch.equal(back, before), (name, dtype)
                 for row, one in zip(parts.rows_on(here), sums, strict=True):
                     assert torch.equal(one, total[parts.index(row)]), (name, dtype)
-            (everywhere,) = ReplicaSums(whole, [brought], group, dtype=dtype, said=SAID).wait()
+            (everywhere,) = sum_replicas(whole, [brought], group, dtype=dtype, said=SAID)
             assert torch.equal(everywhere, total), (name, dtype)
     return taken

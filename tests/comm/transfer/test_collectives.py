@@ -14,7 +14,7 @@ from tests.comm.transfer.carriers import SAID
 from shardwise import Layout, ReplicatedShardingSpec
 from shardwise.comm.group.members import rank_array
 from shardwise.comm.transfer import all_reduce, collectives, execute
-from shardwise.comm.transfer.all_reduce import ReplicaSums
+from shardwise.comm.transfer.all_reduce import sum_replicas
 from shardwise.comm.transfer.recognise import recognised
 from shardwise.layout import Axis, Cut, Places
 from shardwise.testing import ranks
@@ -59,7 +59,7 @@ def test_replicas_all_get_the_same_sum_in_few_bytes() -> None:
                     )
                     brought = brought.to(dtype)
                     mine = [brought[row][layout.index(row)] for row in layout.rows_on(here)]
-                    sums = ReplicaSums(layout, mine, dist.group.WORLD, dtype=dtype, said=SAID).wait()
+                    sums = sum_replicas(layout, mine, dist.group.WORLD, dtype=dtype, said=SAID)
                     for row, one in zip(layout.rows_on(here), sums, strict=True):
                         _, holders = layout.pattern.holders(layout.pattern.first(torch.tensor([row]).numpy()))
                         expected = brought[holders].double().sum(0)[layout.index(row)]
@@ -74,9 +74,9 @@ def test_replicas_all_get_the_same_sum_in_few_bytes() -> None:
 
     big = torch.rand(300_000, generator=torch.Generator().manual_seed(here))
     with mock.patch.object(all_reduce, "exchange", counted):
-        (total,) = ReplicaSums(
+        (total,) = sum_replicas(
             Layout.whole(big.shape, places(0, 1, 2, 3)), [big], dist.group.WORLD, dtype=big.dtype, said=SAID
-        ).wait()
+        )
     assert sum(bytes_sent) == 2 * big.nbytes * 3 // 4
     everyone = [torch.empty_like(total) for _ in range(4)]
     dist.all_gather(everyone, total)

@@ -90,13 +90,14 @@ class MessageThreads:
 
     def wait_for(self, messages: PendingMessages) -> None:
         """Have a thread wait for messages. The garbage collector may call it, if a thread was started."""
-        if self._is_ended:
-            messages.error = RuntimeError("the process group was destroyed")
-            messages.drop()
-            messages.done.release()
-            return
-        self.pending.add(messages)
-        self._queue.put(messages)
+        with self._lock:  # of one thread as often as it likes: the garbage collector may come at any moment
+            if not self._is_ended:
+                self.pending.add(messages)
+                self._queue.put(messages)
+                return
+        messages.error = RuntimeError("the process group was destroyed")
+        messages.drop()
+        messages.done.release()
 
     def _run(self) -> None:
         while (messages := self._queue.get()) is not None:

@@ -169,6 +169,8 @@ def cached_per_group(
                 if state.is_ended:
                     return function(process_group, *args, **kwargs)
                 found = state.caches[function] = lru_cache(maxsize)(function)
+                if state.is_ended:  # by another thread, just now
+                    state.caches.clear()
             return found(process_group, *args, **kwargs)
 
         return cast(Callable[Concatenate[G, P], R], cached)

@@ -43,8 +43,10 @@ def check_peers(process_group: ProcessGroup, peers: Sequence[int], epoch: int | 
 
 def end_epoch(process_group: ProcessGroup) -> None:
     """All ranks raise the same error, or have. Runs that go on are told how far this rank has come."""
-    publish(process_group, is_over=True)
-    group_state(process_group).history.begin_epoch()
+    history = group_state(process_group).history
+    with history.publishing:  # no other thread publishes in between, for it would publish the old epoch as the new one
+        _write_status(process_group, is_over=True)
+        history.begin_epoch()
 
 
 def given_up() -> TransferError:
@@ -77,15 +79,23 @@ def sampled(process_group: ProcessGroup, peers: Sequence[int]) -> list[int]:
     return others if len(others) <= MOST_READ else _choice.sample(others, MOST_READ)
 
 
-def publish(process_group: ProcessGroup, *, is_over: bool = False) -> None:
-    """Write down where this rank is, unless that is written already; and whether its epoch is over."""
+def publish(process_group: ProcessGroup) -> None:
+    """Write down where this rank is, unless that is written already."""
+    with group_state(
+        process_group
+    ).history.publishing:  # one thread after the other: what is written last is the latest
+        _write_status(process_group, is_over=False)
+
+
+def _write_status(process_group: ProcessGroup, *, is_over: bool) -> None:
+    """Write down where this rank is in its epoch, and whether the epoch is over."""
     history = group_state(process_group).history
-    with suppress(RuntimeError), history.publishing:  # one thread after the other: what is written last is the latest
+    with suppress(RuntimeError):
         state = (history.epoch, history.number, history.failure, is_over)
         if history.published != state:
             entries = {entry.number: entry.described() for entry in tuple(history.entries)}
             here = {"number": history.number, "failure": history.failure, "entries": entries, "is_over": is_over}
-            epoch_channel(process_group).write(dist.get_rank(), here)
+            epoch_channel(process_group, state[0]).write(dist.get_rank(), here)
             history.published = state
 
 

@@ -69,7 +69,10 @@ def watch(work: Any, process_group: ProcessGroup) -> None:
     before = _watched.get(state)
     if before is None and state not in _watched and not _start(state):
         return
-    _watched[state] = _Watched(work, now, now, state.history.epoch)
+    with _starting:
+        if state not in _watched:  # it was ended just now
+            return
+        _watched[state] = _Watched(work, now, now, state.history.epoch)
     if _checking.acquire(blocking=False):
         _dropped.clear()
         _checking.release()

@@ -94,7 +94,7 @@ class AllReduce:
         teams = holding.teams
         self._teams, self._tensors, self._group, self._dtype = teams, tensors, group, dtype
         self._way: PendingExchange | None = None  # what is waited for next
-        self._then: Callable[[], None] = self._finish
+        self._then: Callable[[AllReduce], None] | None = None  # not a bound method, which would be a cycle
         self._sums: Sequence[torch.Tensor] = ()
         traced = record.running and (talks(group) or record.is_forecast())
         self._traced = _begin_traced(holding, tensors, dtype.itemsize, group.size()) if traced else None
@@ -115,17 +115,17 @@ class AllReduce:
             elif holding.most * dtype.itemsize * len(self._members) <= AT_ONCE:
                 each = [[one] * len(team) for one, team in zip(flat, teams, strict=True)]
                 self._exchange(each, each, all_are_ready)
-                self._then = self._add_whole
+                self._then = AllReduce._add_whole
             else:
                 self._parts = [torch.tensor_split(one, len(team)) for one, team in zip(flat, teams, strict=True)]
                 mine = [parts[team.index(dist.get_rank())] for parts, team in zip(self._parts, teams, strict=True)]
                 like = [[one] * len(team) for one, team in zip(mine, teams, strict=True)]
                 self._exchange(self._parts, like, all_are_ready)
-                self._then = self._add_parts
+                self._then = AllReduce._add_parts
 
     def advance(self) -> None:
         """If another exchange comes after the one that is under way, wait for that one, and begin the other."""
-        if self._then == self._add_parts:
+        if self._then is AllReduce._add_parts:
             self._go_on()
 
     def wait(self) -> list[torch.Tensor]:
@@ -144,10 +144,8 @@ class AllReduce:
             way, self._way = self._way, None
             way.wait()
             with torch.no_grad(), failing_together(self._group):
-                self._then()
-
-    def _finish(self) -> None:
-        """The sums are there."""
+                if self._then is not None:
+                    self._then(self)
 
     def _add_whole(self) -> None:
         # What only this rank holds is its own sum: in memory of its own, as all are.
@@ -155,7 +153,7 @@ class AllReduce:
 
     def _add_parts(self) -> None:
         """Give the sum of the part that is added up here to all holders."""
-        self._then = self._join
+        self._then = AllReduce._join
         each = [[add_in_order(came)] * len(came) for came in self._came]
         self._exchange(each, self._parts, lambda: self._tag)
 
@@ -208,24 +206,16 @@ def _packed(messages: Sequence[Sequence[torch.Tensor]], nothing: torch.Tensor) -
     return found
 
 
-class ReplicaSums:
-    """For each local tensor of a layout the sum over all replicas of its box, under way. Every rank begins it."""
-
-    def __init__(
-        self,
-        layout: Layout,
-        tensors: Sequence[torch.Tensor],
-        group: ProcessGroup,
-        *,
-        dtype: torch.dtype,
-        said: CallFingerprint,
-        ready: Callable[[], object] = _at_once,
-    ) -> None:
-        """Of these tensors; all ranks say the same of it."""
-        self._holding = holding_of(layout, dist.get_rank(), group.size())
-        brought = self._holding.by_box(tensors)
-        self._way = AllReduce(self._holding, brought, group, dtype=dtype, said=said, ready=ready)
-
-    def wait(self) -> list[torch.Tensor]:
-        """Finish, and give the sums."""
-        return self._holding.by_tensor(self._way.wait())
+def sum_replicas(
+    layout: Layout,
+    tensors: Sequence[torch.Tensor],
+    group: ProcessGroup,
+    *,
+    dtype: torch.dtype,
+    said: CallFingerprint,
+    ready: Callable[[], object] = _at_once,
+) -> list[torch.Tensor]:
+    """For each local tensor of a layout the sum over all replicas of its box. Every rank calls it."""
+    holding = holding_of(layout, dist.get_rank(), group.size())
+    brought = holding.by_box(tensors)
+    return holding.by_tensor(AllReduce(holding, brought, group, dtype=dtype, said=said, ready=ready).wait())

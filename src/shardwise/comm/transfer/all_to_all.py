@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -13,11 +15,22 @@ from shardwise.comm.transfer.messages import LocalMemory, Message, Messages, mes
 from shardwise.comm.transfer.plan import TransferPlan
 from shardwise.comm.transfer.sums import write_sum
 from shardwise.comm.transfer.views import copy, fits, parts_of
-from shardwise.comm.transfer.wire import PendingExchange, Ready, exchange, failing_together, wire_device
+from shardwise.comm.transfer.wire import (
+    PendingExchange,
+    Ready,
+    described,
+    exchange,
+    failed_before,
+    failing_together,
+    wire_device,
+)
 
 
-class Carrier:
+class Carrier(ABC):
     """A transfer under way in one exchange, or in one collective."""
+
+    _way: PendingExchange | None  # None once everything is in its place
+    _failure: str | None = None
 
     def __init__(self, plan: TransferPlan, outs: list[torch.Tensor], group: ProcessGroup, dtype: torch.dtype) -> None:
         self.outs = outs
@@ -25,6 +38,27 @@ class Carrier:
         self._rank = dist.get_rank()
         self._wire = wire_device(plan.device_types, group)
         self._pinned = self._wire.type == "cpu" and "cuda" in plan.device_types  # through pinned memory of the host
+        self._waiting = threading.Lock()
+
+    def wait(self) -> list[torch.Tensor]:
+        """Finish, and give the local tensors of the destination. A transfer that has failed raises every time."""
+        with self._waiting:
+            if self._failure is not None:
+                raise failed_before(self._failure)
+            if self._way is not None:
+                try:
+                    self._way.wait()
+                    with torch.no_grad(), failing_together(self._group):
+                        self._deliver()
+                except BaseException as error:
+                    self._failure = described(error)
+                    raise
+                self._way = None
+        return self.outs
+
+    @abstractmethod
+    def _deliver(self) -> None:
+        """Bring what has arrived to its place, unless it arrived there."""
 
     def _empty(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=self._dtype, device=self._wire, pin_memory=self._pinned)
@@ -64,7 +98,7 @@ class AllToAll(Carrier):
         # What the caller owns is not received into: after an error, messages that are late might still come.
         taken = self._taken(nothing, straight=owned and not plan.sums, with_own=apart)
         tag = ready()
-        self._way: PendingExchange | None = self._begin(given, taken, tag)
+        self._way = self._begin(given, taken, tag)
         # Our own pieces are not sent, which would only copy them.
         if apart:
             place = next(buffer for message, buffer in self._arrived if message is self._due.own)
@@ -127,20 +161,7 @@ class AllToAll(Carrier):
         for into, piece in zip(self._targets.views(self._due.own), self._sources.views(sent), strict=True):
             copy(into, piece)
 
-    def wait(self) -> list[torch.Tensor]:
-        """Finish: unpack what has arrived, unless it arrived in its place, or add it up."""
-        if self._way is None:
-            return self.outs
-        self._way.wait()
-        self._way = None
-        if self._plan.sums or self._arrived:
-            with torch.no_grad(), failing_together(self._group):
-                self._deliver()
-        del self._arrived, self._sources, self._targets, self._own
-        return self.outs
-
     def _deliver(self) -> None:
-        """Bring what has arrived to its place, unless it arrived there."""
         if self._plan.sums:
             self._add_up()
         else:
@@ -148,6 +169,7 @@ class AllToAll(Carrier):
                 views = self._targets.views(message)
                 for piece, arrived in zip(views, parts_of(buffer, views), strict=True):
                     copy(piece, arrived)
+        del self._arrived, self._sources, self._targets, self._own
 
     def _add_up(self) -> None:
         """Write the sums of what has come for each part of the destination, in order of the ranks."""

@@ -6,6 +6,7 @@ ends by itself in a thread, so that it keeps no memory and ranks that do wait ge
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,7 +21,15 @@ from shardwise.comm.transfer.plan import TransferPlan
 from shardwise.comm.transfer.rounds import Rounds
 from shardwise.comm.transfer.segments import Limits, Load, Piece
 from shardwise.comm.transfer.views import copy, view_of
-from shardwise.comm.transfer.wire import GroupWire, PendingWork, Ready, TaggedExchange, failing_together
+from shardwise.comm.transfer.wire import (
+    GroupWire,
+    PendingWork,
+    Ready,
+    TaggedExchange,
+    described,
+    failed_before,
+    failing_together,
+)
 from shardwise.layout import Layout
 
 
@@ -44,7 +53,9 @@ _unfinished: list[BoundedTransfer] = []
 
 def _forget_unfinished(state: GroupState) -> None:
     """The group of these transfers is destroyed."""
-    _unfinished[:] = [transfer for transfer in _unfinished if group_state(transfer._group) is not state]
+    for transfer in tuple(_unfinished):
+        if group_state(transfer._group) is state and transfer._take():
+            transfer._end("its process group was destroyed")
 
 
 class BoundedTransfer:
@@ -75,7 +86,8 @@ class BoundedTransfer:
             write=_add if plan.sums else copy,
         )
         wire.tag = ready()
-        self._epoch, self._is_given_up = group_state(group).history.epoch, False
+        self._epoch, self._failure = group_state(group).history.epoch, ""
+        self._is_over = threading.Event()
         self._is_tagged = on_cpu and is_tagged(group)
         self._context = as_here()  # of the stream in which copies to the host must be
         if on_cpu:
@@ -90,19 +102,26 @@ class BoundedTransfer:
             raise
         if not on_cpu:
             self._rounds.finish()  # all is in the stream: the host does not wait
+            self._end()
 
     def wait(self) -> list[torch.Tensor]:
-        """Finish: unpack what arrives, in further rounds if need be.
+        """Finish: unpack what arrives, in further rounds if need be. A transfer that has failed raises every time.
 
         What was begun earlier is finished first, whoever waits for it, so that all ranks go through their rounds in the
-        same order.
+        same order. What another thread finishes is waited for.
         """
         with torch.no_grad():
             while self in _unfinished:
                 self._finish_first()
-        if self._is_given_up:
-            raise given_up()
+        self._is_over.wait()
+        if self._failure:
+            raise failed_before(self._failure)
         return self.outs
+
+    def _end(self, failure: str = "") -> None:
+        """It is over, for whoever waits in any thread."""
+        self._failure = failure
+        self._is_over.set()
 
     def _finish_earlier(self) -> None:
         """What was begun in this group and is not finished, on all ranks alike."""
@@ -114,11 +133,16 @@ class BoundedTransfer:
         first = next((other for other in tuple(_unfinished) if other._rank == self._rank), None)
         if first is None or not first._take():
             return
-        if group_state(first._group).history.epoch == first._epoch:
+        if group_state(first._group).history.epoch != first._epoch:  # the other ranks may have given it up
+            first._end(str(given_up()))
+            return
+        try:
             with failing_together(first._group):
                 first._rounds.finish()
-        else:  # the other ranks may have given it up
-            first._is_given_up = True
+        except BaseException as error:
+            first._end(described(error))
+            raise
+        first._end()
 
     def _take(self) -> bool:
         """Whether the caller is to finish the transfer: nobody else does, in any thread."""

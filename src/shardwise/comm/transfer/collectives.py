@@ -3,7 +3,7 @@ on the way."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +16,7 @@ from shardwise.comm.transfer.all_to_all import Carrier
 from shardwise.comm.transfer.plan import TransferPlan
 from shardwise.comm.transfer.recognise import RecognisedCollective, recognised
 from shardwise.comm.transfer.views import as_bytes, copy
-from shardwise.comm.transfer.wire import A_TENSOR, PendingCollective, Ready, failing_together, wire_device
+from shardwise.comm.transfer.wire import A_TENSOR, PendingCollective, Ready, wire_device
 
 # torch 2.13 gave these collectives new names and deprecated the old ones, the only ones before.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,7 +48,7 @@ def carrier_of(found: RecognisedCollective) -> type[OwnCollective] | None:
 Prepared = tuple[int, Callable[..., Any], *tuple[Any, ...]]
 
 
-class OwnCollective(Carrier, ABC):
+class OwnCollective(Carrier):
     """A transfer that is one of the backend's own collectives."""
 
     def __init__(
@@ -66,24 +66,11 @@ class OwnCollective(Carrier, ABC):
         self._found, self._number = found, dist.get_rank(group)
         size, *call = self._prepare([tensor.detach() for tensor in tensors])
         ready()
-        self._way: PendingCollective | None = PendingCollective(group, A_TENSOR, size, self._wire, *call)
+        self._way = PendingCollective(group, A_TENSOR, size, self._wire, *call)
 
     @abstractmethod
     def _prepare(self, tensors: Sequence[torch.Tensor]) -> Prepared:
         """Put in order what is sent, and make room for what arrives."""
-
-    @abstractmethod
-    def _deliver(self) -> None:
-        """Bring what has arrived to its place, unless it arrived there."""
-
-    def wait(self) -> list[torch.Tensor]:
-        """Finish."""
-        if self._way is not None:
-            self._way.wait()
-            self._way = None
-            with torch.no_grad(), failing_together(self._group):
-                self._deliver()
-        return self.outs
 
     def _views(self, whole: torch.Tensor, number: int) -> list[torch.Tensor]:
         """The boxes of a member in a whole tensor."""

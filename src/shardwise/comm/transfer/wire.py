@@ -79,6 +79,16 @@ def when_ready(group: ProcessGroup, ready: Callable[[], object], said: CallFinge
     return all_are_ready
 
 
+def described(error: BaseException) -> str:
+    """An error in words, to be kept: an error that is kept keeps the frames that it has left, and their memory."""
+    return f"{type(error).__name__}: {error}"
+
+
+def failed_before(failure: str) -> TransferError:
+    """The error of whoever waits again for a transfer that has failed."""
+    return TransferError(f"this transfer has failed before ({failure}): begin it again")
+
+
 class PendingWork(Protocol):
     """Messages under way."""
 
@@ -144,10 +154,7 @@ class TaggedExchange(PendingExchange):
         for begin, buffers in ((self.post.receive, receives), (self.post.send, sends)):
             for peer, memory in buffers:  # errors of those who pack them are none of the wire
                 self._size += memory.numel()
-                try:
-                    begin(memory, peer, tag)
-                except (RuntimeError, TimeoutError) as error:
-                    self._raise_lost(error)
+                self._attempt(begin, memory, peer, tag)
 
     def _wait(self) -> None:
         self.post.wait(self._look if self.run is None else self.run.look)

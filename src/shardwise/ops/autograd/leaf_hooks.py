@@ -69,21 +69,27 @@ class LeafHooks:
             local.register_hook(unserializable_hook(listening))  # type: ignore[no-untyped-call] # torch's
 
     def note(self, k: int, local: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
-        """Keep a gradient for the end, and let zeros be accumulated if it may yet be changed."""
+        """If a hook may change a gradient, keep it for the end, and let zeros be accumulated."""
         if self.tensor() is None or not (self.before or self.after):
             return None
         task = current_task()
         if task.captured:
             return None  # its caller calls `changed_by_hooks`
-        task.hooks.gradients_for(self)[k] = grad
-        return torch.zeros_like(local) if self.before else None
+        came = task.hooks.gradients_for(self)
+        if not self.before:
+            return None
+        came[k] = grad
+        return torch.zeros_like(local)
 
     def finish(self, came: dict[int, torch.Tensor]) -> None:
-        """Call the hooks, and accumulate what they leave."""
+        """Call the hooks, and accumulate what they leave of the gradients that were kept.
+
+        Hooks may be added and removed meanwhile: a gradient that was kept is accumulated, also if no hook is left.
+        """
         tensor = self.tensor()
         if tensor is None:
             return
-        if self.before:
+        if came:
             locals_ = tensor._local_tensors()
             pieces = [came.get(k, torch.zeros_like(local)) for k, local in enumerate(locals_)]
             grad = self.changed(type(tensor)._wrap(Parts(tensor._frame, pieces)))
