@@ -114,6 +114,12 @@ class GroupState:
             self.programs.clear()
             self.caches.clear()
 
+    def add_cache(self, function: Callable[..., Any], cached: Callable[..., Any]) -> None:
+        """Keep the cache of a function, unless another thread has just ended the state."""
+        self.caches[function] = cached
+        if self.is_ended:
+            self.caches.clear()
+
     def forget_threads(self) -> None:
         """In a forked child, which has none of them."""
         self.message_threads.forget()
@@ -168,9 +174,8 @@ def cached_per_group(
             if found is None:
                 if state.is_ended:
                     return function(process_group, *args, **kwargs)
-                found = state.caches[function] = lru_cache(maxsize)(function)
-                if state.is_ended:  # by another thread, just now
-                    state.caches.clear()
+                found = lru_cache(maxsize)(function)
+                state.add_cache(function, found)
             return found(process_group, *args, **kwargs)
 
         return cast(Callable[Concatenate[G, P], R], cached)
