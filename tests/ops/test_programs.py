@@ -67,9 +67,59 @@ def test_what_is_played_back_and_what_is_not() -> None:
         lambda x: x.masked_fill(mask, 0.0),
         lambda x: torch.nn.functional.linear(x, scale.detach().expand(3, -1), scale[:3]),
         lambda x: torch.nn.functional.dropout(x),
+        lambda x: torch.nn.functional.rms_norm(x, SIZE[1:], scale),
     ):
         assert programs_run(function, tensor)
     assert not programs_run(lambda x: x.clone().clamp_(0), tensor)
+
+
+@ranks(2)
+def test_what_a_call_has_made_may_be_written_into() -> None:
+    """As rms_norm does: values and gradients are those of each call, and its arguments stay as they are."""
+    weights = [torch.rand(SIZE[1], dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    replicated = shardwise.replicate(weights[2].detach()).requires_grad_()
+    for seed in range(3):
+        for weight, ours in ((None, None), (weights[0], weights[1]), (weights[2], replicated)):
+            plain, tensor = sharded(seed, grad=True)
+            if weight is not None:
+                weight.grad = ours.grad = None
+                weights[1].data.copy_(weights[0].data)
+            expected = torch.nn.functional.rms_norm(plain, SIZE[1:], weight)
+            found = torch.nn.functional.rms_norm(tensor, SIZE[1:], ours)
+            assert_close(found.full_tensor(), expected)
+            expected.square().sum().backward()
+            found.square().sum().backward()
+            assert_close(tensor.grad.full_tensor(), plain.grad)
+            assert_close(tensor.full_tensor(), plain)
+            if weight is not None:
+                grad = ours.grad
+                assert_close(grad.full_tensor() if isinstance(grad, ShardedTensor) else grad, weight.grad)
+
+
+@ranks(2)
+def test_attention_with_dropout_is_played_back_and_draws_each_time() -> None:
+    """By position: two layouts draw the same, the second call other numbers than the first."""
+    plain = torch.randn(2, 4, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    calls = []
+    for dim in (0, 1):
+        torch.manual_seed(1)
+        x = shardwise.shard(plain, dim)
+
+        def attend(x: Any) -> Any:
+            return torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5, is_causal=True)
+
+        first = attend(x).full_tensor()
+        assert programs_run(attend, x)  # which calls it twice
+        calls.append((first, attend(x).full_tensor()))
+        assert not torch.equal(*calls[-1])
+        undropped = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        whole = torch.nn.functional.scaled_dot_product_attention(plain, plain, plain, is_causal=True)
+        assert_close(undropped.full_tensor(), whole)
+    assert_close(calls[0], calls[1])
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.manual_seed(1)
+        expected = torch.nn.functional.scaled_dot_product_attention(plain, plain, plain, dropout_p=0.5, is_causal=True)
+    assert_close(calls[0][0], expected)
 
 
 @ranks(2)

@@ -144,6 +144,15 @@ def is_pure(op: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
+def writes_first(op: Any) -> bool:
+    """Whether this is an aten op that writes into its first argument, and into no other."""
+    if not isinstance(op, OpOverload):
+        return False
+    first, *others = op._schema.arguments or [None]
+    return first is not None and _is_written(first) and not any(map(_is_written, others))
+
+
+@lru_cache(maxsize=4096)
 def may_alias_operand(op: Aten) -> bool:
     """Whether a result may be the memory of an operand, as of a view or a reshape."""
     return any(one.alias_info is not None for one in op._schema.returns)

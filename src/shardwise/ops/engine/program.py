@@ -57,6 +57,7 @@ class ProgramStep(NamedTuple):
     outputs: list[int]  # the slots of the results
     single: bool  # whether the result is a tensor; else it is a list of tensors
     communicates: bool = False  # whether other ranks take part; such a step is never left out
+    writes: bool = False  # whether it writes into the output of another step; nor is such a step
 
     def renumbered(self, numbers: dict[int, int]) -> ProgramStep:
         """The same step where the slots have other numbers."""
@@ -110,7 +111,7 @@ class Program(NamedTuple):
                 slots.append(tensor)
         if self.communicates:
             slots += arguments
-        for op, by_position, by_name, slot_positions, _, single, _ in self.steps:
+        for op, by_position, by_name, slot_positions, _, single, *_ in self.steps:
             if slot_positions is None:
                 made = op(*substitute(by_position, slots.__getitem__), **substitute(by_name, slots.__getitem__))
             else:

@@ -1,6 +1,7 @@
 """`Recorder`: observes a call, and makes a program of it.
 
 There is a program if the results are pure functions of the local tensors, of data of other ranks, and of random draws.
+What the call itself has made may be written into.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.autograd.anchors import wants_graph
 from shardwise.comm.group import traffic
-from shardwise.ops.engine.call import as_python_call, is_pure
+from shardwise.ops.engine.call import as_python_call, is_pure, writes_first
 from shardwise.ops.engine.program import (
     CommStep,
     MoveLocals,
@@ -46,6 +47,8 @@ METADATA_METHODS = {"size", "dim", "numel", "is_floating_point", "is_complex", "
 METADATA_METHODS |= {"stride", "storage_offset", "is_contiguous"}
 METADATA_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_meta", "grad_fn"}
 METADATA_ATTRIBUTES |= {"itemsize"}
+# Functions that give the same tensor whenever they are called with the same numbers.
+CONSTANTS = {torch.full, torch.ones, torch.zeros, torch.arange, torch.eye}
 # Fields of a wrapper: those that a program sets by itself, and those that it copies.
 USUAL_FIELDS = {"_frame", "_tensors", "_shards", "_pinned", "_wants_grad", "_anchor", "_view_of", "_is_activation"}
 COPIED_FIELDS = ("_moved", "_copy_of_view", "_strides")
@@ -114,6 +117,7 @@ class Recorder(TorchFunctionMode):
                 self._new_slot(tensor)
             else:
                 self.tensors.append(tensor)
+        self.argument_count = len(self.tensors)
 
     def _new_slot(self, tensor: Any) -> int:
         self.slots[id(tensor)] = len(self.tensors)
@@ -163,15 +167,25 @@ class Recorder(TorchFunctionMode):
         if _holds_no_tensor(result):
             self.pure &= not operands or _gives_metadata(func)
             return
-        if not is_pure(func) or kwargs.get("out") is not None:
+        if operands and all(leaf.is_meta and id(leaf) not in self.slots for leaf in operands):
+            return  # the sizes of results are worked out
+        known = self.grad == torch.is_grad_enabled() and all(id(leaf) in self.slots for leaf in operands)
+        if kwargs.get("out") is not None or not (is_pure(func) or (known and self._writes_own(func, operands, result))):
             self.pure = False
-        elif operands and self.grad == torch.is_grad_enabled() and all(id(leaf) in self.slots for leaf in operands):
+        elif known and (operands or func in CONSTANTS):
             self.steps.append(self._step(func, args, kwargs, result))
         # Else the result gets no slot, and no result of the call can depend on it: it is made of nothing or of unknown
         # tensors, or out of autograd's sight, as within a function that has a backward of its own.
 
+    def _writes_own(self, func: Any, operands: Sequence[Any], result: Any) -> bool:
+        """Whether an op writes into its first operand alone, which a step of this call has made."""
+        if not writes_first(func) or result is not operands[0]:
+            return False
+        return self.slots[id(result)] >= self.argument_count
+
     def _step(self, func: Any, args: Any, kwargs: Any, result: Any) -> ProgramStep:
         """The call of a function in its fastest form."""
+        writes = not is_pure(func)
         if isinstance(func, OpOverload):
             func, args, kwargs = as_python_call(func, args, kwargs)
         if self.casts and not is_any_autocast_enabled():
@@ -181,7 +195,7 @@ class Recorder(TorchFunctionMode):
         flat = not kwargs and len(positions) == sum(1 for _ in iter_tensors(args, kwargs))
         outputs = [self._new_slot(out) for out in iter_tensors((result,), {})]
         single = isinstance(result, torch.Tensor)
-        return ProgramStep(func, by_position, by_name, positions if flat else None, outputs, single)
+        return ProgramStep(func, by_position, by_name, positions if flat else None, outputs, single, writes=writes)
 
     def _with_slots(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -202,7 +216,7 @@ class Recorder(TorchFunctionMode):
         needed = {number for one in known for number in one.slots}
         steps: list[ProgramStep] = []
         for step in reversed(self.steps):
-            if step.communicates or needed.intersection(step.outputs):
+            if step.communicates or step.writes or needed.intersection(step.outputs):
                 steps.append(step)
                 substitute([step.args, step.kwargs], needed.add)
         # The slots are numbered anew, for some steps are left out.

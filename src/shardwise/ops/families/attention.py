@@ -79,6 +79,11 @@ def _formula(call: Call) -> Any:
     if mask is not None and mask.dtype == torch.bool:  # the formula would add True as 1
         nothing = torch.zeros_like(mask, dtype=call["query"].dtype)
         given["attn_mask"] = nothing.masked_fill(mask.logical_not(), -math.inf)
+    if given["is_causal"]:  # torch would make a tensor out of sight
+        query, key = given["query"], given["key"]
+        size = query.shape[-2], key.shape[-2]
+        later = torch.full(size, -math.inf, dtype=query.dtype, device=query.device).triu(1)
+        given.update(attn_mask=later, is_causal=False)
     return aten._scaled_dot_product_attention_math(*given.values(), **by_name)[0]
 
 
