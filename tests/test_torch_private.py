@@ -110,7 +110,7 @@ def test_a_torch_without_a_private_name_is_told_of_at_once(monkeypatch: pytest.M
     ]
     monkeypatch.setitem(torch_private.LATER, "torch.distributed.tensor.debug._gone", "nothing")
     with pytest.raises(ImportError, match=r"torch.distributed.tensor.debug._gone: nothing"):
-        torch_private.load("torch.distributed.tensor.debug._gone")
+        torch_private.load_private("torch.distributed.tensor.debug._gone")
 
 
 def test_limits_lists_every_patch() -> None:

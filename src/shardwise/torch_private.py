@@ -1,9 +1,9 @@
 """Every private name of torch that shardwise uses, with its purpose: what may break with the next torch.
 
 Other files import these names from here. The names are checked on import: a torch without one of them fails with one
-message that lists all missing names. All of them exist in torch 2.11 to 2.13. `LATER` lists the names of modules that
-`import torch` does not load; `load` checks each on its first use. Attributes of torch's objects, and variables that
-torch changes, are listed here too, but read where they are used. `shardwise/patching.py` lists what shardwise replaces.
+message that lists all missing names. `LATER` lists the names of modules that `import torch` does not load;
+`load_private` checks each on its first use. Attributes of torch's objects, and variables that torch changes, are listed
+here too, but read where they are used. `shardwise/patching.py` lists what shardwise replaces.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _error(missing: Sequence[str]) -> ImportError:
     listed = "".join(f"\n  {path}: {NAMES[path]}" for path in missing)
     return ImportError(
         f"shardwise uses private names of torch that torch {torch.__version__} does not have; "
-        f"torch 2.11 to 2.13 have them:{listed}"
+        f"shardwise is made for torch 2.11 to 2.13:{listed}"
     )
 
 
@@ -225,7 +225,7 @@ LATER: dict[str, str] = {
 }
 
 
-def load(path: str) -> Any:
+def load_private(path: str) -> Any:
     """The object of a name in `LATER`, whose module is imported now."""
     NAMES[path] = LATER[path]
     module, _, name = path.rpartition(".")

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 from tests.cases import chunks
+from tests.comm.sent_messages import sent
 
-from shardwise import ChunkShardingSpec, check, validation
+from shardwise import ChunkShardingSpec, validation
 from shardwise.comm.agreement.headers import room
 from shardwise.comm.agreement.steps import in_step, in_step_sharing, in_step_telling, notify_if_alone
-from shardwise.comm.group import backend, tagged_messages
+from shardwise.comm.group import backend
 from shardwise.comm.group.members import current_process_group, listed, load_with_process_group
-from shardwise.comm.group.message_threads import PendingMessages
 from shardwise.comm.group.placing import locate_all, outside, parse_and_validate_remote_device, places_from_texts
-from shardwise.errors import RankMismatchError, RpcError, ShardCountError, TransferError
+from shardwise.errors import RankMismatchError, RpcError, ShardCountError
 from shardwise.layout.placement import parse_placement
 from shardwise.testing import ranks
 
@@ -280,21 +278,6 @@ def test_in_large_groups_ranks_that_fail_alone_are_heard_of() -> None:
     )
 
 
-def sent(verb: Callable[[], object]) -> list[int]:
-    """How many bytes this rank sends in each message of a verb."""
-    found: list[int] = []
-    send = tagged_messages.TaggedMessages.send
-
-    def note(self: Any, tensor: Any, peer: int, tag: int) -> None:
-        found.append(tensor.nbytes)
-        send(self, tensor, peer, tag)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tagged_messages.TaggedMessages, "send", note)
-        verb()
-    return found
-
-
 @ranks(3)
 def test_what_agreeing_costs() -> None:
     """A header for each of the others; in large groups a few words a round, and what ranks bring where it differs."""
@@ -372,49 +355,3 @@ def test_texts_name_a_few_of_many_ranks() -> None:
     """And say how many there are."""
     assert listed(range(16)) == str(list(range(16)))
     assert listed(range(100, 16484)) == "[100, 101, 102, 103, 104, 105, 106, 107, ... 16384 in all]"
-
-
-@ranks(2)
-def test_a_rank_waits_as_long_as_the_group_allows() -> None:
-    """For another that never comes."""
-    group, done = dist.new_group([0, 1]), dist.new_group([0, 1])
-    if dist.get_rank() == 0:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tagged_messages, "timeout_of", lambda _: timedelta(seconds=0.1))
-            with pytest.raises(TransferError, match="taken longer than the group's timeout"):
-                check(group)
-    dist.barrier(done)
-
-
-class Clock:
-    """A clock, and a lock that nobody releases: to wait for it is all that takes time."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        """Seconds."""
-        return self.now
-
-    def acquire(self, timeout: float) -> bool:
-        """In vain."""
-        self.now += timeout
-        return False
-
-
-@pytest.mark.parametrize("allowed", [1.2, 5.0, 1800.0])
-@ranks(1)
-def test_a_rank_waits_no_longer_than_the_group_allows(allowed: float) -> None:
-    """However seldom it looks what the other does, which is every two seconds at most."""
-    clock, looks, job = Clock(), list[float](), PendingMessages(None, [])
-    job.done = clock
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tagged_messages, "time", clock)
-        patch.setattr(tagged_messages, "timeout_of", lambda _: timedelta(seconds=allowed))
-        clock.acquire(tagged_messages.PATIENCE)  # as whoever calls it has
-        with pytest.raises(TimeoutError):
-            tagged_messages.TaggedMessages(dist.group.WORLD)._wait_long(
-                job, lambda _: looks.append(clock.now), tagged_messages.PATIENCE
-            )
-    assert clock.now == pytest.approx(100.0 + allowed)
-    assert max(np.diff(looks), default=0.0) <= tagged_messages.AT_MOST + 1e-9

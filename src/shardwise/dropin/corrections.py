@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.patching import Function, replace_when_loaded
 from shardwise.tensor import ShardedTensor
-from shardwise.torch_private import load
+from shardwise.torch_private import load_private
 
 
 def gathering(theirs: Function) -> Callable[..., torch.Tensor]:
@@ -36,8 +36,8 @@ def flattening(theirs: Function) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
     def flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
         """The state, with nested sharded tensors flattened."""
-        set_element = load("torch.distributed.checkpoint._traverse.set_element")
-        traverse = load("torch.distributed.checkpoint._traverse.traverse_state_dict")
+        set_element = load_private("torch.distributed.checkpoint._traverse.set_element")
+        traverse = load_private("torch.distributed.checkpoint._traverse.traverse_state_dict")
         state: dict[str, Any] = theirs(state_dict)
 
         def keep(path: Any, value: object) -> None:

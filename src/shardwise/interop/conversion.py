@@ -44,9 +44,9 @@ from shardwise.tensor.dispatch import summary
 from shardwise.tensor.frame import Frame, Parts
 from shardwise.tensor.movement import tensor_fields
 from shardwise.tensor.partial import PartialTensor, ReplicatedTensor
-from shardwise.torch_private import load
+from shardwise.torch_private import load_private
 
-AsyncCollectiveTensor = load("torch.distributed._functional_collectives.AsyncCollectiveTensor")
+AsyncCollectiveTensor = load_private("torch.distributed._functional_collectives.AsyncCollectiveTensor")
 
 T = TypeVar("T")
 

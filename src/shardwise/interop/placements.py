@@ -17,12 +17,12 @@ from shardwise.layout import Layout, Places
 from shardwise.layout.geometry import Boxes
 from shardwise.layout.placement import mesh_ranks
 from shardwise.layout.specs.mesh_cuts import AxisCut, mesh_layout
-from shardwise.torch_private import load
+from shardwise.torch_private import load_private
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 else:
-    StridedShard = load("torch.distributed.tensor.placement_types._StridedShard")
+    StridedShard = load_private("torch.distributed.tensor.placement_types._StridedShard")
 
 MOST_TRIED = 4096  # combinations of placements tried for a layout
 

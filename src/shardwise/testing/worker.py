@@ -23,7 +23,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined] # document
 
 from shardwise.comm.group import group_state, tagged_messages
 from shardwise.testing.task import Task
-from shardwise.torch_private import load
+from shardwise.torch_private import load_private
 
 _start_folder = os.getcwd()
 # NCCL refuses ranks that share a GPU, unless they seem to be on different hosts, connected by the loopback.
@@ -152,7 +152,7 @@ def _end_groups() -> None:
         dist.destroy_process_group(group)
     if groups and "torch.distributed.tensor" in sys.modules:
         # Cached results for meshes of those groups must not be used for equal meshes.
-        load("torch.distributed.tensor.debug._clear_sharding_prop_cache")()
+        load_private("torch.distributed.tensor.debug._clear_sharding_prop_cache")()
 
 
 def _traceback(error: BaseException) -> str:

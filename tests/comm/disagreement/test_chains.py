@@ -21,11 +21,12 @@ from tests.comm.disagreement.given import (
     recorded,
     trained,
 )
+from tests.comm.sent_messages import sent
 
 import shardwise
 from shardwise.comm.agreement.small_messages import HEADER
 from shardwise.comm.agreement.steps import in_step_sharing
-from shardwise.comm.group import group_state, tagged_messages
+from shardwise.comm.group import group_state
 from shardwise.comm.group.message_threads import drop
 from shardwise.errors import RankMismatchError, TransferError
 from shardwise.tensor import shard_tensor
@@ -167,21 +168,6 @@ def test_a_transfer_that_was_begun_before_an_error_ends_or_is_given_up() -> None
 
 
 # Messages -------------------------------------------------------------------------------------------------------------
-
-
-def sent(do: Callable[[], object]) -> list[int]:
-    """The bytes of each message that this rank sends."""
-    found: list[int] = []
-    send = tagged_messages.TaggedMessages.send
-
-    def note(self: Any, tensor: Any, peer: int, tag: int) -> None:
-        found.append(tensor.nbytes)
-        send(self, tensor, peer, tag)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tagged_messages.TaggedMessages, "send", note)
-        do()
-    return found
 
 
 @ranks(WORLD)

@@ -7,6 +7,7 @@ collective of torch, and rounds go point to point. The watchdog watches every co
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -106,7 +107,7 @@ class Wire(Protocol):
         is given."""
 
 
-class PendingExchange:
+class PendingExchange(ABC):
     """Messages under way in a group. Where a rank is gone, the error says what was lost."""
 
     run: BackgroundRun | None = None  # which the messages are a part of; else they are of one of the group's calls
@@ -121,8 +122,9 @@ class PendingExchange:
         except (RuntimeError, TimeoutError) as error:
             self._raise_lost(error)
 
+    @abstractmethod
     def _wait(self) -> None:
-        raise NotImplementedError
+        """Until all is over, without words for errors."""
 
     def _attempt(self, begin: Callable[..., Any], *args: Any, **options: Any) -> Any:
         try:

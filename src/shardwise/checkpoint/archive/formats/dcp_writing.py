@@ -24,9 +24,9 @@ from shardwise.checkpoint.archive.state_tree import Path
 from shardwise.checkpoint.storage.protocol import Storage
 from shardwise.comm.transfer.views import cut
 from shardwise.errors import CheckpointError
-from shardwise.torch_private import load
+from shardwise.torch_private import load_private
 
-StorageInfo = load("torch.distributed.checkpoint.filesystem._StorageInfo")
+StorageInfo = load_private("torch.distributed.checkpoint.filesystem._StorageInfo")
 FILE = "__0_0.distcp"
 MOST_BYTES = 2**28  # of a chunk; while a chunk is written, memory holds two copies
 
