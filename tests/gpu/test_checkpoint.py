@@ -29,7 +29,7 @@ def test_to_and_from_a_gpu(tmp_path: Path, staged: int) -> None:
     """Any layout, from the GPU to the host and back, a few bytes at a time or all at once."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (memory, reading, streams):
-            patch.setattr(module, "STAGED", staged)
+            patch.setattr(module, "STAGING_BYTES", staged)
         for name, spec in specs().items():
             state = {"sharded": shard_tensor(PLAIN.cuda(), spec), "plain": PLAIN.cuda().t(), "host": PLAIN}
             shardwise.save(state, tmp_path / name)
