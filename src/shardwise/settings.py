@@ -107,6 +107,11 @@ class Settings:
     mutable_specs: bool = False  # whether new specs can be changed, as in the old system
     outsiders_compare: bool = False  # whether a rank outside of tensors' group finds them equal, as in the old system
 
+    @functools.cached_property
+    def of_calls(self) -> tuple[Any, ...]:
+        """The settings that a call on sharded tensors depends on."""
+        return self.gather_budget, self.own_batches, self.own_draws, self.validate
+
 
 class _Within(NamedTuple):
     """The settings within a context, and what they were computed from."""

@@ -80,6 +80,7 @@ has_kernel_for = _private(
     "torch._C._dispatch_has_kernel_for_dispatch_key", "tell whether autocast casts the arguments of an op"
 )
 all_op_names = _private("torch._C._dispatch_get_all_op_names", "find all aten ops that are pointwise")
+operation_overload = _private("torch._C._get_operation_overload", "read the tags of an op without loading the op")
 dispatch_mode_count = _private("torch._C._len_torch_dispatch_stack", "bypass the cache of calls while a mode watches")
 dispatch_mode = _private("torch._C._get_dispatch_mode", "tell whether FakeTensorMode is active")
 FAKE_MODE = _private("torch._C._TorchDispatchModeKey.FAKE", "tell whether FakeTensorMode is active")

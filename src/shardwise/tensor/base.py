@@ -172,6 +172,9 @@ class ShardedTensorBase(Checkpointable, Wrapper):
         if self._retains:
             return self._kept_grad
         tensors = self._local_tensors()
+        if len(tensors) == 1 and (only := tensors[0].grad) is not None and not only.is_sparse:  # the usual case
+            usual: ShardedTensorBase = self._like([only])
+            return usual
         grads = [tensor.grad for tensor in tensors]
         if not tensors and self._shardless_grad is None and self._root is not None and self._root.grad is not None:
             empty: ShardedTensorBase = self._like([])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -26,6 +27,7 @@ class Frame:
     single: bool = False  # whether this rank has one shard, and the layout no replicas: the simplest case of ops
     spec_class: type[ShardingSpec] = FixedShardingSpec
     given_spec: ShardingSpec | None = None  # that made the layout; else `spec` infers one
+    key: tuple[Any, ...] | None = field(default=None, init=False, repr=False)  # see `make_key`
 
     def __deepcopy__(self, memo: object) -> Frame:
         return self  # frozen, and a group cannot be copied
@@ -57,6 +59,12 @@ class Frame:
             spec_class_of(layout) if spec is None else type(spec),
             spec,
         )
+
+    def make_key(self) -> tuple[Any, ...]:
+        """What calls on tensors of equal frames have in common, for keys of caches; kept in ``key``."""
+        key = (self.layout.digest, self.dtype, self.process_group, self.spec_class)
+        object.__setattr__(self, "key", key)
+        return key
 
     def with_spec(self, spec: ShardingSpec) -> Frame:
         """The same frame with another spec for its layout."""

@@ -17,7 +17,6 @@ from weakref import ref
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.nn import Parameter
 
 from shardwise.autograd.replicas import recorded
 from shardwise.autograd.transfers import Way, moved_locals
@@ -104,10 +103,14 @@ def count_write(tensor: Wrapper) -> None:
 
 def is_activation(tensor: Wrapper) -> bool:
     """Whether a tensor is an intermediate result, and no parameter or the like. The same on every rank."""
-    root = _root_of(tensor)
-    if not root._is_activation or isinstance(root, Parameter) or torch.is_inference_mode_enabled():
+    while tensor._view_of is not None:  # every op comes here
+        tensor = tensor._view_of
+    if not tensor._is_activation or tensor._is_param or torch.is_inference_mode_enabled():
         return False
-    return not (root.is_leaf and root.requires_grad)
+    if tensor._shards is None and len(tensor._tensors) == 1:
+        first = tensor._tensors[0]
+        return not (first.requires_grad and first.is_leaf)
+    return not (tensor.is_leaf and tensor.requires_grad)
 
 
 def cached_layout(tensor: Wrapper) -> Layout | None:

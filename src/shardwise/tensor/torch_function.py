@@ -54,6 +54,7 @@ class TorchFunctionTensor(Distributed, torch.Tensor):
     """A tensor with a frame, whose ops have handlers in the registry."""
 
     _frame: Frame  # shared by tensors of one sharding, dtype and group
+    _is_param = False  # torch sets it on parameters
 
     @classmethod
     def __torch_function__(
@@ -64,7 +65,8 @@ class TorchFunctionTensor(Distributed, torch.Tensor):
             return compute_transformed(again, func, args, kwargs or {})
         if needs_saved():
             return with_saved(functools.partial(cls.__torch_function__, func, types, args, kwargs), _is_sharded)
-        refuse_mixed(func, args, kwargs)
+        if len(types) > 1:
+            refuse_mixed(func, args, kwargs)
         tensor = args[0] if args else None
         if isinstance(tensor, list | tuple) and tensor:
             tensor = tensor[0]

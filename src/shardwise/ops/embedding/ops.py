@@ -36,7 +36,7 @@ from shardwise.ops.embedding.lookup import (
 from shardwise.ops.embedding.portion import concat_ids, local_portion, operand_summaries, wrap_rows
 from shardwise.ops.engine.decomposition import call_decomposed
 from shardwise.ops.engine.gathered import is_fully_replicated, require_budget
-from shardwise.ops.engine.program import without_autocast
+from shardwise.ops.engine.steps import without_autocast
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor.dispatch import Distributed, Op, registry
 from shardwise.tensor.partial import ReplicatedTensor
@@ -53,11 +53,15 @@ def _embedding_of_shared(op: Op, ids: Any, weight: ShardedTensor, options: Looku
     if isinstance(ids, ReplicatedTensor):
         ids = ids.as_subclass(torch.Tensor)
     if not isinstance(ids, Distributed) and _needs_no_rank(weight, options):
-        readable = ids.device.type == "cpu" and not ids.is_meta  # elsewhere the host would wait for the values
-        if readable and not record.is_forecast():
+        readable = ids.device.type == "cpu" and not record.is_forecast()  # elsewhere the host would wait for the values
+        if readable and not weight._frame.rows:  # on other ranks the kernel reads the ids
             require_rows(ids, weight.shape[0])
         rest = (options.padding_idx, options.max_norm, options.norm_type, options.scale_grad_by_freq, options.sparse)
-        return call_decomposed(functional.embedding, (ids, weight, *rest), {})
+        try:
+            return call_decomposed(functional.embedding, (ids, weight, *rest), {})
+        except IndexError:
+            require_rows(ids, weight.shape[0])
+            raise
     portion = local_portion(ids, weight)
     if weight.is_meta:
         count = sum(one.numel() for one in portion.tensors)
@@ -254,11 +258,11 @@ def _own_or_shared(of_own: Callable[..., Any], of_all: Callable[..., Any], *valu
 
 
 def _register(op: Op, function: Callable[..., Any]) -> None:
-    signature = inspect.signature(function)
+    position = list(inspect.signature(function).parameters).index("weight")
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
         """With a sharded table; a plain one is an operand like any other."""
-        weight = signature.bind(*args, **kwargs).arguments["weight"]
+        weight = args[position] if len(args) > position else kwargs.get("weight")
         if not isinstance(weight, ShardedTensor):
             return call_decomposed(op, args, kwargs)
         with without_autocast():  # autocast does not apply to lookups

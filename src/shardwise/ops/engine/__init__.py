@@ -3,7 +3,7 @@
 A call goes through these files, from the top; a cached call only through the first two:
 
 - ``call_cache``: the cache key of a call, and the look-up of its program; the first call is recorded
-- ``program``: running the steps of a recorded call
+- ``program``: the steps of a recorded call, as one function; ``steps``: those that are no ops of torch
 - ``recorder``: observing the first call, and making its program
 - ``decomposition``: functions as aten ops, and aten ops by the table, by decomposition or gathered
 - ``gradient_proxy``, ``plain_operand``: plain operands that want a gradient

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -24,8 +24,9 @@ from torch.nn import Parameter
 from shardwise import settings
 from shardwise.comm.group import group_state, traffic
 from shardwise.ops.engine.call import is_pure, outer_function
-from shardwise.ops.engine.program import DrawRandom, Program
+from shardwise.ops.engine.program import Program
 from shardwise.ops.engine.recorder import Recorder, active, recording_call
+from shardwise.ops.engine.steps import DrawRandom
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import Handler, registry
 from shardwise.tensor.redistribution_cache import cached_layout, is_activation
@@ -122,39 +123,40 @@ class Uncacheable(Exception):
     """No key can tell this call from other calls."""
 
 
+@lru_cache(maxsize=4096)
+def _traits(op: Any) -> tuple[bool, bool, bool]:
+    """Whether a function is pure, whether it reads FLAGS, and whether it may read values of plain tensors."""
+    return is_pure(op), op not in IGNORES_FLAGS, op not in IGNORES_VALUES
+
+
 def cache_key(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[ProcessGroup | None, tuple[Any, ...]]:
     """The group of the sharded arguments, and a key that two calls share only if one program serves both.
 
     Raises `Uncacheable`.
     """
-    if not is_pure(op):
+    pure, reads_flags, reads_values = _traits(op)
+    if not pure:
         raise Uncacheable
-    parts = [op, outer_function.called is not None, *_global_state(op)]
-    builder = _KeyBuilder(parts, op in IGNORES_VALUES)
+    grad, within = _grad_enabled(), outer_function.called is not None
+    parts = [op, within, grad, settings.current().of_calls, _default_dtype(), registry.version]
+    if reads_flags:
+        parts += [read() for read in FLAGS]
+    if is_any_autocast_enabled():
+        parts += [torch.get_autocast_dtype(one) if torch.is_autocast_enabled(one) else None for one in _device_types()]
+        parts.append(torch.is_autocast_cache_enabled())
+    arguments = _Arguments(parts, [], grad, reads_values)
+    group = None
     for value in args:
-        builder.add(value)
+        group = arguments.add(value) or group
     for name, value in kwargs.items():
         parts.append(name)
-        builder.add(value)
-    tensors = builder.tensors
+        group = arguments.add(value) or group
+    tensors = arguments.tensors
     if len(tensors) > 1:
         ids = [id(tensor) for tensor in tensors]
         if len(set(ids)) < len(ids):  # one tensor twice is not the same as two tensors
             parts += map(ids.index, ids)
-    return builder.group, tuple(parts)
-
-
-def _global_state(op: Any) -> list[Any]:
-    """All settings that a call depends on."""
-    here = settings.current()
-    state: list[Any] = [_grad_enabled(), here.gather_budget, here.own_batches, here.own_draws, here.validate]
-    state += (_default_dtype(), registry.version)
-    if op not in IGNORES_FLAGS:
-        state += [read() for read in FLAGS]
-    if is_any_autocast_enabled():
-        state += [torch.get_autocast_dtype(one) if torch.is_autocast_enabled(one) else None for one in _device_types()]
-        state.append(torch.is_autocast_cache_enabled())
-    return state
+    return group, tuple(parts)
 
 
 @lru_cache(maxsize=1)
@@ -164,63 +166,66 @@ def _device_types() -> tuple[str, ...]:
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
-class _KeyBuilder:
+class _Arguments(NamedTuple):
     """Adds arguments to the parts of a key: first the type of the argument, which determines the parts that follow."""
 
-    def __init__(self, parts: list[Any], ignores_values: bool) -> None:
-        self.parts, self.ignores_values, self.grad = parts, ignores_values, _grad_enabled()
-        self.group: ProcessGroup | None = None  # of a sharded argument
-        self.tensors: list[torch.Tensor] = []  # plain arguments, and the local tensors of sharded ones
+    parts: list[Any]
+    tensors: list[torch.Tensor]  # plain arguments, and the local tensors of sharded ones
+    grad: bool
+    reads_values: bool
 
-    def add(self, value: Any) -> None:
-        """Add one argument."""
-        cls = value.__class__
-        parts = self.parts
-        parts.append(cls)
+    def add(self, value: Any) -> ProcessGroup | None:
+        """Add one argument; the group of a sharded one."""
+        parts, cls = self.parts, value.__class__
         if cls is int or value is None:
-            parts.append(value)
+            parts += (cls, value)
         elif isinstance(value, ShardedTensorBase):
-            self._add_sharded(value)
+            return self._add_sharded(cls, value)
         elif cls is torch.Tensor or cls is Parameter:
-            self._add_plain(value)
+            self._add_plain(cls, value)
         elif isinstance(value, list | tuple):
-            parts.append(len(value))
-            for one in value:
-                self.add(one)
+            parts += (cls, len(value))
+            groups = [self.add(one) for one in value]
+            return next((group for group in groups if group is not None), None)
         elif cls is slice:
             bounds = value.start, value.stop, value.step
             if not all(bound.__class__ is int or bound is None for bound in bounds):
                 raise Uncacheable
-            parts += bounds
+            parts += (cls, *bounds)
         elif cls is float:
-            parts += (value, math.copysign(1.0, value))
+            parts += (cls, value, math.copysign(1.0, value))
         elif isinstance(value, LITERALS):
-            parts.append(value)
+            parts += (cls, value)
         else:
             raise Uncacheable
+        return None
 
-    def _add_sharded(self, value: ShardedTensorBase) -> None:
+    def _add_sharded(self, cls: type, value: ShardedTensorBase) -> ProcessGroup | None:
         tensors = value._tensors if value._shards is None else value._local_tensors()
         if not tensors or value._anchor is not None:
             raise Uncacheable
         frame, single = value._frame, len(tensors) == 1
-        self.group = frame.process_group
         records = self.grad and (tensors[0].requires_grad if single else value.requires_grad)
         # The replicas of a leaf share their gradient.
         is_leaf = records and not frame.single and (tensors[0].is_leaf if single else value.is_leaf)
-        self.tensors += tensors
-        self.parts += (frame.layout.digest, frame.dtype, frame.process_group, frame.spec_class, records, is_leaf)
         activation = (value._is_activation or value._view_of is not None) and is_activation(value)
-        self.parts += (value._copy_of_view, activation, value._strides)
-        self.parts.append(None if value._cached_move is None else cached_layout(value))
+        cached = None if value._cached_move is None else cached_layout(value)
+        self.tensors.extend(tensors)
+        self.parts.extend(
+            (
+                *(cls, frame.key or frame.make_key(), records, is_leaf),
+                *(activation, value._copy_of_view, value._strides, cached),
+            )
+        )
+        return frame.process_group
 
-    def _add_plain(self, value: torch.Tensor) -> None:
-        if value.layout is not torch.strided:
-            raise Uncacheable
-        if not self.ignores_values and (value.ndim < 2 or not value.is_floating_point()):
+    def _add_plain(self, cls: type, value: torch.Tensor) -> None:
+        ndim = value.ndim
+        if not ndim or value.layout is not torch.strided:
+            raise Uncacheable  # torch may take a tensor without dims for a number
+        if self.reads_values and (ndim < 2 or not value.is_floating_point()):
             raise Uncacheable  # torch may read the values, as of an index, and choose its ops by them
-        if not value.ndim:
-            raise Uncacheable  # torch may take the tensor for a number
         self.tensors.append(value)
         records = self.grad and value.requires_grad
-        self.parts += (value.shape, value.stride(), value.dtype, value.device, records, records and value.is_leaf)
+        is_leaf = records and value.is_leaf
+        self.parts.extend((cls, value.shape, value.stride(), value.dtype, value.device, records, is_leaf))

@@ -21,11 +21,11 @@ from shardwise.errors import ProcessGroupError, UnsupportedOpError
 from shardwise.layout import Layout, Places
 from shardwise.ops.engine.call import Call, may_alias_operand, outer_function
 from shardwise.ops.engine.cells import deduplicated
-from shardwise.ops.engine.program import MoveLocals, OpSummary, RedistributeOperand, SharePlain, SplitPlain, TieAnchors
 from shardwise.ops.engine.recorder import active, redistribute_operand, run_step, use_in_place
 from shardwise.ops.engine.result_metadata import SizeAndDtype, expected_results, in_schema_form, partial_dtypes
 from shardwise.ops.engine.rule import Rule
 from shardwise.ops.engine.schedule import Operand, Schedule, make_reduction_plan, make_schedule, tensor_size
+from shardwise.ops.engine.steps import MoveLocals, OpSummary, RedistributeOperand, SharePlain, SplitPlain, TieAnchors
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import unsupported
 from shardwise.tensor.frame import Frame, Parts

@@ -20,9 +20,9 @@ from shardwise.ops.engine.call import Aten, Call, functional_overload, outer_fun
 from shardwise.ops.engine.call_cache import IGNORES_FLAGS, IGNORES_VALUES, cached_call, cached_handler
 from shardwise.ops.engine.gathered import compute_gathered, needs_whole
 from shardwise.ops.engine.gradient_proxy import holds_proxy, unwrap, with_proxies
-from shardwise.ops.engine.program import AUTOCAST
 from shardwise.ops.engine.recorder import observed
 from shardwise.ops.engine.result_metadata import UnknownResultError, result_strides
+from shardwise.ops.engine.steps import AUTOCAST
 from shardwise.ops.engine.table import DECOMPOSED_UNDER_AUTOCAST, find_handler
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import Distributed, refuse_collective, refuse_mixed, registry, unsupported
@@ -341,7 +341,7 @@ for _name in DIRECT_METHODS:
     call_directly(_name)
 # Only kernels read the values of plain masks and labels.
 IGNORES_VALUES.update((functional.scaled_dot_product_attention, functional.cross_entropy, functional.nll_loss))
-IGNORES_VALUES.update((functional.layer_norm, functional.rms_norm, functional.mse_loss))
+IGNORES_VALUES.update((functional.embedding, functional.layer_norm, functional.rms_norm, functional.mse_loss))
 IGNORES_VALUES.update((torch.matmul, torch.where, torch.cat))
 registry.verbs["call_decomposed"] = call_decomposed
 registry.verbs["aten"] = compute_aten

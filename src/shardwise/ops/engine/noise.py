@@ -17,8 +17,8 @@ from shardwise.layout.geometry import Boxes
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import assemble, common_group, result_frame
 from shardwise.ops.engine.gathered import compute_gathered, needs_whole
-from shardwise.ops.engine.program import DrawRandom
 from shardwise.ops.engine.recorder import run_step
+from shardwise.ops.engine.steps import DrawRandom
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.random import Draw, default_generator, next_seed, tile_seed, tile_shape, tiles_of
 

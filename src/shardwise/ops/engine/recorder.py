@@ -18,18 +18,23 @@ from shardwise.autograd.anchors import wants_graph
 from shardwise.comm.group import traffic
 from shardwise.ops.engine.call import as_python_call, is_pure, writes_first
 from shardwise.ops.engine.program import (
-    CommStep,
-    MoveLocals,
+    Argument,
+    Form,
     Program,
     ProgramStep,
-    RedistributeOperand,
     Result,
-    ShareReplicas,
     Slot,
+    substitute,
+    tensor_paths,
+    tensors_in,
+)
+from shardwise.ops.engine.steps import (
+    CommStep,
+    MoveLocals,
+    RedistributeOperand,
+    ShareReplicas,
     Tensors,
     WithoutAutocast,
-    iter_tensors,
-    substitute,
 )
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import registry
@@ -98,10 +103,8 @@ class Recorder(TorchFunctionMode):
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any], *, nested: bool) -> None:
         super().__init__()
         self.nested = nested  # whether the call is within another one, which is not recorded
-        self.arguments: list[Any] = list(iter_tensors(args, kwargs))
-        self.flat = len(self.arguments) == sum(isinstance(arg, torch.Tensor) for arg in args)
-        if self.flat:
-            self.arguments = list(args)
+        self.paths = [path for path, _ in tensor_paths(args, kwargs)]
+        self.arguments = [tensor for _, tensor in tensor_paths(args, kwargs)]
         self.pure, self.grad, self.casts = True, torch.is_grad_enabled(), is_any_autocast_enabled()
         self.slots: dict[int, int] = {}  # by the tensor's id
         self.tensors: list[Any] = []  # of each slot, kept alive so that ids stay unique
@@ -143,9 +146,8 @@ class Recorder(TorchFunctionMode):
             self.pure = False
             return
         args = [None if one is None else Slot(self.slots[id(one)]) for one in operands]
-        positions = [k for k, one in enumerate(operands) if one is not None]
         slots = [self._new_slot(out) for out in outputs]
-        self.steps.append(ProgramStep(step, args, {}, positions, slots, single=False, communicates=True))
+        self.steps.append(ProgramStep(step, args, {}, slots, "tensors", communicates=True))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function; on sharded tensors as they would, still observed; add a step for one on plain tensors."""
@@ -191,11 +193,8 @@ class Recorder(TorchFunctionMode):
         if self.casts and not is_any_autocast_enabled():
             func = WithoutAutocast(func)
         by_position, by_name = (self._with_slots(part) for part in (list(args), kwargs))
-        positions = [k for k, arg in enumerate(by_position) if arg.__class__ is Slot]
-        flat = not kwargs and len(positions) == sum(1 for _ in iter_tensors(args, kwargs))
-        outputs = [self._new_slot(out) for out in iter_tensors((result,), {})]
-        single = isinstance(result, torch.Tensor)
-        return ProgramStep(func, by_position, by_name, positions if flat else None, outputs, single, writes=writes)
+        outputs = [self._new_slot(out) for out in tensors_in(result)]
+        return ProgramStep(func, by_position, by_name, outputs, _form_of(result), writes=writes)
 
     def _with_slots(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -224,11 +223,11 @@ class Recorder(TorchFunctionMode):
         numbers = {number: number for number in range(self.local_count + communicates * len(self.arguments))}
         renumbered = []
         for step in reversed(steps):
-            renumbered.append(step.renumbered(numbers))
             for number in step.outputs:
                 numbers[number] = len(numbers)
+            renumbered.append(step.renumbered(numbers))
         placed = [one._replace(slots=[numbers[number] for number in one.slots]) for one in known]
-        return Program(self.flat, communicates, renumbered, placed, container)
+        return Program(list(map(_argument, self.paths, self.arguments)), renumbered, placed, container)
 
     def _result(self, one: Any) -> Result | None:
         if not isinstance(one, ShardedTensorBase) or any(one is tensor for tensor in self.arguments):
@@ -252,6 +251,16 @@ class Recorder(TorchFunctionMode):
                 return number
             base = base._view_of
         return None
+
+
+def _argument(path: str, tensor: torch.Tensor) -> Argument:
+    return Argument(path, len(tensor._local_tensors()) if isinstance(tensor, ShardedTensorBase) else None)
+
+
+def _form_of(result: Any) -> Form:
+    if isinstance(result, torch.Tensor):
+        return "tensor"
+    return "tensors" if all(isinstance(one, torch.Tensor) for one in result) else "nested"
 
 
 def _holds_no_tensor(value: Any) -> bool:

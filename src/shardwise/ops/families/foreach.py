@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from shardwise.errors import PropertyError
-from shardwise.ops.engine.program import without_autocast
 from shardwise.ops.engine.rule import broadcast_shapes
+from shardwise.ops.engine.steps import without_autocast
 from shardwise.ops.families.pointwise import is_pointwise
 from shardwise.tensor import ShardedTensor, ShardedTensorBase
 from shardwise.tensor.dispatch import Op, registry
