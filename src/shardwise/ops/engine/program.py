@@ -6,9 +6,9 @@ communicates, the arguments themselves; then the outputs of each step. A program
     def run(args, kwargs):
         a0 = args[0]
         [t0] = a0._tensors if a0._shards is None else a0._local_tensors()
-        t1 = c0(t0, 0, 1)
-        r0 = make(c1, c2, dtype=c3, device=c4)
-        r0._frame = c5
+        t1 = c0(t0, c1, c2)
+        r0 = make(c3, c4, dtype=c5, device=c6)
+        r0._frame = c7
         r0._tensors = [t1]
         r0._view_of = a0
         return r0
@@ -19,7 +19,9 @@ where names that begin with c are constants of the program. What is the same in 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from keyword import iskeyword
+from types import CodeType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -149,7 +151,7 @@ class _Writer:
 
     def constant(self, value: Any) -> str:
         """An expression for a value that is the same in all calls."""
-        if value is None or value.__class__ in (bool, int):
+        if value is None or value.__class__ is bool:
             return repr(value)
         name = f"c{len(self._names)}"
         self._names[name] = value
@@ -168,9 +170,15 @@ class _Writer:
     def function(self) -> Callable[[Any, Any], Any]:
         """The function."""
         names = {**self._names, "make": make_wrapper_subclass, "tensors_in": tensors_in}
-        exec(compile("\n".join(self._lines), "<a program of shardwise>", "exec"), names)
+        exec(_compiled("\n".join(self._lines)), names)
         run: Callable[[Any, Any], Any] = names["run"]
         return run
+
+
+@lru_cache(maxsize=1024)
+def _compiled(source: str) -> CodeType:
+    """The code of a function; programs of different ops often differ in constants only."""
+    return compile(source, "<a program of shardwise>", "exec")
 
 
 def _function_of(program: Program) -> Callable[[Any, Any], Any]:
