@@ -9,6 +9,7 @@ here too, but read where they are used. `shardwise/patching.py` lists what shard
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,11 @@ _missing: list[str] = []
 
 def _find(path: str) -> Any:
     """The object of a dotted path, or the annotation of an attribute that instances have; None if there is none."""
-    module, _, rest = path.partition(".")
-    found: Any = importlib.import_module(module)
+    name, _, rest = path.partition(".")
+    found: Any = importlib.import_module(name)
     for part in rest.split("."):
-        found = getattr(found, part, getattr(found, "__annotations__", {}).get(part))
+        name = f"{name}.{part}"  # of a module that its package may have deleted, or of something in one
+        found = getattr(found, part, getattr(found, "__annotations__", {}).get(part, sys.modules.get(name)))
     return found
 
 
@@ -114,6 +116,13 @@ for _op, _purpose in {
 }.items():
     _private(f"torch.ops.aten.{_op}", _purpose)
 
+foreach_norm = _private("torch._foreach_norm", "compute the norms of many gradients")
+optimizer_foreach_types = _private(
+    "torch.optim.optimizer._foreach_supported_types", "let optimizers step lists of sharded tensors"
+)
+clipping_foreach_types = _private(
+    "torch.utils._foreach_utils._foreach_supported_types", "let clip_grad_norm_ take lists of sharded tensors"
+)
 correct_fan = _private("torch.nn.init._calculate_correct_fan", "initialise by the fans of the whole tensor")
 JITERATOR = torch._C, "_cuda_jiterator_compile_and_launch_kernel"  # only builds with CUDA have it
 jiterator_launch: Any = getattr(*JITERATOR, None)

@@ -65,8 +65,7 @@ class TorchFunctionTensor(Distributed, torch.Tensor):
             return compute_transformed(again, func, args, kwargs or {})
         if needs_saved():
             return with_saved(functools.partial(cls.__torch_function__, func, types, args, kwargs), _is_sharded)
-        if len(types) > 1:
-            refuse_mixed(func, args, kwargs)
+        refuse_mixed(func, args, kwargs)
         tensor = args[0] if args else None
         if isinstance(tensor, list | tuple) and tensor:
             tensor = tensor[0]

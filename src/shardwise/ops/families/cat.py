@@ -16,6 +16,7 @@ from shardwise.layout.geometry import Boxes
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.cells import operand_cells, projected
 from shardwise.ops.engine.compute import assemble, compute, group_places, result_frame
+from shardwise.ops.engine.gathered import is_fully_replicated
 from shardwise.ops.engine.plain_operand import shared_plain
 from shardwise.ops.engine.result_metadata import expected_results, result_strides
 from shardwise.ops.engine.rule import Labels, Rule
@@ -29,23 +30,23 @@ def _cat(call: Call) -> Any:
     """Shard by shard if all are cut alike in the other dims, else box by box."""
     dim = call.arguments.get("dim", 0)
     (size, dtype), *_ = expected_results(call)
-    pieces = [one for one in call.operands if one.ndim != 1 or one.numel() or len(size) == 1]
+    pieces: list[Any] = [one for one in call.operands if one.ndim != 1 or one.numel() or len(size) == 1]
     dim %= len(size)
     is_contiguous = result_strides(call, 1) == [None]
     memory_format = torch.contiguous_format if is_contiguous else torch.preserve_format
-    if pieces and all(isinstance(one, ShardedTensorBase) for one in pieces):
-        sharded = Call(call.op, (pieces, dim), {})
-        labels = Labels()
-        shared = [None if k == dim else labels.new(extent) for k, extent in enumerate(size)]
-        whole = [labels.new(one.shape[dim], whole=True) for one in pieces]
-        dims = [[along if k != dim else whole[n] for k, along in enumerate(shared)] for n in range(len(pieces))]
-        out = [along if k != dim else labels.new(size[dim], whole=True) for k, along in enumerate(shared)]
-        if all(one._layout.places == pieces[0]._layout.places for one in pieces):  # type: ignore[attr-defined] # sharded
-            rule = labels.rule(dims, [out])
-            if _moves_nothing(sharded, rule):
-                return compute(sharded, rule)
-        return _cat_boxes(pieces, dim, size, dtype, memory_format)
-    return _cat_mixed(pieces, dim, size, dtype, memory_format)
+    if any(not isinstance(one, ShardedTensorBase) for one in pieces):
+        pieces = _all_sharded(pieces)
+    sharded = Call(call.op, (pieces, dim), {})
+    labels = Labels()
+    shared = [None if k == dim else labels.new(extent) for k, extent in enumerate(size)]
+    whole = [labels.new(one.shape[dim], whole=True) for one in pieces]
+    dims = [[along if k != dim else whole[n] for k, along in enumerate(shared)] for n in range(len(pieces))]
+    out = [along if k != dim else labels.new(size[dim], whole=True) for k, along in enumerate(shared)]
+    if all(one._layout.places == pieces[0]._layout.places for one in pieces):
+        rule = labels.rule(dims, [out])
+        if _moves_nothing(sharded, rule):
+            return compute(sharded, rule)
+    return _cat_boxes(pieces, dim, size, dtype, memory_format)
 
 
 def _moves_nothing(call: Call, rule: Rule) -> bool:
@@ -59,23 +60,25 @@ def _moves_nothing(call: Call, rule: Rule) -> bool:
     )
 
 
-def _cat_mixed(
-    pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format
-) -> Any:
-    """Plain tensors among sharded ones: each becomes one box, on the first rank."""
-    model = next(one for one in pieces if isinstance(one, ShardedTensorBase))
+def _all_sharded(pieces: Sequence[Any]) -> list[Any]:
+    """Plain tensors among sharded ones: each becomes one box on the first rank, or on all where the others are."""
+    sharded = [one for one in pieces if isinstance(one, ShardedTensorBase)]
+    plain = [one for one in pieces if not isinstance(one, ShardedTensorBase)]
+    model = sharded[0]
     group = model._frame.process_group
-    places = group_places(model._layout, group)
+    recorded_plain = torch.is_grad_enabled() and any(one.requires_grad for one in plain)
+    everywhere = not recorded_plain and all(is_fully_replicated(one) for one in sharded)
+    places = model._layout.places if everywhere else group_places(model._layout, group)[:1]
     results = []
     for one in pieces:
         if isinstance(one, ShardedTensorBase):
             results.append(one)
             continue
-        frame = result_frame(Layout.whole(one.shape, places[:1]), one.dtype, group)
+        frame = result_frame(Layout.whole(one.shape, places), one.dtype, group)
         shared = shared_plain(one, group)
         records = torch.is_grad_enabled() and one.requires_grad
         results.append(assemble(type(model), frame, [shared] if frame.rows else [], [tie([shared])], records))
-    return _cat_boxes(results, dim, size, dtype, memory_format)
+    return results
 
 
 class OneNode(torch.autograd.Function):

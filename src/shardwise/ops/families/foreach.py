@@ -7,19 +7,28 @@ are computed one by one, by the function for one tensor. Every rank knows the ro
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from shardwise.comm.group import is_member
+from shardwise.comm.transfer import make_plan, move
 from shardwise.errors import PropertyError
+from shardwise.layout import Layout
+from shardwise.ops.engine.chunking import group_chunks
+from shardwise.ops.engine.compute import assemble, group_places, result_frame
+from shardwise.ops.engine.gathered import is_fully_replicated
 from shardwise.ops.engine.rule import broadcast_shapes
 from shardwise.ops.engine.steps import without_autocast
 from shardwise.ops.families.pointwise import is_pointwise
 from shardwise.tensor import ShardedTensor, ShardedTensorBase
 from shardwise.tensor.dispatch import Op, registry
 from shardwise.tensor.redistribution_cache import count_write
-from shardwise.torch_private import pytree
+from shardwise.torch_private import clipping_foreach_types, foreach_norm, optimizer_foreach_types, pytree
 
 aten = torch.ops.aten
 UNTAGGED = ("clone", "copy", "zero")  # pointwise, but not tagged
@@ -44,8 +53,10 @@ def _shards(one: Any, model: Any) -> list[Any]:
 
 
 def _value(arg: Any) -> Any:
-    """A number in a sharded tensor, as a plain one."""
-    return arg.full_tensor() if isinstance(arg, ShardedTensor) else arg
+    """A number in a sharded tensor, as a plain one; no message if every rank has it."""
+    if not isinstance(arg, ShardedTensor):
+        return arg
+    return arg._local_tensors()[0] if is_fully_replicated(arg) else arg.full_tensor()
 
 
 def _is_alike(one: Any, model: Any) -> bool:
@@ -119,8 +130,16 @@ def _by_position(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tupl
     return list(args), kwargs
 
 
-def _register(name: str, alone: Callable[..., Any], *, on_shards: bool) -> None:
-    """Handle a foreach function; ``alone`` is the function for one row."""
+Together = Callable[..., list[Any]]
+
+
+def _register(
+    name: str, alone: Callable[..., Any], *, on_shards: bool = False, together: Together | None = None
+) -> None:
+    """Handle a foreach function.
+
+    ``alone`` is the function for one row, ``together`` for all rows of tensors that are sharded over one group.
+    """
     op, in_place = getattr(torch, name), name.endswith("_")
 
     def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
@@ -128,6 +147,8 @@ def _register(name: str, alone: Callable[..., Any], *, on_shards: bool) -> None:
         count = next(len(arg) for arg in given if isinstance(arg, list | tuple))
         if len(given) == 4 and isinstance(given[3], torch.Tensor):  # a number for each row
             given[3] = _value(given[3]).tolist()
+        if not torch.is_grad_enabled():
+            given[1:] = [_value(arg) if isinstance(arg, ShardedTensor) and not arg.ndim else arg for arg in given[1:]]
         for arg in given:
             if isinstance(arg, list | tuple) and len(arg) != count:
                 raise PropertyError(f"{name} was given lists of {count} and {len(arg)} entries")
@@ -141,7 +162,11 @@ def _register(name: str, alone: Callable[..., Any], *, on_shards: bool) -> None:
             for row in rows
         ]
         results: list[Any] = [None] * count
-        alike = [k for k in range(count) if not apart[k]]
+        if together is not None:
+            for numbers in _by_group(rows):
+                for k, result in zip(numbers, together([rows[k][0] for k in numbers], *given[1:], **rest), strict=True):
+                    results[k], apart[k] = result, False
+        alike = [k for k in range(count) if not apart[k] and results[k] is None]
         if alike:
             picked = [
                 [column[k] for k in alike] if isinstance(arg, list | tuple) else arg
@@ -156,6 +181,16 @@ def _register(name: str, alone: Callable[..., Any], *, on_shards: bool) -> None:
         return given[0] if in_place else tuple(results)
 
     registry.built_in[op] = handler
+
+
+def _by_group(rows: Sequence[Sequence[Any]]) -> list[list[int]]:
+    """The numbers of rows that are sharded over the same group and kinds of devices, and not recorded."""
+    found: dict[Any, list[int]] = {}
+    for k, row in enumerate(rows):
+        one = row[0]
+        if isinstance(one, ShardedTensor) and not _is_recorded(row) and is_member(one._process_group):
+            found.setdefault((one._process_group, one._layout.places.device_types), []).append(k)
+    return list(found.values())
 
 
 def _register_fused(op: Op) -> None:
@@ -193,6 +228,41 @@ def _norm(x: torch.Tensor, ord: Any = 2, dtype: torch.dtype | None = None) -> An
     return torch.linalg.vector_norm(x, ord, dtype=dtype)
 
 
+def _norms(tensors: Sequence[ShardedTensor], ord: Any = 2, dtype: torch.dtype | None = None) -> list[Any]:
+    """The norms of tensors of one group: each rank sends the norms of its parts of all tensors in one message."""
+    first, order = tensors[0], float(ord)
+    group, kinds = first._process_group, [(dtype or one.dtype).to_real() for one in tensors]
+    wide = functools.reduce(torch.promote_types, kinds, torch.float32)
+    parts = [_counted_once(one) for one in tensors]
+    flat = [part for each in parts for part in each]
+    norms = iter(foreach_norm(flat, order, dtype=wide) if flat else ())
+    empty = torch.full((), math.inf if order < 0 else 0.0, dtype=wide, device=first.device)
+    own = torch.stack([_joined([next(norms) for _ in each] or [empty], order) for each in parts])
+    rows = group_chunks((dist.get_world_size(group), len(tensors)), 0, first)
+    everywhere = Layout.whole(rows.size, group_places(first._layout, group))
+    (all_norms,) = move(make_plan(rows, everywhere), [own[None]], group, dtype=wide, verb="norms of tensors").wait()
+    totals = _joined(all_norms, order)
+    scalar = Layout.whole(torch.Size(), everywhere.places)
+    return [
+        assemble(type(one), result_frame(scalar, kind, group), [total.to(kind)], [], records=False)
+        for one, kind, total in zip(tensors, kinds, totals.unbind(0), strict=True)
+    ]
+
+
+def _counted_once(tensor: ShardedTensor) -> list[torch.Tensor]:
+    """The local tensors of a tensor that have elements, without those of which another replica counts."""
+    layout, pairs = tensor._layout, zip(tensor._frame.rows, tensor._local_tensors(), strict=True)
+    return [local.detach() for row, local in pairs if local.numel() and layout.is_first(row)]
+
+
+def _joined(norms: torch.Tensor | Sequence[torch.Tensor], order: float) -> torch.Tensor:
+    """The norm of a vector, or of several, from the norms of its parts, which are in a list or the first dim."""
+    if len(norms) == 1:
+        return norms[0]
+    each = norms if isinstance(norms, torch.Tensor) else torch.stack(list(norms))
+    return each.sum(0) if order == 0 else torch.linalg.vector_norm(each, order, 0)
+
+
 def _power_sum(x: torch.Tensor, ord: Any = 2, dtype: torch.dtype | None = None) -> torch.Tensor:
     return x.abs().pow(ord).sum(dtype=dtype)
 
@@ -223,7 +293,12 @@ for _name in sorted(dir(torch)):
             _name,
             ALONE.get(_bare) or getattr(_owner, _bare),
             on_shards=_is_elementwise(_bare.removesuffix("_")),
+            together=_norms if _bare == "norm" else None,
         )
+# Optimizers and `clip_grad_norm_` then call these functions by default, where they do so for plain tensors.
+for _types in (optimizer_foreach_types, clipping_foreach_types):
+    if ShardedTensor not in _types:
+        _types.append(ShardedTensor)
 for _name in ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"):
     if hasattr(torch, _name):
         _register_fused(getattr(torch, _name))
