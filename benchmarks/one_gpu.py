@@ -1,7 +1,7 @@
-"""A training step of an MLP on one GPU, beside the plain one and DTensor: `python -m benchmarks.one_gpu`.
+"""Training steps of an MLP and a transformer on one GPU, beside plain ones and DTensor: `python -m benchmarks.one_gpu`.
 
 A world of one rank: nothing travels, and what is measured is what the wrapper costs the host. A GPU that has enough to
-do hides it.
+do hides it. The captured step is a CUDA graph, by `shardwise.capture`; the plain one beside it is not.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
 import shardwise
+from benchmarks.llama import Llama, Shape, loss_of
 from benchmarks.table import Row, show
 from benchmarks.timing import Work, best_of
 from shardwise.testing import run_on_ranks
@@ -28,6 +29,7 @@ SIZES = {  # width and samples
 }
 LAYERS, STEPS = 4, 10
 LIMIT = ("plain", 1.05)
+TRANSFORMER = Shape(layers=4, width=1_024, head=64, words=1_024, batch=4, sequence=128)
 Build = Callable[[nn.Module], tuple[nn.Module, Callable[[Tensor], Any]]]
 
 
@@ -103,6 +105,43 @@ def measure(device: str, repeats: int = 15) -> list[Row]:
     return rows
 
 
+def transformer(device: torch.device, *, shards: bool, captures: bool = False) -> Work:
+    """Forward, loss, backward and torch's own AdamW of a small model like Llama."""
+    torch.manual_seed(0)
+    model: nn.Module = Llama(TRANSFORMER).to(device)
+    if shards:
+        model, _ = ours(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=captures)
+    ids, labels = torch.randint(TRANSFORMER.words, (2, TRANSFORMER.batch, TRANSFORMER.sequence), device=device)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, ids, labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return shardwise.capture(step) if captures else step
+
+
+def measure_transformer(device: str, repeats: int = 15) -> list[Row]:
+    """On the rank: the same for the transformer, as it is and captured."""
+    warnings.simplefilter("ignore")
+    here, rows = torch.device(device), []
+    for what, captures, most in (("as it is", False, 1.3), ("captured", True, 1.0)):
+        steps = {
+            "shardwise": transformer(here, shards=True, captures=captures),
+            "plain": transformer(here, shards=False),
+        }
+        losses = {name: torch.stack([whole(step()).clone() for _ in range(6)]) for name, step in steps.items()}
+        assert torch.allclose(losses["shardwise"], losses["plain"], rtol=1e-3), losses
+        able = {name: functools.partial(several, step, here) for name, step in steps.items()}
+        seconds = {name: found / STEPS for name, found in best_of(able, calls=1, repeats=repeats).items()}
+        budget = f"≤ {most} plain"
+        rows.append(Row(f"transformer of {TRANSFORMER.layers} layers, {what}", seconds, budget, ("plain", most)))
+    return rows
+
+
 def several(step: Work, device: torch.device) -> None:
     for _ in range(STEPS):
         step()
@@ -112,6 +151,7 @@ def several(step: Work, device: torch.device) -> None:
 
 def main() -> None:
     rows = run_on_ranks(1, measure, "cuda:0", timeout=300, fresh=True, backend="nccl")[0]
+    rows += run_on_ranks(1, measure_transformer, "cuda:0", timeout=300, fresh=True, backend="nccl")[0]
     show("A training step on one GPU", rows)
 
 

@@ -24,7 +24,7 @@ from shardwise.layout.specs import (
     ReplicatedShardingSpec,
     ShardingSpec,
 )
-from shardwise.nn import fill_buffers, shard_module
+from shardwise.nn import capture, fill_buffers, shard_module
 from shardwise.nn.optim import ShardedOptimizer
 from shardwise.nn.sharding_plan import ShardingPlan
 from shardwise.ops.validation import validation
@@ -52,6 +52,7 @@ __all__ = [
     "ShardingSpec",
     "ShardwiseError",
     "StateTransfer",
+    "capture",
     "check",
     "draw",
     "empty",

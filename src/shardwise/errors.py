@@ -194,6 +194,10 @@ class NoDistributedTensorError(ShardwiseError, TypeError, ValueError):
     """A handler for sharded tensors was called without one."""
 
 
+class CaptureError(ShardwiseError, RuntimeError):
+    """A step that cannot be captured as a CUDA graph, or is called otherwise than it was captured."""
+
+
 class PlanError(ShardwiseError, ValueError):
     """A sharding plan that does not fit its module; ``problems`` has a line for each thing that is wrong."""
 

@@ -64,7 +64,12 @@ _thread: threading.Thread | None = None
 
 
 def watch(work: Any, process_group: ProcessGroup) -> None:
-    """Check a collective that was begun in the last call of this group's history, until it has ended."""
+    """Check a collective that was begun in the last call of this group's history, until it has ended.
+
+    A collective that is captured in a CUDA graph is not under way, and CUDA must not be asked about it.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return
     state, now = group_state(process_group), time.monotonic()
     before = _watched.get(state)
     if before is None and state not in _watched and not _start(state):

@@ -97,10 +97,11 @@ def draws_per_rank(process_group: ProcessGroup | None) -> bool:
 def require_equal_state(layout: Layout, state: str, process_group: ProcessGroup | None) -> None:
     """Let ranks that draw for the same elements find out if their generators differ. Nothing is sent for it.
 
-    Not in a backward: there a checkpoint draws again from an earlier state, and only on some ranks.
+    Not in a backward: there a checkpoint draws again from an earlier state, and only on some ranks. Nor while a CUDA
+    graph is captured, which has no state yet.
     """
     in_backward = current_backward() != -1
-    if process_group is not None and talks(process_group) and not in_backward:
+    if process_group is not None and talks(process_group) and state and not in_backward:
         record_call(process_group, CallFingerprint({"verb": "draw", "tensor": layout.outline, GENERATOR_STATE: state}))
 
 

@@ -28,6 +28,7 @@ TOGETHER = 16  # elements that a normal distribution draws together; it draws th
 BLOCK = {"cpu": 1 << 22, "cuda": 1 << 24}  # elements that are read at a time, at most
 THREADS = 256  # of a block of the kernels that draw
 UNROLL = 4  # numbers that a thread draws at a time, and what the counter goes on by
+BY_WIDTH = {4: torch.float32, 8: torch.bfloat16}  # dtypes of which a vector has so many elements
 MOST_AT_ONCE = 2**30  # bytes that torch's kernels draw at once on CUDA: up to twice as many
 
 
@@ -176,6 +177,11 @@ def bernoulli_by_vectors(
     what a thread draws at a time, or twice that.
     """
     chunk, count = chunk_on(tensor.device), tensor.numel()
+    if not count:
+        return tensor.bernoulli_(p, generator=generator)
+    if torch.cuda.is_current_stream_capturing():  # where the offset cannot be set: by the fused dropout itself
+        like = torch.empty(count, dtype=BY_WIDTH[width], device=tensor.device)
+        return tensor.copy_(torch.native_dropout(like, 1 - p, True)[1].view(tensor.shape))
     source = torch.cuda.default_generators[tensor.device.index] if generator is None else generator
     begin, vectors = source.get_offset(), -(-count // (chunk * width // UNROLL))
     drawn = torch.empty((vectors, width, chunk // UNROLL), dtype=tensor.dtype, device=tensor.device)
@@ -191,7 +197,7 @@ def numbers_of(
     if not is_counter_based(generator):
         return Numbers(draw, total, dtype, device, generator) if total <= draw.most else None
     chunk = chunk_on(device)
-    if total <= chunk:
+    if total <= chunk or torch.cuda.is_current_stream_capturing():  # in a graph the offset cannot be set
         return Numbers(draw, total, dtype, device, generator)
     step = _step_on_cuda(_example(draw), dtype, device)
     return None if step is None else CountedNumbers(draw, total, dtype, device, generator, step)

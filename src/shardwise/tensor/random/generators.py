@@ -52,7 +52,9 @@ def is_counter_based(generator: torch.Generator) -> bool:
 
 
 def state_digest(generator: torch.Generator) -> str:
-    """A digest of the state of a generator, without waiting for a device."""
+    """A digest of the state of a generator, without waiting for a device; empty while a CUDA graph is captured."""
+    if is_counter_based(generator) and torch.cuda.is_current_stream_capturing():
+        return ""
     if is_counter_based(generator):
         state = f"{generator.initial_seed()} {generator.get_offset()}".encode()
     else:
