@@ -28,7 +28,7 @@ from shardwise.ops.families.pointwise import is_pointwise
 from shardwise.tensor import ShardedTensor, ShardedTensorBase
 from shardwise.tensor.dispatch import Op, registry
 from shardwise.tensor.redistribution_cache import count_write
-from shardwise.torch_private import clipping_foreach_types, foreach_norm, optimizer_foreach_types, pytree
+from shardwise.torch_private import clipping_foreach_types, foreach_norm, optimizer_foreach_types
 
 aten = torch.ops.aten
 UNTAGGED = ("clone", "copy", "zero")  # pointwise, but not tagged
@@ -39,6 +39,10 @@ def _shards(one: Any, model: Any) -> list[Any]:
 
     On a rank without shards, the value is an empty tensor, which shows the dtype.
     """
+    if one.__class__ is model.__class__ and isinstance(one, ShardedTensorBase) and one._frame is model._frame:
+        tensors = one._local_tensors()
+        if tensors:  # the usual case
+            return tensors
     if not isinstance(model, ShardedTensorBase):
         if isinstance(one, ShardedTensorBase):
             raise PropertyError("a fused function was given a sharded tensor where the first list has a plain one")
@@ -61,6 +65,10 @@ def _value(arg: Any) -> Any:
 
 def _is_alike(one: Any, model: Any) -> bool:
     """Whether an entry can take the layout of the tensor in the first list without a transfer."""
+    if one.__class__ is float or one is model:
+        return True
+    if isinstance(one, ShardedTensorBase) and isinstance(model, ShardedTensorBase) and one._frame is model._frame:
+        return True  # the usual case
     if not isinstance(one, torch.Tensor):
         return True
     if not isinstance(one, ShardedTensorBase):
@@ -87,9 +95,10 @@ def _together(op: Op, lists: list[Any], rest: dict[str, Any], *, in_place: bool)
     for one in first if in_place else ():
         if isinstance(one, ShardedTensorBase) and (recording or one._view_of is not None or one._copy_of_view):
             one._require_writable()
-    for one in pytree.tree_leaves((lists, rest)) if in_place else ():  # the state of an optimizer is written, too
-        if isinstance(one, ShardedTensorBase):
-            count_write(one)
+    for arg in (*lists, *rest.values()) if in_place else ():  # the state of an optimizer is written, too
+        for one in arg if isinstance(arg, list | tuple) else ():
+            if isinstance(one, ShardedTensorBase):
+                count_write(one)
 
     def flat(arg: Any) -> Any:
         """A list for each tensor as a list for each shard."""
