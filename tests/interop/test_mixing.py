@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,6 @@ MIXED: dict[str, Callable[[Any, Any], Any]] = {
     "index": lambda sharded, dtensor: sharded[dtensor > 0],
     "foreach": lambda sharded, dtensor: torch._foreach_add([sharded], [dtensor]),
     "foreach, the other way": lambda sharded, dtensor: torch._foreach_add_([dtensor], [sharded]),
-    "one list": lambda sharded, dtensor: torch._foreach_mul_([dtensor, sharded], 2.0),
     "total norm": lambda sharded, dtensor: nn.utils.get_total_norm([dtensor, sharded]),
     "loss": lambda sharded, dtensor: nn.functional.mse_loss(dtensor, sharded),
 }
@@ -76,9 +76,9 @@ def test_nor_beside_what_is_whole_on_every_rank() -> None:
 
 @ranks(2)
 def test_both_kinds_of_parameters_in_one_optimizer() -> None:
-    """A plain torch optimizer steps each on its own; norms and foreach, which join them, are refused."""
+    """A plain torch optimizer steps each on its own, also those in one list; norms, which join them, are refused."""
     line = init_device_mesh("cpu", (2,))
-    for kind in (torch.optim.SGD, torch.optim.AdamW):
+    for kind in (torch.optim.SGD, torch.optim.AdamW, functools.partial(torch.optim.AdamW, foreach=True)):
         values = PLAIN.double()
         sharded = nn.Parameter(shard_tensor(values, chunks(0, 0, 1)))
         dtensor = nn.Parameter(distribute_tensor(values, line, [Shard(0)]))

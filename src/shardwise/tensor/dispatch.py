@@ -167,7 +167,8 @@ def basic_validation(op: Op, args: Sequence[Any] = (), kwargs: Mapping[str, Any]
         )
 
 
-BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})  # take tensors of any kind
+# Functions that take tensors of any kind; foreach functions, whose handlers look at each row, add themselves.
+TAKE_ANY = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
 def is_dtensor(value: object) -> bool:
@@ -194,18 +195,23 @@ def refuse_mixed(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, 
     """Raise if a DTensor is among the arguments of an op on tensors of this library, also inside lists and tuples."""
     module = sys.modules.get("torch.distributed.tensor")  # not imported here, which takes long
     kind = getattr(module, "DTensor", None)
-    if kind is None or op in BACKWARDS:
+    if kind is None or op in TAKE_ANY:
         return
     for value in (*args, *kwargs.values()) if kwargs else args:
         found = value.__class__ is kind or (
             value.__class__ in (list, tuple) and any(one.__class__ is kind for one in value)
         )
         if found:
-            raise MixedOperandsError(
-                f"'{op_name(op)}' was given a {name} and a DTensor, with args: {summary(args)}. Convert one: "
-                "shardwise.from_dtensor(dtensor) gives a ShardedTensor, "
-                "shardwise.to_dtensor(tensor, mesh, placements) a DTensor"
-            )
+            raise mixed_operands(op, args, name)
+
+
+def mixed_operands(op: Op, args: Sequence[Any], name: str = "ShardedTensor") -> MixedOperandsError:
+    """The error of an op that was given a DTensor beside a tensor of this library."""
+    return MixedOperandsError(
+        f"'{op_name(op)}' was given a {name} and a DTensor, with args: {summary(args)}. Convert one: "
+        "shardwise.from_dtensor(dtensor) gives a ShardedTensor, "
+        "shardwise.to_dtensor(tensor, mesh, placements) a DTensor"
+    )
 
 
 def refuse_collective(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:

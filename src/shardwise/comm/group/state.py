@@ -35,7 +35,7 @@ class GroupState:
         self._group, self._store = _reference(process_group), _reference(store)
         self._history: CallHistory | None = None
         self.message_threads = MessageThreads()
-        self.programs: dict[Any, Any] = {}  # of recorded calls, by cache key; None for calls that take the slow path
+        self.programs: dict[Any, Any] = {}  # of recorded calls, by cache key; a str says why there is no program
         self.caches: dict[Callable[..., Any], Callable[..., Any]] = {}  # of the functions that are `cached_per_group`
         self.at_end: set[Callable[[GroupState], object]] = set()  # called when the state ends
         if process_group is not None:

@@ -42,6 +42,16 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class UncachedCall:
+    """A call whose steps were worked out anew, though there may have been equal calls before."""
+
+    op: str
+    place: str
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Op:
     """One call of an op on sharded tensors, by a caller or within another op."""
 

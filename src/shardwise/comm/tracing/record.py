@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardwise.comm.tracing.chrome import chrome_events, write
-from shardwise.comm.tracing.events import Collective, Op, Origin
+from shardwise.comm.tracing.events import Collective, Op, Origin, UncachedCall
 from shardwise.comm.tracing.origin import Origins, name_of
 from shardwise.comm.tracing.table import show
 from shardwise.settings import ContextValue
@@ -24,7 +24,8 @@ running = 0  # traces in this process: while there is none, nobody asks for one
 class Trace:
     """What this rank sent, received and waited for, collective by collective; printed, it is a table.
 
-    ``events`` are the collectives and meetings, in the order in which they ended, ``ops`` the ops on sharded tensors.
+    ``events`` are the collectives and meetings, in the order in which they ended, ``ops`` the ops on sharded tensors,
+    ``uncached`` the calls that were worked out anew, each with the reason.
     """
 
     is_forecast = False  # whether it tells what would be sent
@@ -33,6 +34,7 @@ class Trace:
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.events: list[Collective] = []
         self.ops: list[Op] = []
+        self.uncached: list[UncachedCall] = []
         self.seconds = 0.0
         self._origins = Origins()
         self._lock = threading.Lock()
@@ -155,6 +157,15 @@ def with_trace(function: Callable[[], T]) -> Callable[[], T]:
             return function()
 
     return there
+
+
+def note_uncached(op: Any, reason: str) -> None:
+    """A call runs no program: its steps are worked out anew. Asked for only while there is a trace."""
+    trace = current_trace()
+    if trace is not None:
+        origin = trace._origins.here()
+        with trace._lock:
+            trace.uncached.append(UncachedCall(name_of(op), origin.place, origin.module, reason))
 
 
 class Entered:

@@ -11,6 +11,7 @@ import torch
 from shardwise.autograd.anchors import wants_graph
 from shardwise.comm.agreement import step_of_op
 from shardwise.comm.group import Fields, is_member
+from shardwise.comm.tracing import record
 from shardwise.errors import IdRangeError, ProcessGroupError, PropertyError
 from shardwise.ops.embedding.differentiable_rows import Lookup, lookup_rows
 from shardwise.ops.embedding.rows import Table
@@ -18,6 +19,7 @@ from shardwise.tensor import ShardedTensor
 from shardwise.tensor.dispatch import Op, op_name
 from shardwise.tensor.movement import require_movable
 
+IDS_DECIDE = "its ids decide which rows travel"  # why a call is worked out anew
 FEW_REPEATED = 8  # with fewer repeated ids than one in so many, their gradients are not added up before they are sent
 
 
@@ -59,6 +61,8 @@ def look_up(
 ) -> LookupResult:
     """The rows that this rank requests. An error on one rank is raised on every rank."""
     group = weight._process_group
+    if record.running:
+        record.note_uncached(op, IDS_DECIDE)
     if not is_member(group):
         raise ProcessGroupError(f"{op_name(op)}: this rank is not in the process group of {weight!r}")
     # Replicas of a leaf each get the whole gradient. So must others to count look-ups; then one replica keeps it.

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from shardwise import settings
 from shardwise.comm.group import group_state, traffic
+from shardwise.comm.tracing import record
 from shardwise.ops.engine.call import is_pure, outer_function
 from shardwise.ops.engine.program import Program
 from shardwise.ops.engine.recorder import Recorder, active, recording_call
@@ -43,6 +44,7 @@ from shardwise.torch_private import (
 MAX_PROGRAMS = 4096  # of a group
 IGNORES_FLAGS: set[Any] = set()  # functions that read none of FLAGS; the kernels that they call may
 IGNORES_VALUES: set[Any] = set()  # functions that choose their ops without reading values of plain tensors
+TAKES_NO_NUMBERS: set[Any] = {torch.cat, torch.stack}  # functions that take no plain tensor without dims for a number
 
 LITERALS = (int, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(Ellipsis))
 # What torch reads between a function and its ops. Not default devices and other modes: they bypass the cache. Nor what
@@ -58,8 +60,6 @@ FLAGS: tuple[Callable[[], Any], ...] = (
 _grad_enabled = torch.is_grad_enabled
 _default_dtype = torch.get_default_dtype
 
-_MISSING: Any = object()
-
 
 def cached_call(op: Any, args: Sequence[Any], kwargs: dict[str, Any], slow_path: Callable[..., Any]) -> Any:
     """The result of ``slow_path(op, args, kwargs)``, by the cached program if there is one."""
@@ -67,14 +67,16 @@ def cached_call(op: Any, args: Sequence[Any], kwargs: dict[str, Any], slow_path:
         return slow_path(op, args, kwargs)
     try:
         group, key = cache_key(op, args, kwargs)
-    except Uncacheable:
-        return slow_path(op, args, kwargs)
+    except Uncacheable as error:
+        return _run_uncached(op, args, kwargs, slow_path, str(error))
     state = group_state(group)
-    program = state.programs.get(key, _MISSING)
-    if program is None:
-        return slow_path(op, args, kwargs)
-    if program is not _MISSING:
+    program = state.programs.get(key)
+    if program is not None:
+        if program.__class__ is str:
+            return _run_uncached(op, args, kwargs, slow_path, program)
         return program.run(args, kwargs)
+    if record.running and outer_function.called is None:
+        record.note_uncached(op, "the first call of its kind")
     result, program = _record(op, args, kwargs, slow_path)
     if not state.is_ended:
         state.programs[key] = program
@@ -93,17 +95,28 @@ def cached_handler(op: Any, slow_path: Callable[..., Any]) -> Handler:
     return handler
 
 
+def _run_uncached(
+    op: Any, args: Sequence[Any], kwargs: dict[str, Any], slow_path: Callable[..., Any], reason: str
+) -> Any:
+    if record.running and outer_function.called is None:
+        record.note_uncached(op, reason)
+    return slow_path(op, args, kwargs)
+
+
 def _record(
     op: Any, args: Sequence[Any], kwargs: dict[str, Any], slow_path: Callable[..., Any]
-) -> tuple[Any, Program | None]:
-    """The result of a call, and the program that repeats the call, if it can be repeated."""
+) -> tuple[Any, Program | str]:
+    """The result of a call, and the program that repeats the call, or the reason why there is none."""
     recorder = Recorder(args, kwargs, nested=outer_function.called is not None)
     states, messages = _random_states(), traffic.count
     with recording_call(recorder):
         result = slow_path(op, args, kwargs)
     draws = any(isinstance(step.op, DrawRandom) for step in recorder.steps)
-    repeatable = traffic.count == messages + recorder.messages and (draws or _are_equal(states, _random_states()))
-    return result, recorder.program(result) if repeatable else None
+    if traffic.count != messages + recorder.messages:
+        return result, "it sends messages that are not of its steps"
+    if not draws and not _are_equal(states, _random_states()):
+        return result, "it draws random numbers otherwise than by its steps"
+    return result, recorder.program(result)
 
 
 def _random_states() -> list[torch.Tensor]:
@@ -120,13 +133,14 @@ def _are_equal(states: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 class Uncacheable(Exception):
-    """No key can tell this call from other calls."""
+    """No key can tell this call from other calls; the message says why."""
 
 
 @lru_cache(maxsize=4096)
-def _traits(op: Any) -> tuple[bool, bool, bool]:
-    """Whether a function is pure, whether it reads FLAGS, and whether it may read values of plain tensors."""
-    return is_pure(op), op not in IGNORES_FLAGS, op not in IGNORES_VALUES
+def _traits(op: Any) -> tuple[bool, bool, int]:
+    """Whether a function is pure, whether it reads FLAGS, and from how many dims on it reads no plain numbers."""
+    least_dims = 0 if op in TAKES_NO_NUMBERS else 1 if op in IGNORES_VALUES else 2
+    return is_pure(op), op not in IGNORES_FLAGS, least_dims
 
 
 def cache_key(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[ProcessGroup | None, tuple[Any, ...]]:
@@ -134,9 +148,9 @@ def cache_key(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Pro
 
     Raises `Uncacheable`.
     """
-    pure, reads_flags, reads_values = _traits(op)
+    pure, reads_flags, least_dims = _traits(op)
     if not pure:
-        raise Uncacheable
+        raise Uncacheable("it writes into its arguments, or is no function of torch")
     grad, within = _grad_enabled(), outer_function.called is not None
     parts = [op, within, grad, settings.current().of_calls, _default_dtype(), registry.version]
     if reads_flags:
@@ -144,7 +158,7 @@ def cache_key(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Pro
     if is_any_autocast_enabled():
         parts += [torch.get_autocast_dtype(one) if torch.is_autocast_enabled(one) else None for one in _device_types()]
         parts.append(torch.is_autocast_cache_enabled())
-    arguments = _Arguments(parts, [], grad, reads_values)
+    arguments = _Arguments(parts, [], grad, least_dims)
     group = None
     for value in args:
         group = arguments.add(value) or group
@@ -172,7 +186,7 @@ class _Arguments(NamedTuple):
     parts: list[Any]
     tensors: list[torch.Tensor]  # plain arguments, and the local tensors of sharded ones
     grad: bool
-    reads_values: bool
+    least_dims: int  # of plain tensors whose values are never read; 2: only of floating point numbers
 
     def add(self, value: Any) -> ProcessGroup | None:
         """Add one argument; the group of a sharded one."""
@@ -190,20 +204,20 @@ class _Arguments(NamedTuple):
         elif cls is slice:
             bounds = value.start, value.stop, value.step
             if not all(bound.__class__ is int or bound is None for bound in bounds):
-                raise Uncacheable
+                raise Uncacheable("a slice has bounds that are no ints")
             parts += (cls, *bounds)
         elif cls is float:
             parts += (cls, value, math.copysign(1.0, value))
         elif isinstance(value, LITERALS):
             parts += (cls, value)
         else:
-            raise Uncacheable
+            raise Uncacheable(f"an argument is of type {cls.__name__}")
         return None
 
     def _add_sharded(self, cls: type, value: ShardedTensorBase) -> ProcessGroup | None:
         tensors = value._tensors if value._shards is None else value._local_tensors()
         if not tensors or value._anchor is not None:
-            raise Uncacheable
+            raise Uncacheable("this rank holds no shard of an argument")
         frame, single = value._frame, len(tensors) == 1
         records = self.grad and (tensors[0].requires_grad if single else value.requires_grad)
         # The replicas of a leaf share their gradient.
@@ -220,11 +234,11 @@ class _Arguments(NamedTuple):
         return frame.process_group
 
     def _add_plain(self, cls: type, value: torch.Tensor) -> None:
-        ndim = value.ndim
-        if not ndim or value.layout is not torch.strided:
-            raise Uncacheable  # torch may take a tensor without dims for a number
-        if self.reads_values and (ndim < 2 or not value.is_floating_point()):
-            raise Uncacheable  # torch may read the values, as of an index, and choose its ops by them
+        ndim, least = value.ndim, self.least_dims
+        if value.layout is not torch.strided or ndim < min(least, 1):
+            raise Uncacheable("a plain argument has no dims, which torch may take for a number, or is sparse")
+        if ndim < least or (least == 2 and not value.is_floating_point()):
+            raise Uncacheable("the values of a plain argument, such as an index, may decide which ops are called")
         self.tensors.append(value)
         records = self.grad and value.requires_grad
         is_leaf = records and value.is_leaf

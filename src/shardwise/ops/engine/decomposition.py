@@ -343,5 +343,9 @@ for _name in DIRECT_METHODS:
 IGNORES_VALUES.update((functional.scaled_dot_product_attention, functional.cross_entropy, functional.nll_loss))
 IGNORES_VALUES.update((functional.embedding, functional.layer_norm, functional.rms_norm, functional.mse_loss))
 IGNORES_VALUES.update((torch.matmul, torch.where, torch.cat))
+IGNORES_VALUES.update((torch.addmm, torch.addmv, torch.addbmm, torch.baddbmm, torch.Tensor.addmm, torch.Tensor.baddbmm))
+IGNORES_VALUES.update((functional.binary_cross_entropy_with_logits, functional.binary_cross_entropy))
+IGNORES_VALUES.update((functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss, functional.kl_div))
+IGNORES_VALUES.update((functional.conv1d, functional.conv2d, functional.conv3d))
 registry.verbs["call_decomposed"] = call_decomposed
 registry.verbs["aten"] = compute_aten

@@ -68,6 +68,12 @@ class ProgramStep(NamedTuple):
         )
 
 
+class SameArgument(NamedTuple):
+    """A result that is one of the arguments, as that of ``x.float()`` where x has this dtype."""
+
+    argument: int
+
+
 class Result(NamedTuple):
     """One sharded result of a program."""
 
@@ -88,7 +94,7 @@ class Program:
         self,
         arguments: Sequence[Argument],
         steps: Sequence[ProgramStep],
-        results: Sequence[Result],
+        results: Sequence[Result | SameArgument],
         container: Callable[[list[Any]], Any] | None,  # of several results; None for a single result
     ) -> None:
         self.arguments, self.steps, self.results, self.container = arguments, steps, results, container
@@ -229,7 +235,10 @@ def _keyword(name: str, expression: str) -> str:
     return f"**{{{name!r}: {expression}}}" if iskeyword(name) else f"{name}={expression}"
 
 
-def _write_result(writer: _Writer, k: int, result: Result) -> None:
+def _write_result(writer: _Writer, k: int, result: Result | SameArgument) -> None:
+    if isinstance(result, SameArgument):
+        writer.add(f"r{k} = a{result.argument}")
+        return
     frame = result.frame
     if result.like is None:
         whole = writer.constant(frame)

@@ -23,6 +23,7 @@ from shardwise.ops.engine.program import (
     Program,
     ProgramStep,
     Result,
+    SameArgument,
     Slot,
     substitute,
     tensor_paths,
@@ -37,7 +38,7 @@ from shardwise.ops.engine.steps import (
     WithoutAutocast,
 )
 from shardwise.tensor import ShardedTensorBase
-from shardwise.tensor.dispatch import registry
+from shardwise.tensor.dispatch import op_name, registry
 from shardwise.tensor.redistribution_cache import cached_layout
 from shardwise.torch_private import (
     OpOverload,
@@ -80,7 +81,7 @@ def observed() -> AbstractContextManager[Any]:
 def depends_on_values() -> None:
     """The call that is recorded depends on values, such as the size of a result: it gets no program."""
     if active.recorder is not None:
-        active.recorder.pure = False
+        active.recorder.refuse("its values decide the size of a result")
 
 
 @contextmanager
@@ -105,7 +106,8 @@ class Recorder(TorchFunctionMode):
         self.nested = nested  # whether the call is within another one, which is not recorded
         self.paths = [path for path, _ in tensor_paths(args, kwargs)]
         self.arguments = [tensor for _, tensor in tensor_paths(args, kwargs)]
-        self.pure, self.grad, self.casts = True, torch.is_grad_enabled(), is_any_autocast_enabled()
+        self.grad, self.casts = torch.is_grad_enabled(), is_any_autocast_enabled()
+        self._refusal: str | None = None  # why there is no program
         self.slots: dict[int, int] = {}  # by the tensor's id
         self.tensors: list[Any] = []  # of each slot, kept alive so that ids stay unique
         self.steps: list[ProgramStep] = []
@@ -127,6 +129,10 @@ class Recorder(TorchFunctionMode):
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
+    def refuse(self, reason: str) -> None:
+        """There is no program for this call."""
+        self._refusal = self._refusal or reason
+
     def has_slot(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is an argument of the call, or the output of a step."""
         return id(tensor) in self.slots
@@ -143,7 +149,7 @@ class Recorder(TorchFunctionMode):
     def add_step(self, step: CommStep, operands: Sequence[Any], outputs: Tensors) -> None:
         """Add a step that is no op of torch, on these tensors."""
         if not all(one is None or self.has_slot(one) for one in operands) or self.grad != torch.is_grad_enabled():
-            self.pure = False
+            self.refuse(f"{type(step).__name__} takes a tensor that no step has made")
             return
         args = [None if one is None else Slot(self.slots[id(one)]) for one in operands]
         slots = [self._new_slot(out) for out in outputs]
@@ -156,7 +162,7 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         sharded = next((kind for kind in types if issubclass(kind, ShardedTensorBase)), None)
         if func in registry.overrides or any(func in table for table in registry.by_spec.values()):
-            self.pure = False  # a user's own handler may do anything
+            self.refuse(f"a handler of a user for {op_name(func)} may do anything")
         if sharded is not None:
             with self:
                 return sharded.__torch_function__(func, types, args, kwargs)
@@ -167,13 +173,14 @@ class Recorder(TorchFunctionMode):
     def _add_op(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         operands = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if _holds_no_tensor(result):
-            self.pure &= not operands or _gives_metadata(func)
+            if operands and not _gives_metadata(func):
+                self.refuse(f"{op_name(func)} reads a value")
             return
         if operands and all(leaf.is_meta and id(leaf) not in self.slots for leaf in operands):
             return  # the sizes of results are worked out
         known = self.grad == torch.is_grad_enabled() and all(id(leaf) in self.slots for leaf in operands)
         if kwargs.get("out") is not None or not (is_pure(func) or (known and self._writes_own(func, operands, result))):
-            self.pure = False
+            self.refuse(f"{op_name(func)} writes into a tensor that the call has not made")
         elif known and (operands or func in CONSTANTS):
             self.steps.append(self._step(func, args, kwargs, result))
         # Else the result gets no slot, and no result of the call can depend on it: it is made of nothing or of unknown
@@ -205,14 +212,16 @@ class Recorder(TorchFunctionMode):
             return {name: self._with_slots(one) for name, one in value.items()}
         return value
 
-    def program(self, result: Any) -> Program | None:
-        """The program that gives such a result, if there is one."""
+    def program(self, result: Any) -> Program | str:
+        """The program that gives such a result, or the reason why there is none."""
         container = type(result) if isinstance(result, tuple | list) else None
         results = [self._result(one) for one in ([result] if container is None else result)]
         known = [one for one in results if one is not None]
-        if not self.pure or not results or len(known) < len(results):
-            return None
-        needed = {number for one in known for number in one.slots}
+        if self._refusal is not None:
+            return self._refusal
+        if not results or len(known) < len(results):
+            return "a result is no sharded tensor, or made of tensors that no step has made"
+        needed = {number for one in known if isinstance(one, Result) for number in one.slots}
         steps: list[ProgramStep] = []
         for step in reversed(self.steps):
             if step.communicates or step.writes or needed.intersection(step.outputs):
@@ -226,12 +235,18 @@ class Recorder(TorchFunctionMode):
             for number in step.outputs:
                 numbers[number] = len(numbers)
             renumbered.append(step.renumbered(numbers))
-        placed = [one._replace(slots=[numbers[number] for number in one.slots]) for one in known]
+        placed = [
+            one._replace(slots=[numbers[number] for number in one.slots]) if isinstance(one, Result) else one
+            for one in known
+        ]
         return Program(list(map(_argument, self.paths, self.arguments)), renumbered, placed, container)
 
-    def _result(self, one: Any) -> Result | None:
-        if not isinstance(one, ShardedTensorBase) or any(one is tensor for tensor in self.arguments):
+    def _result(self, one: Any) -> Result | SameArgument | None:
+        if not isinstance(one, ShardedTensorBase):
             return None
+        same = next((k for k, tensor in enumerate(self.arguments) if tensor is one), None)
+        if same is not None:
+            return SameArgument(same)
         slots = [self.slots[id(tensor)] for tensor in one._tensors if self.has_slot(tensor)]
         usual = not one._wants_grad and not one._pinned and one._anchor is None and one._shards is None
         if not slots or len(slots) < len(one._tensors) or not usual:

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from shardwise import settings
-from shardwise.autograd.anchors import tie
+from shardwise.autograd.anchors import new_anchor, tie
 from shardwise.autograd.replicas import recorded
 from shardwise.autograd.transfers import Way, moved_locals
 from shardwise.comm.agreement import in_step, in_step_telling, record_call
@@ -123,6 +123,32 @@ class TieAnchors(NamedTuple):
         return [tie(tensors)]
 
 
+class OneNode(torch.autograd.Function):
+    """Tensors behind one node of the graph, so that a backward through one of them reaches all."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The same tensors."""
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The same gradients; zeros where there is none."""
+        return grads
+
+
+class JoinNodes(NamedTuple):
+    """Tensors behind one node of the graph."""
+
+    device: torch.device | None  # of a new anchor among them; None where one is among the tensors
+
+    def __call__(self, *tensors: torch.Tensor) -> Tensors:
+        """The same tensors."""
+        anchors = () if self.device is None else (new_anchor(self.device),)
+        joined: tuple[torch.Tensor, ...] = OneNode.apply(*tensors, *anchors)  # type: ignore[no-untyped-call] # torch's
+        return list(joined)
+
+
 class DrawRandom(NamedTuple):
     """New local tensors of random numbers; each call advances the generator."""
 
@@ -140,7 +166,9 @@ class DrawRandom(NamedTuple):
         return tensors
 
 
-CommStep = RedistributeOperand | MoveLocals | ShareReplicas | SharePlain | SplitPlain | TieAnchors | DrawRandom
+CommStep = (
+    RedistributeOperand | MoveLocals | ShareReplicas | SharePlain | SplitPlain | TieAnchors | JoinNodes | DrawRandom
+)
 
 
 def _plain(operand: torch.Tensor) -> torch.Tensor:

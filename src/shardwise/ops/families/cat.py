@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from shardwise.autograd.anchors import new_anchor, tie
-from shardwise.autograd.replicas import recorded
 from shardwise.layout import Layout, Places
 from shardwise.layout.geometry import Boxes
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.cells import operand_cells, projected
 from shardwise.ops.engine.compute import assemble, compute, group_places, result_frame
 from shardwise.ops.engine.gathered import is_fully_replicated
-from shardwise.ops.engine.plain_operand import shared_plain
+from shardwise.ops.engine.recorder import run_step, use_in_place
 from shardwise.ops.engine.result_metadata import expected_results, result_strides
 from shardwise.ops.engine.rule import Labels, Rule
+from shardwise.ops.engine.steps import JoinNodes, SharePlain, TieAnchors
 from shardwise.ops.engine.table import TABLE
 from shardwise.tensor import ShardedTensorBase
 
@@ -34,19 +33,19 @@ def _cat(call: Call) -> Any:
     dim %= len(size)
     is_contiguous = result_strides(call, 1) == [None]
     memory_format = torch.contiguous_format if is_contiguous else torch.preserve_format
-    if any(not isinstance(one, ShardedTensorBase) for one in pieces):
-        pieces = _all_sharded(pieces)
-    sharded = Call(call.op, (pieces, dim), {})
-    labels = Labels()
-    shared = [None if k == dim else labels.new(extent) for k, extent in enumerate(size)]
-    whole = [labels.new(one.shape[dim], whole=True) for one in pieces]
-    dims = [[along if k != dim else whole[n] for k, along in enumerate(shared)] for n in range(len(pieces))]
-    out = [along if k != dim else labels.new(size[dim], whole=True) for k, along in enumerate(shared)]
-    if all(one._layout.places == pieces[0]._layout.places for one in pieces):
+    model = next(one for one in call.operands if isinstance(one, ShardedTensorBase))
+    alike = _everywhere(pieces, model)
+    if all(isinstance(one, ShardedTensorBase) and one._layout.places == model._layout.places for one in alike):
+        sharded = Call(call.op, (alike, dim), {})
+        labels = Labels()
+        shared = [None if k == dim else labels.new(extent) for k, extent in enumerate(size)]
+        whole = [labels.new(one.shape[dim], whole=True) for one in alike]
+        dims = [[along if k != dim else whole[n] for k, along in enumerate(shared)] for n in range(len(alike))]
+        out = [along if k != dim else labels.new(size[dim], whole=True) for k, along in enumerate(shared)]
         rule = labels.rule(dims, [out])
         if _moves_nothing(sharded, rule):
             return compute(sharded, rule)
-    return _cat_boxes(pieces, dim, size, dtype, memory_format)
+    return _cat_boxes(pieces, model, dim, size, dtype, memory_format)
 
 
 def _moves_nothing(call: Call, rule: Rule) -> bool:
@@ -60,60 +59,68 @@ def _moves_nothing(call: Call, rule: Rule) -> bool:
     )
 
 
-def _all_sharded(pieces: Sequence[Any]) -> list[Any]:
-    """Plain tensors among sharded ones: each becomes one box on the first rank, or on all where the others are."""
-    sharded = [one for one in pieces if isinstance(one, ShardedTensorBase)]
+def _everywhere(pieces: Sequence[Any], model: ShardedTensorBase) -> list[Any]:
+    """The pieces; if every rank has all sharded ones, plain ones become such tensors, unless they want a gradient."""
     plain = [one for one in pieces if not isinstance(one, ShardedTensorBase)]
-    model = sharded[0]
+    if not plain or (torch.is_grad_enabled() and any(one.requires_grad for one in plain)):
+        return list(pieces)
+    if not all(is_fully_replicated(one) for one in pieces if isinstance(one, ShardedTensorBase)):
+        return list(pieces)
+    places, group = model._layout.places, model._frame.process_group
+    return [
+        one
+        if isinstance(one, ShardedTensorBase)
+        else assemble(type(model), result_frame(Layout.whole(one.shape, places), one.dtype, group), [one], [], False)
+        for one in pieces
+    ]
+
+
+class _Piece(NamedTuple):
+    """A tensor that is concatenated: its layout, and this rank's part of it."""
+
+    layout: Layout
+    rows: tuple[int, ...]
+    tensors: list[torch.Tensor]
+    anchors: list[torch.Tensor]
+
+
+def _piece(one: torch.Tensor, model: ShardedTensorBase) -> _Piece:
+    """A plain tensor is one box on the first rank."""
+    if isinstance(one, ShardedTensorBase):
+        rows, parts = one._frame.rows, use_in_place(one)
+        return _Piece(one._layout, rows, parts[: len(rows)], parts[len(rows) :])
     group = model._frame.process_group
-    recorded_plain = torch.is_grad_enabled() and any(one.requires_grad for one in plain)
-    everywhere = not recorded_plain and all(is_fully_replicated(one) for one in sharded)
-    places = model._layout.places if everywhere else group_places(model._layout, group)[:1]
-    results = []
-    for one in pieces:
-        if isinstance(one, ShardedTensorBase):
-            results.append(one)
-            continue
-        frame = result_frame(Layout.whole(one.shape, places), one.dtype, group)
-        shared = shared_plain(one, group)
-        records = torch.is_grad_enabled() and one.requires_grad
-        results.append(assemble(type(model), frame, [shared] if frame.rows else [], [tie([shared])], records))
-    return results
-
-
-class OneNode(torch.autograd.Function):
-    """Tensors behind one node of the graph, so that a backward through one of them reaches all."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The same tensors."""
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The same gradients; zeros where there is none."""
-        return grads
+    layout = Layout.whole(one.shape, group_places(model._layout, group)[:1])
+    rows = result_frame(layout, one.dtype, group).rows
+    if torch.is_grad_enabled() and one.requires_grad:
+        (one,) = run_step(SharePlain(group), one)
+        return _Piece(layout, rows, [one] if rows else [], [] if rows else run_step(TieAnchors(), one))
+    return _Piece(layout, rows, [one] if rows else [], [])
 
 
 def _cat_boxes(
-    pieces: Sequence[Any], dim: int, size: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format
+    operands: Sequence[torch.Tensor],
+    model: ShardedTensorBase,
+    dim: int,
+    size: Sequence[int],
+    dtype: torch.dtype,
+    memory_format: torch.memory_format,
 ) -> Any:
     """The boxes of all tensors, shifted."""
-    by_row, anchors = {}, []
-    count = 0
-    for one in pieces:
-        tensors, anchor = recorded(one)
-        anchors += [] if anchor is None else [anchor]
-        for row, local in zip(one._frame.rows, tensors, strict=True):
+    pieces = [_piece(one, model) for one in operands]
+    anchors = [anchor for piece in pieces for anchor in piece.anchors]
+    by_row, count = {}, 0
+    for piece in pieces:
+        for row, local in zip(piece.rows, piece.tensors, strict=True):
             by_row[count + row] = local.to(dtype, copy=True, memory_format=memory_format)
-        count += len(one._layout)
-    layout = _shifted(tuple(one._layout for one in pieces), dim, tuple(size))
-    frame = result_frame(layout, dtype, pieces[0]._frame.process_group)
-    records = torch.is_grad_enabled() and any(one.requires_grad for one in pieces)
+        count += len(piece.layout)
+    layout = _shifted(tuple(piece.layout for piece in pieces), dim, tuple(size))
+    frame = result_frame(layout, dtype, model._frame.process_group)
+    records = torch.is_grad_enabled() and any(one.requires_grad for one in operands)
     if records and by_row:
-        apply: Callable[..., tuple[torch.Tensor, ...]] = OneNode.apply
-        by_row = dict(zip(by_row, apply(*by_row.values(), *(anchors or [new_anchor(frame.device)])), strict=False))
-    return assemble(type(pieces[0]), frame, [by_row[row] for row in frame.rows], anchors, records)
+        joined = run_step(JoinNodes(None if anchors else frame.device), *by_row.values(), *anchors)
+        by_row = dict(zip(by_row, joined, strict=False))
+    return assemble(type(model), frame, [by_row[row] for row in frame.rows], anchors, records)
 
 
 @lru_cache(maxsize=512)

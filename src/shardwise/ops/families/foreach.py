@@ -26,7 +26,7 @@ from shardwise.ops.engine.rule import broadcast_shapes
 from shardwise.ops.engine.steps import without_autocast
 from shardwise.ops.families.pointwise import is_pointwise
 from shardwise.tensor import ShardedTensor, ShardedTensorBase
-from shardwise.tensor.dispatch import Op, registry
+from shardwise.tensor.dispatch import TAKE_ANY, Op, is_dtensor, mixed_operands, registry
 from shardwise.tensor.redistribution_cache import count_write
 from shardwise.torch_private import clipping_foreach_types, foreach_norm, optimizer_foreach_types
 
@@ -164,7 +164,8 @@ def _register(
         columns = [list(arg) if isinstance(arg, list | tuple) else [arg] * count for arg in given]
         rows = list(zip(*columns, strict=True))
         apart = [
-            not on_shards
+            _is_of_dtensors(op, row)
+            or not on_shards
             or not isinstance(row[0], torch.Tensor)
             or _is_recorded(row)
             or not all(_is_alike(one, row[0]) for one in row)
@@ -190,6 +191,16 @@ def _register(
         return given[0] if in_place else tuple(results)
 
     registry.built_in[op] = handler
+    TAKE_ANY.add(op)
+
+
+def _is_of_dtensors(op: Op, row: Sequence[Any]) -> bool:
+    """Whether a row has DTensors; it must not have sharded tensors, too."""
+    if not any(map(is_dtensor, row)):
+        return False
+    if any(isinstance(one, ShardedTensorBase) for one in row):
+        raise mixed_operands(op, row)
+    return True
 
 
 def _by_group(rows: Sequence[Sequence[Any]]) -> list[list[int]]:

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from shardwise.ops.engine.call import Aten, Call, functional_overload
-from shardwise.ops.engine.call_cache import IGNORES_VALUES
+from shardwise.ops.engine.call_cache import IGNORES_VALUES, cached_handler
 from shardwise.ops.engine.compute import compute
 from shardwise.ops.engine.decomposition import call_decomposed
 from shardwise.ops.engine.rule import Rule, broadcast
@@ -140,7 +140,8 @@ def _register(op: Op, *, in_place: bool) -> None:
                 columns.append(None)
         if kwargs and any(isinstance(value, torch.Tensor) or name in SLOW_KEYWORDS for name, value in kwargs.items()):
             return call_decomposed(op, args, kwargs)
-        if not tensors or layout.has_replicas or (in_place and _must_not_write_view(op, first, args)):
+        shares = layout.has_replicas and _grad_enabled()  # replicas of a leaf share their gradient
+        if not tensors or shares or (in_place and _must_not_write_view(op, first, args)):
             return call_decomposed(op, args, kwargs)
         if in_place:
             first._require_writable()
@@ -161,6 +162,20 @@ def _register(op: Op, *, in_place: bool) -> None:
     IGNORES_VALUES.add(op)
 
 
+def _where(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`torch.where`; a number beside a tensor becomes a tensor here, which torch would make out of sight."""
+    if len(args) == 3 and not kwargs:
+        condition, *values = args
+        numbers = [k for k, value in enumerate(values) if not isinstance(value, torch.Tensor)]
+        if len(numbers) == 1:
+            k, other = numbers[0], values[1 - numbers[0]]
+            dtype = torch.result_type(other, values[k])
+            values[k] = torch.full((), values[k], dtype=dtype, device=other.device)
+            args = (condition, *values)
+    return call_decomposed(op, args, kwargs)
+
+
+registry.built_in[torch.where] = cached_handler(torch.where, _where)
 SLOW_KEYWORDS = ("out", "dtype", "device", "generator")
 
 
