@@ -40,6 +40,7 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     ├── SignatureError(TypeError)           an op handler with the wrong signature
     ├── NoDistributedTensorError(TypeError, ValueError)
     │                                       a handler for sharded tensors called without one
+    ├── CaptureError(RuntimeError)          a step that cannot be captured as a CUDA graph
     ├── PlanError(ValueError)               a sharding plan that does not fit its module
     │   ├── PlanKindError(TypeError)        a plan, or an entry of one, that is no such thing
     │   ├── PlanNameError(AttributeError)   a name that is not in the module

@@ -7,6 +7,7 @@ which ranks notice that they do different things, knows nothing of the kernels: 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,12 @@ from torch.distributed import ProcessGroup
 
 from shardwise.comm.agreement import in_step, record_call
 from shardwise.comm.group import CallFingerprint, group_state, or_default, talks
-from shardwise.comm.peers import watch
+from shardwise.comm.peers import is_watched, wait_for_device, watch
 from shardwise.errors import CaptureError
 from shardwise.torch_private import pytree
 
 cuda: Any = torch.cuda  # of which torch declares some functions without types
+SOON = 0.01  # seconds
 WARM_UP = 3  # calls, after which every call of a step is a program, and NCCL has connected the ranks
 
 
@@ -67,9 +69,13 @@ class CapturedStep:
 
         def work() -> tuple[Any, dict[str, object]]:
             gc.collect()  # what is collected while a graph is captured may free memory, which CUDA forbids then
+            if self._group is not None and talks(self._group):
+                wait_for_device(self._group, torch.device("cuda", torch.cuda.current_device()))
+                while is_watched(self._group):
+                    time.sleep(SOON)  # until the watchdog's thread asks CUDA no more, which would end the capture
             before = b"" if history is None else history.digest
             try:
-                with torch.cuda.graph(graph):
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     outputs = self._step(*args, **kwargs)
             except Exception as error:
                 raise CaptureError(f"this step cannot be captured as a CUDA graph: {_reason(error)}") from error
@@ -152,18 +158,15 @@ def capture(
     replayed, all later ones are replays. Tensors among the arguments are copied into the memory of the graph; results
     lie in it, and are overwritten by the next call. Optimizers need ``capturable=True`` where they have it::
 
-        optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
-
-        def train(x, y):
-            optimizer.zero_grad()
-            loss = loss_fn(model(x), y)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        step = shardwise.capture(train)
-        for x, y in batches:
-            loss = step(x, y)
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+        >>> def train(x):
+        ...     optimizer.zero_grad()
+        ...     loss = model(x).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss
+        >>> step = shardwise.capture(train)  # then ``loss = step(x)`` for each batch
 
     Every rank of the group calls it, and the step, equally often. A rank on which a step cannot be captured raises a
     `CaptureError` with the reason in one line, and so do all others. Ranks that replay different steps, or not equally

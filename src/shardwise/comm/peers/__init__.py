@@ -17,7 +17,7 @@ from shardwise.comm.peers.status import (
     require_usable,
 )
 from shardwise.comm.peers.store_channel import StoreChannel
-from shardwise.comm.peers.watchdog import NOT_BEGUN, abort_group, wait_for_device, watch
+from shardwise.comm.peers.watchdog import NOT_BEGUN, abort_group, is_watched, wait_for_device, watch
 
 __all__ = [
     "NOT_BEGUN",
@@ -31,6 +31,7 @@ __all__ = [
     "failure_of",
     "find_verdict",
     "given_up",
+    "is_watched",
     "mark_known",
     "mark_unusable",
     "notify_of_failure",
