@@ -161,6 +161,9 @@ def _register(
         for arg in given:
             if isinstance(arg, list | tuple) and len(arg) != count:
                 raise PropertyError(f"{name} was given lists of {count} and {len(arg)} entries")
+        if on_shards and _are_usual(given):
+            made = _together(op, given, rest, in_place=in_place)
+            return given[0] if in_place else tuple(made)
         columns = [list(arg) if isinstance(arg, list | tuple) else [arg] * count for arg in given]
         rows = list(zip(*columns, strict=True))
         apart = [
@@ -192,6 +195,22 @@ def _register(
 
     registry.built_in[op] = handler
     TAKE_ANY.add(op)
+
+
+def _are_usual(given: Sequence[Any]) -> bool:
+    """Whether each row has sharded tensors of one frame, and numbers, as in the step of an optimizer."""
+    first = given[0]
+    if torch.is_grad_enabled() or not isinstance(first, list | tuple):
+        return False
+    for arg in given:
+        for one, model in zip(arg, first, strict=True) if isinstance(arg, list | tuple) else ():
+            if one.__class__ is float:
+                continue
+            if one.__class__ is not ShardedTensor or model.__class__ is not ShardedTensor:
+                return False
+            if one._frame is not model._frame:
+                return False
+    return True
 
 
 def _is_of_dtensors(op: Op, row: Sequence[Any]) -> bool:
