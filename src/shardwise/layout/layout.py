@@ -38,6 +38,9 @@ from shardwise.layout.places import MOST_CACHED, Places
 Where = Iterable[PlacementLike | Placement | None] | Places
 
 
+FEW_RECORDS = 64  # whose values a layout keeps for new records
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Boxes on ranks for one size. Two layouts are equal when all their boxes and places are, in order.
@@ -290,9 +293,19 @@ class Layout:
         """New records of the whole tensor."""
         places, place_of = self.places.distinct
         devices = [place.remote_device() for place in places]
-        placements = map(devices.__getitem__, place_of.tolist())
-        shards = ShardMetadata.many(self.all_record_offsets.tolist(), self.boxes.sizes.tolist(), placements)
-        return ShardedTensorMetadata(shards, self.size, properties)
+        if len(self) <= FEW_RECORDS:
+            offsets, sizes, numbers = self._record_values
+            both = [one.copy() for one in offsets], [one.copy() for one in sizes]
+        else:
+            both, numbers = (self.all_record_offsets.tolist(), self.boxes.sizes.tolist()), place_of.tolist()
+        return ShardedTensorMetadata(
+            ShardMetadata.many(*both, map(devices.__getitem__, numbers)), self.size, properties
+        )
+
+    @cached_property
+    def _record_values(self) -> tuple[list[list[int]], list[list[int]], list[int]]:
+        """Offsets and sizes of all records, and the number of the place of each."""
+        return self.all_record_offsets.tolist(), self.boxes.sizes.tolist(), self.places.distinct[1].tolist()
 
     # Comparing --------------------------------------------------------------------------------------------------------
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 
 from shardwise.layout.geometry.boxes import LARGEST, Boxes, IntArray
 from shardwise.layout.geometry.intersect import iter_intersections
 
+VERY_FEW = 8  # boxes of which trying every pair costs less without numpy
 FEW = 64  # boxes of which trying every pair costs less than sorting them
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
@@ -17,6 +18,8 @@ Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
 
 def find_overlap(boxes: Boxes) -> tuple[int, int, Region] | None:
     """Two boxes that share elements, and the elements they share; None when no two do."""
+    if len(boxes) <= VERY_FEW:
+        return _overlap_of_few(boxes)
     rows = _held_together(boxes) if len(boxes) > FEW else np.arange(len(boxes))
     if len(rows) < 2:
         return None
@@ -27,6 +30,17 @@ def find_overlap(boxes: Boxes) -> tuple[int, int, Region] | None:
             pair = pairs[np.lexsort((j[pairs], i[pairs]))[0]]
             first, second = int(rows[i[pair]]), int(rows[j[pair]])
             return first, second, common_region(boxes, first, second)
+    return None
+
+
+def _overlap_of_few(boxes: Boxes) -> tuple[int, int, Region] | None:
+    lows, highs = boxes.offsets.tolist(), boxes.ends.tolist()
+    for i, j in combinations(range(len(lows)), 2):
+        for low, high, other_low, other_high in zip(lows[i], highs[i], lows[j], highs[j], strict=True):
+            if low >= other_high or other_low >= high or low == high or other_low == other_high:
+                break
+        else:
+            return i, j, common_region(boxes, i, j)
     return None
 
 
