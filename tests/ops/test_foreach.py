@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ from tests.cases import ALL, KINDS, SIZE, SPECS, assert_close, assert_holds, chu
 from tests.cases import PLAIN as NUMBERS
 from torch import nn
 
+import shardwise
 from shardwise import ShardedTensor
 from shardwise.errors import PropertyError
 from shardwise.nn import shard_parameter
@@ -185,3 +188,46 @@ def test_adafactor_on_parameters_of_different_layouts() -> None:
         models.append(model)
     for found, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
         assert_close(whole(found), expected.detach())
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, 3.0, 0.0, math.inf, -math.inf])
+@ranks(4)
+def test_norms_of_any_layouts(order: float) -> None:
+    """Those of plain tensors: each element counts once, and what is empty on a rank counts nothing."""
+    plain = [torch.rand(7, 6) + 0.5 + k for k in range(len(ALL))]
+    sharded = [shard_tensor(one, spec) for one, spec in zip(plain, ALL.values(), strict=True)]
+    with pytest.raises(RuntimeError, match="narrowing"):
+        torch._foreach_norm(sharded, order, dtype=torch.bfloat16)
+    for dtype in (None, torch.float64):
+        expected = torch._foreach_norm(plain, order, dtype=dtype)
+        for found, norm in zip(torch._foreach_norm(sharded, order, dtype=dtype), expected, strict=True):
+            assert found.dtype == norm.dtype
+            torch.testing.assert_close(found.full_tensor(), norm)  # rounded in float32 in another order
+
+
+@ranks(2)
+def test_norms_of_short_floats_are_added_up_in_long_ones() -> None:
+    """As torch does for a plain tensor, and rounded once."""
+    plain = torch.rand(4096).to(torch.bfloat16)
+    (norm,) = torch._foreach_norm([shard_tensor(plain, chunks(0, 0, 1))])
+    assert norm.dtype == torch.bfloat16
+    assert torch.equal(norm.full_tensor(), plain.double().norm().to(torch.bfloat16))
+
+
+@ranks(3)
+def test_gradients_are_clipped_with_one_message() -> None:
+    """For all parameters, sharded and plain; so all of them are scaled alike."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
+    plan = {"0.*": chunks(0, 0, 1, 2), "1.weight": chunks(1, 2, 0), "2.weight": chunks(0, 1)}
+    model = shardwise.shard_module(copy.deepcopy(plain), shardwise.ShardingPlan(plan))
+    for one in (plain, model):
+        one(torch.ones(2, 6, dtype=torch.float64)).square().sum().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    with shardwise.trace() as trace:
+        total = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert len(trace.events) == 1
+    assert_close(total.full_tensor(), expected)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        grad = one.grad
+        assert_close(grad.full_tensor() if isinstance(grad, ShardedTensor) else grad, other.grad)

@@ -1,6 +1,14 @@
 """Process groups: their state, members and backend, where placements lie in them, and tagged messages."""
 
-from shardwise.comm.group.backend import collective_device, cpu_backend, is_large, is_tagged, store_of, timeout_of
+from shardwise.comm.group.backend import (
+    collective_device,
+    cpu_backend,
+    is_capturing,
+    is_large,
+    is_tagged,
+    store_of,
+    timeout_of,
+)
 from shardwise.comm.group.call_history import DIGEST, CallFingerprint, CallHistory, CallRecord, Fields, traffic
 from shardwise.comm.group.members import (
     current_process_group,
@@ -48,6 +56,7 @@ __all__ = [
     "device_text",
     "group_ranks",
     "group_state",
+    "is_capturing",
     "is_fake",
     "is_large",
     "is_member",

@@ -13,6 +13,7 @@ from shardwise.comm.group.state import cached_per_group, group_state
 
 MOST_EACH = 32  # ranks of a group in which all write to each
 CPU = torch.device("cpu")
+_cuda: Any = torch.cuda  # of which torch declares some functions without types
 
 
 def collective_device(process_group: ProcessGroup) -> torch.device:
@@ -24,6 +25,11 @@ def collective_device(process_group: ProcessGroup) -> torch.device:
         return CPU
     device = process_group._device_types[0]
     return torch.device(device.type, torch.get_device_module(device.type).current_device())
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: kernels are recorded, and do not run yet."""
+    return _cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())
 
 
 def is_large(process_group: ProcessGroup) -> bool:

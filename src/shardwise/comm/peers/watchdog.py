@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.comm.group import GroupState, group_state, tagged_messages
+from shardwise.comm.group import GroupState, group_state, is_capturing, tagged_messages
 from shardwise.comm.peers.status import find_verdict, given_up, loss_notice, mark_unusable, require_usable, wait_for_all
 
 SUCCESS = 0  # of torch.distributed.WorkResult
@@ -68,7 +68,7 @@ def watch(work: Any, process_group: ProcessGroup) -> None:
 
     A collective that is captured in a CUDA graph is not under way, and CUDA must not be asked about it.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         return
     state, now = group_state(process_group), time.monotonic()
     before = _watched.get(state)

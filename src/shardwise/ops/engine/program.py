@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from keyword import iskeyword
+from pathlib import Path
 from types import CodeType
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +31,8 @@ from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.frame import Frame
 from shardwise.torch_private import make_wrapper_subclass
 
+# Generated code counts as code of this package: of who looks for a caller's line, and of torch's tracer.
+PROGRAM_FILE = str(Path(__file__).with_name("<a recorded call>"))
 Form = Literal["tensor", "tensors", "nested"]
 
 
@@ -175,7 +178,7 @@ class _Writer:
 
     def function(self) -> Callable[[Any, Any], Any]:
         """The function."""
-        names = {**self._names, "make": make_wrapper_subclass, "tensors_in": tensors_in}
+        names = {**self._names, "make": make_wrapper_subclass, "tensors_in": tensors_in, "__name__": __name__}
         exec(_compiled("\n".join(self._lines)), names)
         run: Callable[[Any, Any], Any] = names["run"]
         return run
@@ -184,7 +187,7 @@ class _Writer:
 @lru_cache(maxsize=1024)
 def _compiled(source: str) -> CodeType:
     """The code of a function; programs of different ops often differ in constants only."""
-    return compile(source, "<a program of shardwise>", "exec")
+    return compile(source, PROGRAM_FILE, "exec")
 
 
 def _function_of(program: Program) -> Callable[[Any, Any], Any]:

@@ -8,6 +8,7 @@ are computed one by one, by the function for one tensor. Every rank knows the ro
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.group import is_member
+from shardwise.comm.agreement import record_call
+from shardwise.comm.group import DIGEST, CallFingerprint, Fields, is_member
 from shardwise.comm.transfer import make_plan, move
 from shardwise.errors import PropertyError
 from shardwise.layout import Layout
@@ -272,6 +274,8 @@ def _norms(tensors: Sequence[ShardedTensor], ord: Any = 2, dtype: torch.dtype | 
     first, order = tensors[0], float(ord)
     group, kinds = first._process_group, [(dtype or one.dtype).to_real() for one in tensors]
     wide = functools.reduce(torch.promote_types, kinds, torch.float32)
+    for kind in {one.dtype for one in tensors} if dtype is not None else ():
+        foreach_norm([torch.ones(1, dtype=kind)], order, dtype=dtype)  # raises on every rank where torch would
     parts = [_counted_once(one) for one in tensors]
     flat = [part for each in parts for part in each]
     norms = iter(foreach_norm(flat, order, dtype=wide) if flat else ())
@@ -279,13 +283,27 @@ def _norms(tensors: Sequence[ShardedTensor], ord: Any = 2, dtype: torch.dtype | 
     own = torch.stack([_joined([next(norms) for _ in each] or [empty], order) for each in parts])
     rows = group_chunks((dist.get_world_size(group), len(tensors)), 0, first)
     everywhere = Layout.whole(rows.size, group_places(first._layout, group))
-    (all_norms,) = move(make_plan(rows, everywhere), [own[None]], group, dtype=wide, verb="norms of tensors").wait()
+    plan, said = make_plan(rows, everywhere), _said(tuple(one._layout for one in tensors), order)
+    (all_norms,) = move(plan, [own[None]], group, dtype=wide, ready=functools.partial(record_call, group, said)).wait()
     totals = _joined(all_norms, order)
     scalar = Layout.whole(torch.Size(), everywhere.places)
     return [
         assemble(type(one), result_frame(scalar, kind, group), [total.to(kind)], [], records=False)
         for one, kind, total in zip(tensors, kinds, totals.unbind(0), strict=True)
     ]
+
+
+@functools.lru_cache(maxsize=256)
+def _said(layouts: tuple[Layout, ...], order: float) -> CallFingerprint:
+    """What ranks compare of norms."""
+
+    def fields() -> Fields:
+        listed = {f"tensor {k}": layout.outline for k, layout in enumerate(layouts)}
+        return {"verb": "norms of tensors", "order": order, **listed}
+
+    digest = hashlib.blake2b(b"".join(layout.digest for layout in layouts), digest_size=DIGEST)
+    digest.update(f"norms of order {order}".encode())
+    return CallFingerprint(fields, digest.digest())
 
 
 def _counted_once(tensor: ShardedTensor) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from functools import lru_cache
 
 import torch
 
+from shardwise.comm.group import is_capturing
 from shardwise.tensor.random.generators import Draw, is_counter_based
 from shardwise.tensor.random.tiles import Box
 
@@ -179,7 +180,7 @@ def bernoulli_by_vectors(
     chunk, count = chunk_on(tensor.device), tensor.numel()
     if not count:
         return tensor.bernoulli_(p, generator=generator)
-    if torch.cuda.is_current_stream_capturing():  # where the offset cannot be set: by the fused dropout itself
+    if is_capturing():  # where the offset cannot be set: by the fused dropout itself
         like = torch.empty(count, dtype=BY_WIDTH[width], device=tensor.device)
         return tensor.copy_(torch.native_dropout(like, 1 - p, True)[1].view(tensor.shape))
     source = torch.cuda.default_generators[tensor.device.index] if generator is None else generator
@@ -197,7 +198,7 @@ def numbers_of(
     if not is_counter_based(generator):
         return Numbers(draw, total, dtype, device, generator) if total <= draw.most else None
     chunk = chunk_on(device)
-    if total <= chunk or torch.cuda.is_current_stream_capturing():  # in a graph the offset cannot be set
+    if total <= chunk or is_capturing():  # in a graph the offset cannot be set
         return Numbers(draw, total, dtype, device, generator)
     step = _step_on_cuda(_example(draw), dtype, device)
     return None if step is None else CountedNumbers(draw, total, dtype, device, generator, step)

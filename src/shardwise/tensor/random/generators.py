@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.comm.group import without_data
+from shardwise.comm.group import is_capturing, without_data
 
 LARGE = 1 << 26  # elements that every CPU rank draws for a new tensor, to have the numbers of a plain one
 SMALL = 1 << 20  # the same for tensors that are drawn in every step, such as the mask of a dropout
@@ -53,7 +53,7 @@ def is_counter_based(generator: torch.Generator) -> bool:
 
 def state_digest(generator: torch.Generator) -> str:
     """A digest of the state of a generator, without waiting for a device; empty while a CUDA graph is captured."""
-    if is_counter_based(generator) and torch.cuda.is_current_stream_capturing():
+    if is_counter_based(generator) and is_capturing():
         return ""
     if is_counter_based(generator):
         state = f"{generator.initial_seed()} {generator.get_offset()}".encode()
