@@ -214,6 +214,18 @@ def test_norms_of_short_floats_are_added_up_in_long_ones() -> None:
     assert torch.equal(norm.full_tensor(), plain.double().norm().to(torch.bfloat16))
 
 
+@ranks(2)
+def test_norms_of_complex_numbers_and_of_integers() -> None:
+    """Of complex numbers those of their absolute values; of integers none, on every rank."""
+    plain = torch.randn(6, 4, dtype=torch.complex64)
+    for order in (2.0, 1.0, math.inf):
+        (found,), (norm,) = (torch._foreach_norm([one], order) for one in (shard_tensor(plain, chunks(0, 1)), plain))
+        assert found.dtype == norm.dtype
+        torch.testing.assert_close(found.full_tensor(), norm)
+    with pytest.raises(RuntimeError, match="floating"):
+        torch._foreach_norm([shard_tensor(torch.ones(6, 4, dtype=torch.int64), chunks(0, 1))])
+
+
 @ranks(3)
 def test_gradients_are_clipped_with_one_message() -> None:
     """For all parameters, sharded and plain; so all of them are scaled alike."""

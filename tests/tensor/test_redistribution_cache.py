@@ -12,7 +12,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.errors import RankMismatchError
 from shardwise.tensor import shard_tensor
-from shardwise.tensor.redistribution_cache import MAX_CACHED, cached_layout
+from shardwise.tensor.redistribution_cache import MAX_CACHED, cached_layout, count_graph
 from shardwise.testing import ranks
 
 A = torch.linspace(-1, 1, 64, dtype=torch.float64).reshape(8, 8)
@@ -140,3 +140,16 @@ def test_collected_activations_do_not_keep_their_copies() -> None:
                 kept.append((number, x))
         assert cached_layout(first) is not None
         assert all((cached_layout(x) is None) == (number <= 2 * MAX_CACHED) for number, x in kept)
+
+
+@ranks(3)
+def test_no_move_outlives_a_graph() -> None:
+    """A replay of a CUDA graph writes into tensors, and nobody can count that."""
+    x, w = shard_tensor(A, chunks(0, 0, 1)) * 2, shard_tensor(W, chunks(1, 0, 1, 2))
+    same(x @ w, A * 2 @ W)
+    assert cached_layout(x) is not None
+    count_graph()
+    assert cached_layout(x) is None
+    for local in x.detach()._local_tensors():
+        local.data.mul_(3)  # as a replay does it
+    same(x @ w, A * 6 @ W)

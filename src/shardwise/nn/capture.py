@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from torch.distributed import ProcessGroup
 
 from shardwise.comm.agreement import in_step, record_call
 from shardwise.comm.group import CallFingerprint, group_state, or_default, talks
-from shardwise.comm.peers import is_watched, wait_for_device, watch
+from shardwise.comm.peers import is_watched, notify_of_failure, wait_for_device, watch
 from shardwise.errors import CaptureError
+from shardwise.tensor.redistribution_cache import count_graph
 from shardwise.torch_private import pytree
 
 cuda: Any = torch.cuda  # of which torch declares some functions without types
@@ -60,14 +61,15 @@ class CapturedStep:
 
     def _capture(self, args: Any, kwargs: Any) -> None:
         """Capture a call on these arguments. All ranks succeed, or all raise."""
-        _require_cuda()
         leaves, self._signature = pytree.tree_flatten((args, kwargs))
-        self._inputs = [_static(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(self._inputs, self._signature)
         history = None if self._group is None else group_state(self._group).history
+        _require_cuda()
         graph = torch.cuda.CUDAGraph()
 
         def work() -> tuple[Any, dict[str, object]]:
+            self._inputs = [_static(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(self._inputs, self._signature)
+            count_graph()
             gc.collect()  # what is collected while a graph is captured may free memory, which CUDA forbids then
             if self._group is not None and talks(self._group):
                 wait_for_device(self._group, torch.device("cuda", torch.cuda.current_device()))
@@ -88,18 +90,27 @@ class CapturedStep:
 
     def _copy_inputs(self, args: Any, kwargs: Any) -> None:
         leaves, signature = pytree.tree_flatten((args, kwargs))
-        if signature != self._signature:
-            raise CaptureError("a captured step is called with other arguments than it was captured with")
-        for static, new in zip(self._inputs, leaves, strict=True):
-            if not isinstance(static, torch.Tensor) or not isinstance(new, torch.Tensor):
-                if static != new:
-                    raise CaptureError(f"a step that was captured with {static!r} is called with {new!r}")
-            elif static.shape != new.shape or static.dtype != new.dtype:
-                sizes = [f"size {tuple(one.shape)} and {one.dtype}" for one in (static, new)]
-                raise CaptureError(f"a step that was captured with a tensor of {sizes[0]} is called with {sizes[1]}")
-            else:
-                with torch.no_grad():
+        differs = "other arguments" if signature != self._signature else self._difference(leaves)
+        if differs is not None:
+            error = CaptureError(f"a captured step is called with {differs} than it was captured with")
+            if self._group is not None and talks(self._group):
+                notify_of_failure(self._group, error)  # the others replay, and wait for this rank
+            raise error
+        with torch.no_grad():
+            for static, new in zip(self._inputs, leaves, strict=True):
+                if isinstance(static, torch.Tensor):
                     static.copy_(new)
+
+    def _difference(self, leaves: Sequence[Any]) -> str | None:
+        """What of these arguments is not as it was."""
+        for static, new in zip(self._inputs, leaves, strict=True):
+            both = isinstance(static, torch.Tensor), isinstance(new, torch.Tensor)
+            if all(both):
+                if static.shape != new.shape or static.dtype != new.dtype:
+                    return f"a tensor of another size or dtype ({tuple(new.shape)}, {new.dtype})"
+            elif any(both) or static != new:
+                return f"another value ({new!r:.50})"
+        return None
 
     def _replay(self) -> Any:
         assert self._graph is not None
@@ -109,6 +120,7 @@ class CapturedStep:
             watch(_Replayed(), self._group)
         else:
             self._graph.replay()
+        count_graph()
         return self._outputs
 
 

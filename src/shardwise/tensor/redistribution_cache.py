@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.autograd.replicas import recorded
 from shardwise.autograd.transfers import Way, moved_locals
-from shardwise.comm.group import cached_per_group
+from shardwise.comm.group import cached_per_group, is_capturing
 from shardwise.comm.peers import notify_of_failure
 from shardwise.comm.transfer import TransferPlan
 from shardwise.errors import RankMismatchError
@@ -146,8 +146,27 @@ def redistributed_once(
 
 
 def _key(tensor: Wrapper) -> tuple[Any, ...]:
-    """The state in which a copy holds: how often the tensor was written, the grad mode, hooks on saved tensors."""
-    return writes_of(tensor)[0], torch.is_grad_enabled(), saved_tensor_hooks(True)
+    """The state in which a copy holds: how often the tensor was written, the grad mode, hooks on saved tensors.
+
+    A graph takes no copy that was made outside of it, which its replays would neither make anew nor keep alive; and
+    after a replay, which may have written into any tensor, no earlier copy holds.
+    """
+    graph = (_graphs.used, is_capturing())
+    return writes_of(tensor)[0], torch.is_grad_enabled(), saved_tensor_hooks(True), graph
+
+
+class _Graphs:
+    """CUDA graphs of this process."""
+
+    used = 0  # how often one was captured or replayed
+
+
+_graphs = _Graphs()
+
+
+def count_graph() -> None:
+    """A CUDA graph is about to be captured, or was replayed: cached copies hold no longer. Every rank says so."""
+    _graphs.used += 1
 
 
 def _versions(tensor: Wrapper) -> list[int]:

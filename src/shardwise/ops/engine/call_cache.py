@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise import settings
-from shardwise.comm.group import group_state, traffic
+from shardwise.comm.group import group_state, is_capturing, traffic
 from shardwise.comm.tracing import record
 from shardwise.ops.engine.call import is_pure, outer_function
 from shardwise.ops.engine.program import Program
@@ -75,6 +75,8 @@ def cached_call(op: Any, args: Sequence[Any], kwargs: dict[str, Any], slow_path:
         if program.__class__ is str:
             return _run_uncached(op, args, kwargs, slow_path, program)
         return program.run(args, kwargs)
+    if is_capturing():  # the states of generators cannot be compared
+        return slow_path(op, args, kwargs)
     if record.running and outer_function.called is None:
         record.note_uncached(op, "the first call of its kind")
     result, program = _record(op, args, kwargs, slow_path)

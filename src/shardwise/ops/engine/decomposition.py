@@ -105,10 +105,11 @@ def call_decomposed(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[st
 
     If one of them is refused, the function is computed on gathered operands, if they are within the budget.
     """
-    return cached_call(op, args, kwargs, _call_decomposed)
+    return cached_call(op, args, kwargs, decompose_call)
 
 
-def _call_decomposed(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def decompose_call(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The same past the cache of calls."""
     refuse_mixed(op, args, kwargs)
     refuse_collective(op, args, kwargs)
     if _writes_into_plain(op, args, kwargs):
@@ -334,7 +335,7 @@ DIRECT_METHODS = (
 )
 for _name in DIRECT_METHODS:
     _method = getattr(torch.Tensor, _name)
-    registry.built_in[_method] = cached_handler(_method, _call_decomposed)
+    registry.built_in[_method] = cached_handler(_method, decompose_call)
     IGNORES_FLAGS.add(_method)
     if _name != "__getitem__":
         IGNORES_VALUES.add(_method)

@@ -50,7 +50,7 @@ from shardwise.torch_private import (
 
 # Functions and attributes that give no tensor, and nothing that the cache key does not hold.
 METADATA_METHODS = {"size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "__len__"}
-METADATA_METHODS |= {"stride", "storage_offset", "is_contiguous"}
+METADATA_METHODS |= {"stride", "storage_offset", "is_contiguous", "result_type"}
 METADATA_ATTRIBUTES = {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_meta", "grad_fn"}
 METADATA_ATTRIBUTES |= {"itemsize"}
 # Functions that give the same tensor whenever they are called with the same numbers.

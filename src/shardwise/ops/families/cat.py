@@ -67,12 +67,13 @@ def _everywhere(pieces: Sequence[Any], model: ShardedTensorBase) -> list[Any]:
     if not all(is_fully_replicated(one) for one in pieces if isinstance(one, ShardedTensorBase)):
         return list(pieces)
     places, group = model._layout.places, model._frame.process_group
-    return [
-        one
-        if isinstance(one, ShardedTensorBase)
-        else assemble(type(model), result_frame(Layout.whole(one.shape, places), one.dtype, group), [one], [], False)
-        for one in pieces
-    ]
+    results = []
+    for one in pieces:
+        if not isinstance(one, ShardedTensorBase):
+            frame = result_frame(Layout.whole(one.shape, places), one.dtype, group)
+            one = assemble(type(model), frame, [one] * len(frame.rows), [], records=False)
+        results.append(one)
+    return results
 
 
 class _Piece(NamedTuple):

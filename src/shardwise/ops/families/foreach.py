@@ -205,7 +205,11 @@ def _are_usual(given: Sequence[Any]) -> bool:
     if torch.is_grad_enabled() or not isinstance(first, list | tuple):
         return False
     for arg in given:
-        for one, model in zip(arg, first, strict=True) if isinstance(arg, list | tuple) else ():
+        if not isinstance(arg, list | tuple):
+            if isinstance(arg, torch.Tensor) and (arg.__class__ is not torch.Tensor or arg.ndim):
+                return False
+            continue
+        for one, model in zip(arg, first, strict=True):
             if one.__class__ is float:
                 continue
             if one.__class__ is not ShardedTensor or model.__class__ is not ShardedTensor:
@@ -274,14 +278,16 @@ def _norms(tensors: Sequence[ShardedTensor], ord: Any = 2, dtype: torch.dtype | 
     first, order = tensors[0], float(ord)
     group, kinds = first._process_group, [(dtype or one.dtype).to_real() for one in tensors]
     wide = functools.reduce(torch.promote_types, kinds, torch.float32)
-    for kind in {one.dtype for one in tensors} if dtype is not None else ():
-        foreach_norm([torch.ones(1, dtype=kind)], order, dtype=dtype)  # raises on every rank where torch would
+    for kind in {one.dtype for one in tensors}:
+        if dtype is not None or not kind.is_floating_point:
+            foreach_norm([torch.ones(1, dtype=kind)], order, dtype=dtype)  # raises on every rank where torch would
     parts = [_counted_once(one) for one in tensors]
     flat = [part for each in parts for part in each]
     norms = iter(foreach_norm(flat, order, dtype=wide) if flat else ())
-    empty = torch.full((), math.inf if order < 0 else 0.0, dtype=wide, device=first.device)
-    own = torch.stack([_joined([next(norms) for _ in each] or [empty], order) for each in parts])
     rows = group_chunks((dist.get_world_size(group), len(tensors)), 0, first)
+    device = result_frame(rows, wide, group).device
+    empty = torch.full((), math.inf if order < 0 else 0.0, dtype=wide, device=device)
+    own = torch.stack([_joined([next(norms).to(device) for _ in each] or [empty], order) for each in parts])
     everywhere = Layout.whole(rows.size, group_places(first._layout, group))
     plan, said = make_plan(rows, everywhere), _said(tuple(one._layout for one in tensors), order)
     (all_norms,) = move(plan, [own[None]], group, dtype=wide, ready=functools.partial(record_call, group, said)).wait()
@@ -307,9 +313,10 @@ def _said(layouts: tuple[Layout, ...], order: float) -> CallFingerprint:
 
 
 def _counted_once(tensor: ShardedTensor) -> list[torch.Tensor]:
-    """The local tensors of a tensor that have elements, without those of which another replica counts."""
+    """The local tensors of a tensor that have elements, without those of which another replica counts; as reals."""
     layout, pairs = tensor._layout, zip(tensor._frame.rows, tensor._local_tensors(), strict=True)
-    return [local.detach() for row, local in pairs if local.numel() and layout.is_first(row)]
+    found = [local.detach() for row, local in pairs if local.numel() and layout.is_first(row)]
+    return [one.abs() for one in found] if tensor.dtype.is_complex else found
 
 
 def _joined(norms: torch.Tensor | Sequence[torch.Tensor], order: float) -> torch.Tensor:

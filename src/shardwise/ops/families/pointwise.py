@@ -12,7 +12,7 @@ from torch.nn import functional
 from shardwise.ops.engine.call import Aten, Call, functional_overload
 from shardwise.ops.engine.call_cache import IGNORES_VALUES, cached_handler
 from shardwise.ops.engine.compute import compute
-from shardwise.ops.engine.decomposition import call_decomposed
+from shardwise.ops.engine.decomposition import call_decomposed, decompose_call
 from shardwise.ops.engine.rule import Rule, broadcast
 from shardwise.ops.engine.table import TABLE
 from shardwise.tensor import ShardedTensorBase
@@ -172,7 +172,7 @@ def _where(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             dtype = torch.result_type(other, values[k])
             values[k] = torch.full((), values[k], dtype=dtype, device=other.device)
             args = (condition, *values)
-    return call_decomposed(op, args, kwargs)
+    return decompose_call(op, args, kwargs)
 
 
 registry.built_in[torch.where] = cached_handler(torch.where, _where)
