@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import boxes, layers, ops, optimizers, state_transfer, tensors, training, transfers
+from benchmarks import boxes, host_time, layers, ops, optimizers, state_transfer, tensors, training, transfers
 from benchmarks.checkpoint.report import measure as measure_checkpoints
 from benchmarks.scale.processes import Request, measure
 from benchmarks.table import show, show_fractions
@@ -31,6 +31,8 @@ def main() -> int:
     show_fractions("Received by each of 8 ranks on average, as a fraction of the tensor, counted on gloo", received)
     computed = run_on_ranks(1, ops.small_ops, timeout=300, fresh=True)[0]
     show("Ops on one rank", computed)
+    stepped_alone = run_on_ranks(1, host_time.measure, timeout=300, fresh=True)[0]
+    show("Processor time of a training step in a world of one", stepped_alone)
     looked_up = run_on_ranks(4, ops.embedding, timeout=550, fresh=True)[0]
     show("Embedding", looked_up)
     trained = run_on_ranks(4, layers.linear, timeout=300, fresh=True)[0]
@@ -41,7 +43,7 @@ def main() -> int:
     show("Optimizers on one rank (plain: torch.optim on the same local tensors)", stepped)
     kept = measure_checkpoints()
     sent = state_transfer.measure()
-    built += moved + gathered + planned + computed + looked_up + trained + stepped + kept + sent
+    built += moved + gathered + planned + computed + stepped_alone + looked_up + trained + stepped + kept + sent
     over = [row.work for row in [*rows, *made, *built] if row.verdict in ("OVER", "RAISES")]
     over += [line.title for line in measure(Request())]
     print(f"\nover budget, or raising: {', '.join(over)}" if over else "\nevery budget is held")

@@ -1,0 +1,73 @@
+"""What the wrapper costs the host: a training step of a small transformer in a world of one, beside the plain one.
+
+Processor time, for nothing travels and other processes shall not count: `python -m benchmarks.host_time`.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import shardwise
+from benchmarks.llama import Llama, Shape, loss_of
+from benchmarks.table import Row, show
+from benchmarks.timing import Work
+from shardwise.testing import run_on_ranks
+
+SHAPE = Shape(layers=4, width=128, head=32, words=256, batch=2, sequence=32)
+WARM_UP, STEPS = 5, 40
+MOST = 1.5  # times the plain step
+
+
+def step_of(kind: Callable[..., torch.optim.Optimizer], *, shards: bool) -> Work:
+    """Forward, loss, backward, and torch's own optimizer."""
+    torch.manual_seed(0)
+    model: nn.Module = Llama(SHAPE)
+    if shards:
+        plan = shardwise.ShardingPlan({"**": shardwise.ChunkShardingSpec(0, ["rank:0/cpu"])})
+        model = shardwise.shard_module(model, plan)
+    optimizer = kind(model.parameters(), lr=1e-3)
+    ids, labels = torch.randint(SHAPE.words, (2, SHAPE.batch, SHAPE.sequence))
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, ids, labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def measure() -> list[Row]:
+    """On the rank: the least processor time of some steps, in which the contenders take turns."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rows = []
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        steps = {"shardwise": step_of(kind, shards=True), "plain": step_of(kind, shards=False)}
+        best = dict.fromkeys(steps, float("inf"))
+        for number in range(WARM_UP + STEPS):
+            for name, step in steps.items():
+                begin = time.process_time()
+                step()
+                if number >= WARM_UP:
+                    best[name] = min(best[name], time.process_time() - begin)
+        rows.append(
+            Row(f"transformer of {SHAPE.layers} layers, {kind.__name__}", best, f"≤ {MOST} plain", ("plain", MOST))
+        )
+    return rows
+
+
+def main() -> None:
+    show("Processor time of a training step in a world of one", run_on_ranks(1, measure, timeout=300, fresh=True)[0])
+
+
+if __name__ == "__main__":
+    from benchmarks import host_time  # as the rank imports it
+
+    host_time.main()
