@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise
-from benchmarks.llama import Llama, Shape, loss_of
+from benchmarks.llama import Llama, Shape, training_step
 from benchmarks.table import Row, show
 from benchmarks.timing import Work
 from shardwise.testing import run_on_ranks
@@ -31,16 +31,7 @@ def step_of(kind: Callable[..., torch.optim.Optimizer], *, shards: bool) -> Work
         plan = shardwise.ShardingPlan({"**": shardwise.ChunkShardingSpec(0, ["rank:0/cpu"])})
         model = shardwise.shard_module(model, plan)
     optimizer = kind(model.parameters(), lr=1e-3)
-    ids, labels = torch.randint(SHAPE.words, (2, SHAPE.batch, SHAPE.sequence))
-
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, ids, labels)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
+    return training_step(model, optimizer, SHAPE)
 
 
 def measure() -> list[Row]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 # as everybody calls it
 from torch import Tensor, nn
+
+Step = Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,20 @@ class Llama(nn.Module):
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
         return self.head(self.norm(x))
+
+
+def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, shape: Shape, device: str = "cpu") -> Step:
+    """Forward, loss, backward and a step of the optimizer, on one batch."""
+    ids, labels = torch.randint(shape.words, (2, shape.batch, shape.sequence), device=device)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, ids, labels)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
 
 
 def loss_of(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
 import shardwise
-from benchmarks.llama import Llama, Shape, loss_of
+from benchmarks.llama import Llama, Shape, training_step
 from benchmarks.table import Row, show
 from benchmarks.timing import Work, best_of
 from shardwise.testing import run_on_ranks
@@ -112,15 +112,7 @@ def transformer(device: torch.device, *, shards: bool, captures: bool = False) -
     if shards:
         model, _ = ours(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, capturable=captures)
-    ids, labels = torch.randint(TRANSFORMER.words, (2, TRANSFORMER.batch, TRANSFORMER.sequence), device=device)
-
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, ids, labels)
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    step = training_step(model, optimizer, TRANSFORMER, str(device))
     return shardwise.capture(step) if captures else step
 
 

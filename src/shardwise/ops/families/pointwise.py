@@ -185,7 +185,7 @@ def _overloads() -> Iterator[tuple[str, list[Aten]]]:
     for op in all_op_names():
         name, _, overload = op.partition(".")
         if name[:6] == "aten::" and name[6:] not in names:
-            _, _, tags = operation_overload(name, overload)  # ten times as fast as the Python object of an overload
+            _, _, tags = operation_overload(name, overload)  # without the Python object of the overload
             if torch.Tag.pointwise in tags:
                 names.add(name[6:])
     for name in sorted(names):
