@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import base64
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,16 +14,17 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shardwise.checkpoint.ranks import Ranks
+from shardwise.comm.peers import StoreChannel
 from shardwise.errors import RankMismatchError, TransferError, same_kind
 from shardwise.layout.pictures.words import ranks_text
-from shardwise.state_transfer.job_store import SLACK, StoreClient
+from shardwise.state_transfer.job_store import PAUSE, SLACK, StoreClient
 from shardwise.state_transfer.job_wire import TAG, JobWire, gloo_over, hang_up, nccl_over
 from shardwise.state_transfer.meetings import Work
 
 T = TypeVar("T")
 SIDES = ("source", "target")
-CHUNK = 4 * 2**20  # bytes of a value: a store takes 8 MiB
-FINE = b'{"fine":true}'
+CHUNK = 4 * 2**20  # characters of a value: a store takes 8 MiB
+FINE = {"fine": True}
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class Terms:
     ranks: tuple[Sequence[int], Sequence[int]]  # of each job, in its own numbers
     version: int
 
-    def words(self) -> bytes:
+    def words(self) -> dict[str, Any]:
         """For the store."""
-        return json.dumps({"epoch": self.epoch, "ranks": self.ranks, "version": self.version}).encode()
+        return {"epoch": self.epoch, "ranks": [list(each) for each in self.ranks], "version": self.version}
 
     @staticmethod
     def read(words: Mapping[str, Any]) -> Terms:
@@ -44,15 +45,19 @@ class Terms:
         return Terms(words["epoch"], (words["ranks"][0], words["ranks"][1]), words["version"])
 
 
-def failure(error: Exception, who: str) -> bytes:
+def failure(error: Exception, who: str) -> dict[str, Any]:
     """A verdict that all raise."""
-    return json.dumps({"kind": type(error).__name__, "message": f"{error}\n(found on {who})"}).encode()
+    return {"kind": type(error).__name__, "message": f"{error}\n(found on {who})"}
 
 
-def read(words: bytes) -> dict[str, Any]:
-    """What was written into the store; TransferError where somebody else has written there."""
+def wait_for(
+    channel: StoreChannel, key: str, seconds: float, look: Callable[[], object] = lambda: None
+) -> dict[str, Any] | None:
+    """A decision, as soon as there is one; None where there is none in time. Every second, look around."""
+    if channel.wait([key], seconds, lambda missing: look(), longest=PAUSE):
+        return None
     try:
-        found = json.loads(words)
+        found = channel.read(key)
     except ValueError:
         found = None
     if not isinstance(found, dict):
@@ -70,10 +75,11 @@ class JobMeeting:
     """The ranks of two jobs, those of the source first. They keep it until one of them fails or is started anew."""
 
     def __init__(
-        self, client: StoreClient, ranks: Ranks, side: int, terms: Terms, timeout: float, backend: str
+        self, client: StoreClient, prefix: str, ranks: Ranks, side: int, terms: Terms, timeout: float, backend: str
     ) -> None:
         self._client, self._timeout, self._backend = client, timeout, backend
-        self._address, self._prefix = client.address, client.prefix
+        self._prefix = f"{prefix}/{terms.epoch}"
+        self._channel = StoreChannel(client, self._prefix)
         self.terms, self._side, self.ranks = terms, side, ranks
         shifts = (0, max(terms.ranks[0]) + 1)
         self.shift = shifts[side]
@@ -102,7 +108,7 @@ class JobMeeting:
         except Exception as error:  # told to every rank, then raised on every rank
             self._raise(error)
         self._say(fields, told)
-        require_fine(read(self._verdict()))
+        require_fine(self._verdict())
         everything = self._told()
         self.step += 1
         return value, everything
@@ -116,9 +122,9 @@ class JobMeeting:
         handed = self._side and not self._is_first
         try:
             self._say({}, b"")
-            found = {} if handed else read(self._verdict())
+            found = {} if handed else self._verdict()
         except TransferError as error:  # the store is out of reach: what was said may have arrived there all the same
-            found = json.loads(failure(error, self._names[self.here]))
+            found = failure(error, self._names[self.here])
         if handed:
             self._be_handed_down()
         else:
@@ -152,36 +158,34 @@ class JobMeeting:
     def _read(self) -> None:
         """Nobody leaves, and takes the store with it, before all that read the decision have read it."""
         with suppress(TransferError):
-            if self._client.add(self._key("readers"), 1, self._timeout) == len(self.terms.ranks[0]) + 1:
-                self._client.set(self._key("read"), FINE, self._timeout)
+            if self._channel.add(self._key("readers"), 1) == len(self.terms.ranks[0]) + 1:
+                self._channel.write(self._key("read"), FINE)
             elif self._is_first:
-                self._client.wait(self._key("read"), self._timeout)
+                self._channel.wait([self._key("read")], self._timeout, longest=PAUSE)
 
     # In the store ----------------------------------------------------------------------------------------------------
 
     def _key(self, what: object, step: int | None = None) -> str:
-        return f"{self.terms.epoch}/{self.step if step is None else step}/{what}"
+        return f"{self.step if step is None else step}/{what}"
 
     def _say(self, fields: Mapping[str, Any], told: bytes) -> None:
         """Leave this rank's word; the last one decides."""
-        client, limit = self._client, self._timeout
-        packed = zlib.compress(told, 1)
-        chunks = [packed[at : at + CHUNK] for at in range(0, len(packed), CHUNK)] or [b""]
+        channel, packed = self._channel, base64.b64encode(zlib.compress(told, 1)).decode()
+        chunks = [packed[at : at + CHUNK] for at in range(0, len(packed), CHUNK)]
         for number, chunk in enumerate(chunks[1:], 1):
-            client.set(self._key(f"{self.here}.{number}"), chunk, limit)
-        header = json.dumps({"chunks": len(chunks), "fields": {k: str(v) for k, v in fields.items()}}).encode()
-        client.set(self._key(self.here), header + b"\n" + chunks[0], limit)
-        if client.add(self._key("count"), 1, limit) == len(self.everyone):
-            client.decide(self._key("verdict"), self._compared(), limit)
+            channel.write(self._key(f"{self.here}.{number}"), chunk)
+        named = {name: str(value) for name, value in fields.items()}
+        channel.write(self._key(self.here), {"chunks": len(chunks), "fields": named, "told": chunks[0]})
+        if channel.add(self._key("count"), 1) == len(self.everyone):
+            channel.decide(self._compared(), self._key("verdict"))
         self._said.append([str(self.here), *(f"{self.here}.{number}" for number in range(1, len(chunks)))])
         if len(self._said) > 2:  # all ranks have left the step before the last one, and read what was said in it
             old = self._said.pop(0) + (["count", "verdict", "readers", "read"] if self.here == self.everyone[0] else [])
-            for what in old:
-                client.delete(self._key(what, self.step - 2), limit)
+            channel.delete([self._key(what, self.step - 2) for what in old])
 
-    def _compared(self) -> bytes:
+    def _compared(self) -> dict[str, Any]:
         """The verdict of what all have said."""
-        said = [json.loads(word.partition(b"\n")[0])["fields"] for word in self._words()]
+        said = [words["fields"] for words in self._words()]
         for rank, fields in zip(self.everyone, said, strict=True):
             differ = [name for name in {**said[0], **fields} if said[0].get(name) != fields.get(name)]
             if differ:
@@ -191,10 +195,10 @@ class JobMeeting:
                 return failure(RankMismatchError(f"the transfer's {name} differs: {here}, {there}"), first)
         return FINE
 
-    def _words(self) -> list[bytes]:
-        return self._client.get([self._key(rank) for rank in self.everyone], self._timeout)
+    def _words(self) -> list[dict[str, Any]]:
+        return self._channel.read_all([self._key(rank) for rank in self.everyone])
 
-    def _verdict(self) -> bytes:
+    def _verdict(self) -> dict[str, Any]:
         """What was decided; where nobody decides in time, this rank does."""
         key = self._key("verdict")
 
@@ -203,24 +207,23 @@ class JobMeeting:
             if gone:
                 who = "; ".join(self._names[rank] for rank in gone[:8])
                 lost = TransferError(f"died or left before all ranks had everything: {who}")
-                self._client.decide(key, failure(lost, self._names[self.here]), self._timeout)
+                self._channel.decide(failure(lost, self._names[self.here]), key)
 
-        found = self._client.wait(key, self._timeout, look)
+        found = wait_for(self._channel, key, self._timeout, look)
         if found is None:
-            absent = [rank for rank in self.everyone if not self._client.has(self._key(rank), SLACK)]
+            missing = set(self._channel.missing([self._key(rank) for rank in self.everyone]))
+            absent = [rank for rank in self.everyone if self._key(rank) in missing]
             who = "; ".join(self._names[rank] for rank in absent[:8]) or "the last one to decide"
             late = TransferError(f"not all ranks came within {self._timeout:g} s: missing is {who}")
-            found = self._client.decide(key, failure(late, self._names[self.here]), SLACK)
+            found = self._channel.decide(failure(late, self._names[self.here]), key)
         return found
 
     def _told(self) -> list[bytes]:
         """What each rank has told."""
         told = []
-        for rank, word in zip(self.everyone, self._words(), strict=True):
-            header, _, packed = word.partition(b"\n")
-            for number in range(1, json.loads(header)["chunks"]):
-                packed += self._client.get([self._key(f"{rank}.{number}")], self._timeout)[0]
-            told.append(zlib.decompress(packed))
+        for rank, words in zip(self.everyone, self._words(), strict=True):
+            later = (self._channel.read(self._key(f"{rank}.{number}")) for number in range(1, words["chunks"]))
+            told.append(zlib.decompress(base64.b64decode("".join((words["told"], *later)))))
         return told
 
     def _raise(self, error: Exception) -> NoReturn:
@@ -230,10 +233,9 @@ class JobMeeting:
     def failed(self, error: Exception) -> Exception:
         """Tell the others that this rank could not go on. Gives what all raise: the first that was told."""
         try:
-            found = self._client.decide(self._key("verdict"), failure(error, self._names[self.here]), SLACK)
+            verdict = self._channel.decide(failure(error, self._names[self.here]), self._key("verdict"))
         except TransferError:  # nobody can be told
             return error
-        verdict = read(found)
         return same_kind(verdict["kind"], verdict["message"]) if "kind" in verdict else error
 
     # Bytes -----------------------------------------------------------------------------------------------------------
@@ -245,8 +247,8 @@ class JobMeeting:
         device = torch.device("cuda", torch.cuda.current_device()) if accelerated else torch.device("cpu")
 
         def made(store: Store) -> tuple[Any, Any]:
-            data, among = (PrefixStore(f"{self._prefix}{self.terms.epoch}/{what}", store) for what in ("data", "among"))
-            here, targets = self._address.reached_from(), self.terms.ranks[1]
+            data, among = (PrefixStore(f"{self._prefix}/{what}", store) for what in ("data", "among"))
+            here, targets = self._client.address.reached_from(), self.terms.ranks[1]
             place = data, numbers[self.here], len(numbers), self._timeout
             backend = nccl_over(*place, device) if accelerated else gloo_over(*place, here)
             if not self._side or len(targets) == 1:

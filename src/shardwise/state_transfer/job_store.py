@@ -1,4 +1,7 @@
-"""A client of a TCPStore whose every call has a limit: torch's own calls wait for ever where a link is cut."""
+"""A client of a TCPStore whose every call has a limit: torch's own calls wait for ever where a link is cut.
+
+Jobs talk through it by a `StoreChannel`, as the ranks of one job do through the store of their process group.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,11 +21,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # documente
 from shardwise.errors import TransferError
 
 T = TypeVar("T")
-SHORTEST, LONGEST = 0.0005, 0.05  # seconds between two questions for a value that is waited for
-LOOKS = 1.0  # seconds between two looks around meanwhile
+PAUSE = 0.05  # seconds between two attempts to connect, and at most between two looks for a value
 LOOPBACK = "127.0.0.1"
-FIRST_ATTEMPT = 1.0  # seconds
-SLACK = 5.0  # seconds that an answer may take, on a machine that is busy, however short the limit is
+ATTEMPT = 1.0  # seconds for the first attempt to connect
+SLACK = 5.0  # seconds that an answer may take, on a machine that is busy, however short the timeout is
+LONGEST_ANSWER = 30.0  # seconds after which a store that has not answered is gone, however long the timeout is
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,10 @@ class Address:
         while True:
             left = limit - (time.monotonic() - begun)
             try:
-                socket.create_connection((self.host, self.port), timeout=max(min(left, LOOKS), SHORTEST)).close()
+                socket.create_connection((self.host, self.port), timeout=max(min(left, ATTEMPT), PAUSE)).close()
                 break
             except OSError:
-                if left <= 0 or closed.wait(LONGEST):
+                if left <= 0 or closed.wait(PAUSE):
                     raise
         return _store(self.host, self.port, max(limit - (time.monotonic() - begun), SLACK))
 
@@ -84,7 +87,7 @@ class Address:
 def _store(host: str, port: int, limit: float, **options: bool) -> TCPStore:
     """A store of torch. Its attempts to connect hang now and then, also on one host: so it is tried again, for twice as
     long each time."""
-    begun, attempt = time.monotonic(), FIRST_ATTEMPT
+    begun, attempt = time.monotonic(), ATTEMPT
     while True:
         left = max(limit - (time.monotonic() - begun), SLACK)
         try:
@@ -102,9 +105,9 @@ def _store(host: str, port: int, limit: float, **options: bool) -> TCPStore:
 class StoreClient:
     """A connection to a store. After a call that has failed or got no answer in time, it is of no use any more."""
 
-    def __init__(self, address: Address, prefix: str, limit: float) -> None:
+    def __init__(self, address: Address, limit: float) -> None:
         """Begin to connect, which goes on until a store listens there, or for so many seconds."""
-        self.address, self.prefix = address, prefix
+        self.address = address
         self._asked: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self.sound = True
         self._hello, self._limit = _Call(lambda store: store.check(["any"])), limit
@@ -130,57 +133,41 @@ class StoreClient:
         self.sound = False
         self._hang_up()
 
-    def set(self, key: str, value: bytes, limit: float) -> None:
+    # The methods of a store that a `StoreChannel` calls.
+
+    def set(self, key: str, value: str) -> None:
         """Write a value."""
-        name = self.prefix + key
 
         def written(store: TCPStore) -> None:
-            store.set(name, cast(str, value))
-            store.check([name])  # which is answered
+            store.set(key, value)
+            store.check([key])  # which is answered
 
-        self._ask(written, limit)
+        self._ask(written)
 
-    def get(self, keys: Sequence[str], limit: float) -> list[bytes]:
+    def get(self, key: str) -> bytes:
+        """A value that is there."""
+        return bytes(self._ask(lambda store: store.get(key)))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
         """Values that are there."""
-        names = [self.prefix + key for key in keys]
-        found: list[bytes] = self._ask(lambda store: store.multi_get(names), limit)
+        found: list[bytes] = self._ask(lambda store: store.multi_get(keys))
         return found
 
-    def has(self, key: str, limit: float) -> bool:
-        """Whether there is a value."""
-        return bool(self._ask(lambda store: store.check([self.prefix + key]), limit))
+    def check(self, keys: list[str]) -> bool:
+        """Whether all these values are there."""
+        return bool(self._ask(lambda store: store.check(keys)))
 
-    def add(self, key: str, amount: int, limit: float) -> int:
-        """Add to a number; gives what it is then."""
-        return int(self._ask(lambda store: store.add(self.prefix + key, amount), limit))
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number; gives the sum."""
+        return int(self._ask(lambda store: store.add(key, amount)))
 
-    def decide(self, key: str, value: bytes, limit: float) -> bytes:
-        """Write a value unless there is one; gives the one that is there then, which everybody gets."""
-        return bytes(self._ask(lambda store: store.compare_set(self.prefix + key, "", cast(str, value)), limit))
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Write a value if the expected one is there; gives the one that is there then."""
+        return bytes(self._ask(lambda store: store.compare_set(key, expected, value)))
 
-    def delete(self, key: str, limit: float) -> None:
-        """Forget a value."""
-        self._ask(lambda store: store.delete_key(self.prefix + key), limit)
-
-    def wait(self, key: str, limit: float, look: Callable[[], object] | None = None) -> bytes | None:
-        """The value, as soon as there is one; None where there is none in time.
-
-        It is asked for again and again: torch's own wait logs each time that it is over, and cannot be ended where a
-        link is cut. Whoever waits for long looks around now and then.
-        """
-        name, begun, pause, looks = self.prefix + key, time.monotonic(), SHORTEST, LOOKS
-        while True:
-            passed = time.monotonic() - begun
-            found = self._ask(lambda store: store.get(name) if store.check([name]) else None, limit - passed + SLACK)
-            if found is not None:
-                return bytes(found)
-            if passed >= limit:
-                return None
-            if look is not None and passed > looks:
-                look()
-                looks += LOOKS
-            time.sleep(max(min(pause, limit - passed), 0))
-            pause = min(2 * pause, LONGEST)
+    def delete_key(self, key: str) -> bool:
+        """Remove a value."""
+        return bool(self._ask(lambda store: store.delete_key(key)))
 
     def connect_over(self, make: Callable[[TCPStore], T], limit: float) -> T:
         """A backend that is made over the store; TransferError where its ranks do not reach each other in time."""
@@ -198,12 +185,12 @@ class StoreClient:
             raise TransferError(f"the ranks of the two jobs could not connect with each other: {_line(failed[0])}")
         return cast(T, found)
 
-    def _ask(self, what: Callable[[TCPStore], Any], limit: float, else_: str = "") -> Any:
+    def _ask(self, what: Callable[[TCPStore], Any], limit: float | None = None, else_: str = "") -> Any:
         if not self.sound:
             raise self._gone("the connection is broken")
         call = _Call(what)
         self._asked.put(call)
-        return self._answer(call, limit, else_)
+        return self._answer(call, min(self._limit, LONGEST_ANSWER) if limit is None else limit, else_)
 
     def _answer(self, call: _Call, limit: float, else_: str = "") -> Any:
         if not call.done.wait(max(limit, SLACK)):

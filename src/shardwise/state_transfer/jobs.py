@@ -8,7 +8,6 @@ and whoever answers see the same.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from typing import Any
@@ -16,12 +15,13 @@ from typing import Any
 from torch.distributed.distributed_c10d import Store
 
 from shardwise.checkpoint.ranks import Ranks
+from shardwise.comm.peers import StoreChannel
 from shardwise.errors import TransferError
-from shardwise.state_transfer.job_meeting import SIDES, JobMeeting, Terms, failure, read, require_fine
-from shardwise.state_transfer.job_store import SLACK, Address, StoreClient
+from shardwise.state_transfer.job_meeting import SIDES, JobMeeting, Terms, failure, require_fine, wait_for
+from shardwise.state_transfer.job_store import PAUSE, SLACK, Address, StoreClient
 
 LONGEST_LIMIT = 366 * 24 * 3600.0  # seconds: torch's stores count milliseconds
-PROTOCOL = 1  # of what jobs say to each other here and in their meetings: it changes with that
+PROTOCOL = 2  # of what jobs say to each other here and in their meetings: it changes with that
 
 
 class OtherJob:
@@ -45,7 +45,8 @@ class OtherJob:
         self._server: Store | None = None
         self._calls, self._closed = 0, False
         self._patient = True  # until the other job was missed: then it is looked for, and not waited for
-        self._looked = self._missed = b""  # calls of the source: the one seen last, and one that led to nothing
+        self._looked: str | None = None  # the call of the source that was seen last
+        self._missed: str | None = None  # and one that led to nothing
         self.meeting: JobMeeting | None = None
         hosts = side == 0 if host is None else host
 
@@ -68,7 +69,7 @@ class OtherJob:
 
         self._address, told = ranks.in_step(begin)
         self._incarnation: str = told[0]
-        self._prefix = f"shardwise/{name}/"
+        self._prefix = f"shardwise/{name}"
         self._client: StoreClient | None = None
 
     def __str__(self) -> str:
@@ -91,7 +92,9 @@ class OtherJob:
         if old is not None:
             old.close()
         assert self._client is not None
-        self.meeting = JobMeeting(self._client, self._ranks, self._side, terms, self._timeout, self.backend)
+        self.meeting = JobMeeting(
+            self._client, self._prefix, self._ranks, self._side, terms, self._timeout, self.backend
+        )
         return self.meeting, True
 
     def part(self) -> None:
@@ -118,23 +121,20 @@ class OtherJob:
         return bool(self._ranks.in_step(look)[1][0])
 
     def _look(self) -> bool:
-        client, limit = self._client, SLACK
+        client = self._client
         if client is None or not client.sound:
             client = self._renewed()
         if client.is_connecting:
             return False
         client.connected()
+        channel = self._channel
         if self._side:
-            client.add("target/seen", 1, limit)
-            if not client.has("source/waiting", limit):
-                return False
-            (self._looked,) = client.get(["source/waiting"], limit)
-            return self._looked != self._missed
-        last = client.add("target/calls", 0, limit)
-        if last == client.add("target/read", 0, limit) or not client.has(f"target/call/{last}", limit):
-            return False
-        words = _call(client.get([f"target/call/{last}"], limit)[0])
-        return words is not None and not client.has(words["answer"], limit)
+            channel.add("target/seen", 1)
+            self._looked = channel.read("source/waiting")
+            return self._looked not in (None, self._missed)
+        last = channel.add("target/calls", 0)
+        call = {} if last == channel.add("target/read", 0) else _call(channel, last)
+        return bool(call) and bool(channel.missing([call["answer"]]))
 
     def close(self) -> None:
         """Hang up, for good. Who hosts the store takes it along."""
@@ -146,128 +146,132 @@ class OtherJob:
 
     # Calls -----------------------------------------------------------------------------------------------------------
 
-    def _reached(self) -> StoreClient:
+    def _reached(self) -> StoreChannel:
         """The store, connected anew where the process that hosted it is another one now."""
         if self._client is not None and self._client.sound:
             try:
-                self._client.connected().has("any", self._timeout)
-                return self._client
+                self._client.connected().check(["any"])
+                return self._channel
             except TransferError:
                 pass
-        return self._renewed().connected()
+        self._renewed().connected()
+        return self._channel
 
     def _renewed(self) -> StoreClient:
-        """Another connection to the store, without waiting for it. A meeting does not wait_for_device that."""
+        """Another connection to the store, without waiting for it. A meeting does not outlive its connection."""
         if self.meeting is not None:
             self.meeting.close()
         self.meeting = None
-        self._client = StoreClient(self._address, self._prefix, self._timeout)
+        self._client = StoreClient(self._address, self._timeout)
+        self._channel = StoreChannel(self._client, self._prefix)
         return self._client
 
-    def _answered(self, client: StoreClient, version: int) -> Terms:
+    def _answered(self, channel: StoreChannel, version: int) -> Terms:
         """The terms on which both jobs go on."""
         call = f"{SIDES[self._side]}/{self._incarnation}/{self._calls}"
         answer, end = f"{call}/answer", time.monotonic() + self._timeout
         epoch = None if self.meeting is None else self.meeting.terms.epoch
-        client.set(f"{call}/{self._ranks.here}", json.dumps([epoch, self._patient]).encode(), self._timeout)
-        if client.add(f"{call}/count", 1, self._timeout) == len(self._ranks.all):
-            told = [json.loads(each) for each in client.get([f"{call}/{r}" for r in self._ranks.all], self._timeout)]
+        channel.write(f"{call}/{self._ranks.here}", [epoch, self._patient])
+        if channel.add(f"{call}/count", 1) == len(self._ranks.all):
+            told = channel.read_all([f"{call}/{rank}" for rank in self._ranks.all])
             same = epoch if all(each[0] == epoch for each in told) else None
-            self._forget(client)
+            self._forget(channel)
             if self._side:
-                client.add("target/seen", 1, self._timeout)
-                number = client.add("target/calls", 1, self._timeout)
+                channel.add("target/seen", 1)
+                number = channel.add("target/calls", 1)
                 words = {"answer": answer, "epoch": same, "ranks": self._ranks.all, "protocol": PROTOCOL}
-                client.set(f"target/call/{number}", json.dumps(words).encode(), self._timeout)
-                found = client.wait(answer, end - time.monotonic()) or self._given_up(client, answer, str(self))
+                channel.write(f"target/call/{number}", words)
+                found = wait_for(channel, answer, end - time.monotonic()) or self._given_up(channel, answer, str(self))
             else:
                 patient = all(each[1] for each in told)
-                found = self._found(client, answer, same, version, patient, end)
+                found = self._found(channel, answer, same, version, patient, end)
         else:
             limit = self._timeout + SLACK  # longer than the one that speaks for them, whose error says more
-            found = client.wait(answer, limit) or self._given_up(client, answer, "the other ranks of this job")
-        words = read(found)
-        require_fine(words)
-        return Terms.read(words)
+            found = wait_for(channel, answer, limit) or self._given_up(channel, answer, "the other ranks of this job")
+        require_fine(found)
+        return Terms.read(found)
 
     def _found(
-        self, client: StoreClient, answer: str, epoch: str | None, version: int, patient: bool, end: float
-    ) -> bytes:
+        self, channel: StoreChannel, answer: str, epoch: str | None, version: int, patient: bool, end: float
+    ) -> dict[str, Any]:
         """Look for the target until it waits, and answer it."""
-        seen = client.add("target/seen", 0, self._timeout)
+        seen = channel.add("target/seen", 0)
         looked = f"source/{self._incarnation}/looked"
-        before = client.add(looked, 0, self._timeout)
-        client.add(looked, seen - before, self._timeout)
+        before = channel.add(looked, 0)
+        channel.add(looked, seen - before)
         if not patient and seen == before:
             missed = TransferError(f"{self} is still gone: no job has come there since it was lost")
-            return client.decide(answer, failure(missed, self._who), self._timeout)
-        client.set("source/waiting", answer.encode(), self._timeout)
+            return self._decided(channel, failure(missed, self._who), answer)
+        channel.write("source/waiting", answer)
         try:
             while (left := end - time.monotonic()) > 0:
-                words = self._next_call(client, left)
+                words = self._next_call(channel, left)
                 if words is None:
                     break
                 if not words:  # of whoever writes here something else
                     continue
                 if words["protocol"] != PROTOCOL:
                     other = TransferError("the two jobs have versions of shardwise that do not talk to each other")
-                    client.decide(words["answer"], failure(other, self._who), self._timeout)
-                    return client.decide(answer, failure(other, self._who), self._timeout)
+                    self._decided(channel, failure(other, self._who), words["answer"])
+                    return self._decided(channel, failure(other, self._who), answer)
                 terms = self._terms(words, epoch, version)
-                if client.decide(words["answer"], terms.words(), self._timeout) != terms.words():
+                if self._decided(channel, terms.words(), words["answer"]) != terms.words():
                     continue  # it has given up
-                found = client.decide(answer, terms.words(), self._timeout)
+                found = self._decided(channel, terms.words(), answer)
                 if found != terms.words():  # a rank of this job has given up: those of the target need not wait
                     step = self.meeting.step if self.meeting is not None and terms.epoch == epoch else 0
-                    client.decide(f"{terms.epoch}/{step}/verdict", found, self._timeout)
+                    channel.decide(found, f"{terms.epoch}/{step}/verdict")
                 return found
-            return self._given_up(client, answer, str(self))
+            return self._given_up(channel, answer, str(self))
         finally:
-            if client.sound:
-                client.delete("source/waiting", SLACK)
+            if self._client is not None and self._client.sound:
+                channel.delete(["source/waiting"])
 
-    def _next_call(self, client: StoreClient, limit: float) -> dict[str, Any] | None:
+    def _next_call(self, channel: StoreChannel, limit: float) -> dict[str, Any] | None:
         """The target's last call, once there is one that was not read yet; only the source's speaker reads them.
 
         None where none comes in time; without words where it is not one.
         """
-        read, last = client.add("target/read", 0, self._timeout), client.add("target/calls", 0, self._timeout)
+        read, last = channel.add("target/read", 0), channel.add("target/calls", 0)
         number = max(last, read + 1)
-        words = client.wait(f"target/call/{number}", limit)
-        if words is None:
+        if channel.wait([f"target/call/{number}"], limit, longest=PAUSE):
             return None
-        client.add("target/read", number - read, self._timeout)
-        for old in range(read + 1, number + 1):
-            client.delete(f"target/call/{old}", self._timeout)
-        return _call(words) or {}
+        words = _call(channel, number)
+        channel.add("target/read", number - read)
+        channel.delete([f"target/call/{old}" for old in range(read + 1, number + 1)])
+        return words
 
     def _terms(self, words: dict[str, Any], epoch: str | None, version: int) -> Terms:
         if epoch is None or epoch != words["epoch"]:
             epoch = f"{self._incarnation}-{self._calls}-{uuid.uuid4().hex[:6]}"
         return Terms(epoch, (list(self._ranks.all), words["ranks"]), version)
 
-    def _given_up(self, client: StoreClient, answer: str, whom: str) -> bytes:
+    def _given_up(self, channel: StoreChannel, answer: str, whom: str) -> dict[str, Any]:
         why = "it has died, or not called run()" + (", or has met another target of this name" if self._side else "")
         late = TransferError(f"waited {self._timeout:g} s for {whom}, which has not come: {why}")
-        return client.decide(answer, failure(late, self._who), SLACK)
+        return self._decided(channel, failure(late, self._who), answer)
+
+    def _decided(self, channel: StoreChannel, proposed: dict[str, Any], answer: str) -> dict[str, Any]:
+        found: dict[str, Any] = channel.decide(proposed, answer)
+        return found
 
     @property
     def _who(self) -> str:
         return f"rank {self._ranks.here} of the {SIDES[self._side]}"
 
-    def _forget(self, client: StoreClient) -> None:
+    def _forget(self, channel: StoreChannel) -> None:
         """Remove what was said in the call before the last one."""
         old = self._calls - 2
         if old > 0:
-            for what in ("count", "answer", *self._ranks.all):
-                client.delete(f"{SIDES[self._side]}/{self._incarnation}/{old}/{what}", self._timeout)
+            said = ("count", "answer", *self._ranks.all)
+            channel.delete([f"{SIDES[self._side]}/{self._incarnation}/{old}/{what}" for what in said])
 
 
-def _call(words: bytes) -> dict[str, Any] | None:
-    """What the target says when it calls; None where these are not its words."""
+def _call(channel: StoreChannel, number: int) -> dict[str, Any]:
+    """What the target has said in a call; nothing where there is none, or these are not a target's words."""
     try:
-        found = json.loads(words)
+        found = channel.read(f"target/call/{number}")
     except ValueError:
-        return None
+        return {}
     known = isinstance(found, dict) and {"answer", "epoch", "ranks", "protocol"} <= found.keys()
-    return found if known else None
+    return found if known else {}

@@ -15,15 +15,17 @@ from shardwise import Layout, ReplicatedShardingSpec
 from shardwise.comm.group.members import rank_array
 from shardwise.comm.transfer import all_reduce, collectives, execute
 from shardwise.comm.transfer.all_reduce import sum_replicas
+from shardwise.comm.transfer.operands import TransferOperands
 from shardwise.comm.transfer.recognise import recognised
 from shardwise.layout import Axis, Cut, Places
 from shardwise.testing import ranks
 
 
-def forced(plan: Any, group: Any, dtype: torch.dtype) -> Any:
+def forced(operands: TransferOperands) -> Any:
     """The carrier of NCCL, where gloo can do the same: it knows no lists of uneven tensors, and adds no 2-byte ints."""
-    found = recognised(plan, rank_array(group))
-    if found is None or (found.root is None and not found.split[1]) or (plan.sums and dtype == torch.int16):
+    plan = operands.plan
+    found = recognised(plan, rank_array(operands.group))
+    if found is None or (found.root is None and not found.split[1]) or (plan.sums and operands.dtype == torch.int16):
         return None
     return collectives.carrier_of(found)
 

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-SHORTEST, LONGEST = 0.005, 0.2  # seconds between two looks into the store, at first and at last
+SHORTEST, LONGEST = 0.0005, 0.2  # seconds between two looks into the store, at first and at last
 
 
 class StoreChannel:
     """Values of one undertaking in a store, by key. Values are what JSON knows.
 
-    Without a store nobody reads, and nothing is there. A store that is gone raises a RuntimeError.
+    The store is one of torch, or has its methods. Without a store nobody reads, and nothing is there. A store that is
+    gone raises a RuntimeError; a value that somebody else has written there, and is not JSON, raises a ValueError.
     """
 
     def __init__(self, store: Any, prefix: str) -> None:
@@ -29,11 +30,17 @@ class StoreChannel:
         name = self._name(key)
         return json.loads(self._store.get(name)) if self._store is not None and self._store.check([name]) else None
 
-    def decide(self, proposed: Any) -> Any:
+    def read_all(self, keys: Sequence[object]) -> list[Any]:
+        """Values that are there, in one question."""
+        if self._store is None:
+            return []
+        return [json.loads(value) for value in self._store.multi_get([self._name(key) for key in keys])]
+
+    def decide(self, proposed: Any, key: object = "verdict") -> Any:
         """The decision of all ranks: the proposed one, unless there is another."""
         if self._store is None:
             return proposed
-        return json.loads(self._store.compare_set(self._name("verdict"), "", json.dumps(proposed)))
+        return json.loads(self._store.compare_set(self._name(key), "", json.dumps(proposed)))
 
     def decision(self) -> Any:
         """What was decided; None if nothing was."""
@@ -61,11 +68,18 @@ class StoreChannel:
         return [key for key in keys if not self._store.check([self._name(key)])]
 
     def wait(
-        self, keys: Sequence[Any], seconds: float | None, check: Callable[[list[Any]], object], every: float
+        self,
+        keys: Sequence[Any],
+        seconds: float | None,
+        check: Callable[[list[Any]], object] = lambda missing: None,
+        every: float = 1.0,
+        longest: float = LONGEST,
     ) -> list[Any]:
         """Wait until these keys have values; gives those that have none after so many seconds.
 
-        Every few seconds it is checked, given the keys that are missing, whether to go on waiting.
+        Every few seconds it is checked, given the keys that are missing, whether to go on waiting. The pause between
+        two looks into the store grows up to the longest one. (Torch's own wait logs a stack when its time is over, and
+        cannot be ended where a link is cut.)
         """
         begun = checked = time.monotonic()
         pause = SHORTEST

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from shardwise.comm.group import rank_array
 from shardwise.comm.transfer.messages import LocalMemory, Message, Messages, messages_received, messages_sent
-from shardwise.comm.transfer.plan import TransferPlan
+from shardwise.comm.transfer.operands import TransferOperands
 from shardwise.comm.transfer.sums import write_sum
 from shardwise.comm.transfer.views import copy, fits, parts_of
 from shardwise.comm.transfer.wire import (
@@ -32,12 +31,13 @@ class Carrier(ABC):
     _way: PendingExchange | None  # None once everything is in its place
     _failure: str | None = None
 
-    def __init__(self, plan: TransferPlan, outs: list[torch.Tensor], group: ProcessGroup, dtype: torch.dtype) -> None:
-        self.outs = outs
-        self._plan, self._group, self._dtype = plan, group, dtype
+    def __init__(self, operands: TransferOperands) -> None:
+        self.outs = operands.outs
+        self._plan, self._group, self._dtype = operands.plan, operands.group, operands.dtype
         self._rank = dist.get_rank()
-        self._wire = wire_device(plan.device_types, group)
-        self._pinned = self._wire.type == "cpu" and "cuda" in plan.device_types  # through pinned memory of the host
+        kinds = operands.plan.device_types
+        self._wire = wire_device(kinds, operands.group)
+        self._pinned = self._wire.type == "cpu" and "cuda" in kinds  # through pinned memory of the host
         self._waiting = threading.Lock()
 
     def wait(self) -> list[torch.Tensor]:
@@ -71,22 +71,12 @@ class Carrier(ABC):
 class AllToAll(Carrier):
     """A transfer in which every rank of the group takes part, in one exchange of messages."""
 
-    def __init__(
-        self,
-        plan: TransferPlan,
-        tensors: Sequence[torch.Tensor],
-        outs: list[torch.Tensor],
-        group: ProcessGroup,
-        dtype: torch.dtype,
-        ready: Ready,
-        *,
-        owned: bool,
-    ) -> None:
+    def __init__(self, operands: TransferOperands, ready: Ready, *, owned: bool) -> None:
         """With ``owned``, nobody else has the destination: messages may be received straight into it."""
-        super().__init__(plan, outs, group, dtype)
-        members = rank_array(group)
+        super().__init__(operands)
+        plan, members = operands.plan, rank_array(operands.group)
         sent, self._due = messages_sent(plan, self._rank, members), messages_received(plan, self._rank, members)
-        self._sources, self._targets = LocalMemory(tensors, self._fits), LocalMemory(outs, self._fits)
+        self._sources, self._targets = (LocalMemory(memory, self._fits) for memory in (operands.tensors, operands.outs))
         self._arrived: list[tuple[Message, torch.Tensor]] = []
         self._own: list[torch.Tensor] = []  # our pieces, where they are added to what arrives
         nothing = torch.empty(0, dtype=torch.uint8, device=self._wire)

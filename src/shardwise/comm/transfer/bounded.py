@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from shardwise.comm.group import GroupState, TaggedMessages, abandon, group_state, is_tagged
 from shardwise.comm.peers import given_up
 from shardwise.comm.transfer.copies import as_here
+from shardwise.comm.transfer.operands import TransferOperands
 from shardwise.comm.transfer.pieces import MOST_ASKED, MOST_SPOTS
 from shardwise.comm.transfer.plan import TransferPlan
 from shardwise.comm.transfer.rounds import Rounds
@@ -61,22 +61,14 @@ def _forget_unfinished(state: GroupState) -> None:
 class BoundedTransfer:
     """A transfer in rounds, under a limit of extra memory."""
 
-    def __init__(
-        self,
-        plan: TransferPlan,
-        tensors: Sequence[torch.Tensor],
-        outs: list[torch.Tensor],
-        group: ProcessGroup,
-        dtype: torch.dtype,
-        ready: Ready,
-        max_bytes: int,
-    ) -> None:
+    def __init__(self, operands: TransferOperands, ready: Ready, max_bytes: int) -> None:
+        plan, tensors, outs, group = operands.plan, operands.tensors, operands.outs, operands.group
         self.outs = outs
         self._group, self._rank = group, dist.get_rank()
         wire = GroupWire(group, plan.device_types)
         on_cpu = wire.device.type == "cpu"
         self._rounds = Rounds(
-            _load(plan, dtype, self._rank, max_bytes, wire.device),
+            _load(plan, operands.dtype, self._rank, max_bytes, wire.device),
             wire,
             _views(plan.src, self._rank, tensors),
             _views(plan.dst, self._rank, outs),

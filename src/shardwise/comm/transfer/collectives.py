@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.comm.group import rank_array
 from shardwise.comm.transfer.all_to_all import Carrier
-from shardwise.comm.transfer.plan import TransferPlan
+from shardwise.comm.transfer.operands import TransferOperands
 from shardwise.comm.transfer.recognise import RecognisedCollective, recognised
 from shardwise.comm.transfer.views import as_bytes, copy
 from shardwise.comm.transfer.wire import A_TENSOR, PendingCollective, Ready, wire_device
@@ -27,9 +27,10 @@ REDUCED = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.co
 REDUCED |= {torch.int8, torch.uint8, torch.int32, torch.int64}
 
 
-def own_collective(plan: TransferPlan, group: ProcessGroup, dtype: torch.dtype) -> type[OwnCollective] | None:
+def own_collective(operands: TransferOperands) -> type[OwnCollective] | None:
     """The carrier by the backend's own collective, if the plan is one, and the backend is fastest by it."""
-    if wire_device(plan.device_types, group).type == "cpu" or (plan.sums and dtype not in REDUCED):
+    plan, group = operands.plan, operands.group
+    if wire_device(plan.device_types, group).type == "cpu" or (plan.sums and operands.dtype not in REDUCED):
         return None
     found = recognised(plan, rank_array(group))
     return None if found is None else carrier_of(found)
@@ -51,22 +52,14 @@ Prepared = tuple[int, Callable[..., Any], *tuple[Any, ...]]
 class OwnCollective(Carrier):
     """A transfer that is one of the backend's own collectives."""
 
-    def __init__(
-        self,
-        plan: TransferPlan,
-        tensors: Sequence[torch.Tensor],
-        outs: list[torch.Tensor],
-        group: ProcessGroup,
-        dtype: torch.dtype,
-        ready: Ready,
-    ) -> None:
-        super().__init__(plan, outs, group, dtype)
-        found = recognised(plan, rank_array(group))
+    def __init__(self, operands: TransferOperands, ready: Ready) -> None:
+        super().__init__(operands)
+        found = recognised(operands.plan, rank_array(operands.group))
         assert found is not None, "the plan is no collective"
-        self._found, self._number = found, dist.get_rank(group)
-        size, *call = self._prepare([tensor.detach() for tensor in tensors])
+        self._found, self._number = found, dist.get_rank(operands.group)
+        size, *call = self._prepare([tensor.detach() for tensor in operands.tensors])
         ready()
-        self._way = PendingCollective(group, A_TENSOR, size, self._wire, *call)
+        self._way = PendingCollective(operands.group, A_TENSOR, size, self._wire, *call)
 
     @abstractmethod
     def _prepare(self, tensors: Sequence[torch.Tensor]) -> Prepared:

@@ -22,6 +22,7 @@ from shardwise.comm.transfer.all_to_all import AllToAll
 from shardwise.comm.transfer.bounded import Bounded, BoundedTransfer
 from shardwise.comm.transfer.collectives import own_collective
 from shardwise.comm.transfer.local_copies import Done, Tell, copy_own, tell_all
+from shardwise.comm.transfer.operands import TransferOperands
 from shardwise.comm.transfer.plan import TransferPlan
 from shardwise.comm.transfer.wire import failing_together, when_ready
 from shardwise.layout import Layout
@@ -76,14 +77,15 @@ def _unsent(
     """A transfer for which no message is sent."""
     if outs is None:
         outs = empty_tensors(plan.dst, dtype, fill=0 if plan.sums else fill)
+    operands = TransferOperands(plan, tensors, outs, group, dtype)
     with torch.no_grad():
         if without_data():
             ready()
             return Done(outs)  # as they would be
         if tell is not None:
-            return tell_all(plan, tensors, outs, group, dtype, tell)
+            return tell_all(operands, tell)
         ready()
-        return copy_own(plan, tensors, outs)
+        return copy_own(operands)
 
 
 def _begun(
@@ -103,15 +105,14 @@ def _begun(
     with failing_together(group), torch.no_grad():
         if outs is None:
             outs = empty_tensors(plan.dst, dtype, fill=None if plan.sums else fill)
+        operands = TransferOperands(plan, tensors, outs, group, dtype)
         if max_bytes is None or not sends(group):
-            own = own_collective(plan, group, dtype)
-            if own is not None:
-                return own(plan, tensors, outs, group, dtype, all_are_ready)
-            return AllToAll(plan, tensors, outs, group, dtype, all_are_ready, owned=owned)
+            own = own_collective(operands)
+            return AllToAll(operands, all_are_ready, owned=owned) if own is None else own(operands, all_are_ready)
         if plan.sums:
             for out in outs:
                 out.zero_()
-        return Bounded(BoundedTransfer(plan, tensors, outs, group, dtype, all_are_ready, max_bytes))
+        return Bounded(BoundedTransfer(operands, all_are_ready, max_bytes))
 
 
 @lru_cache(maxsize=1024)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from shardwise.comm.group import group_ranks
+from shardwise.comm.transfer.operands import TransferOperands
 from shardwise.comm.transfer.plan import TransferPlan
 from shardwise.comm.transfer.views import as_bytes, copy, resolved
 
@@ -28,28 +28,22 @@ class Done:
         return self.outs
 
 
-def copy_own(plan: TransferPlan, tensors: Sequence[torch.Tensor], outs: list[torch.Tensor]) -> Done:
+def copy_own(operands: TransferOperands) -> Done:
     """A transfer in which nothing travels, on any rank: each copies its own pieces."""
-    _copy_from(dist.get_rank(), plan, tensors, outs)
-    return Done(outs)
+    _copy_from(dist.get_rank(), operands.plan, operands.tensors, operands.outs)
+    return Done(operands.outs)
 
 
-def tell_all(
-    plan: TransferPlan,
-    tensors: Sequence[torch.Tensor],
-    outs: list[torch.Tensor],
-    group: ProcessGroup,
-    dtype: torch.dtype,
-    tell: Tell,
-) -> Done:
+def tell_all(operands: TransferOperands, tell: Tell) -> Done:
     """A transfer of a few bytes: every rank gives all others what it has, while they agree on what they are doing."""
-    flat = [resolved(tensor.detach()).reshape(-1).to("cpu", dtype) for tensor in tensors]
+    plan, dtype = operands.plan, operands.dtype
+    flat = [resolved(tensor.detach()).reshape(-1).to("cpu", dtype) for tensor in operands.tensors]
     mine = as_bytes(torch.cat(flat)) if flat else torch.empty(0, dtype=torch.uint8)
-    told = dict(zip(group_ranks(group), tell(bytes(mine.numpy())), strict=True))
+    told = dict(zip(group_ranks(operands.group), tell(bytes(mine.numpy())), strict=True))
     for rank in plan.receives(dist.get_rank()).ranks:
         sizes = plan.src.at(plan.src.rows_on(rank)).sizes.tolist()
-        _copy_from(rank, plan, _read(told[rank], sizes, dtype), outs)
-    return Done(outs)
+        _copy_from(rank, plan, _read(told[rank], sizes, dtype), operands.outs)
+    return Done(operands.outs)
 
 
 def _copy_from(rank: int, plan: TransferPlan, tensors: Sequence[torch.Tensor], outs: list[torch.Tensor]) -> None:
