@@ -52,7 +52,7 @@ def save_pretrained(
     >>> sorted(load_file(f"{folder}/model.safetensors"))
     ['bias', 'weight']
     """
-    saving = _Saving(model, Folder(folder), Ranks.of(process_group, "save_pretrained"))
+    saving = _PretrainedFolder(model, Folder(folder), Ranks.of(process_group, "save_pretrained"))
     try:
         saving.agree(state_dict, max_shard_size)
         saving.write()
@@ -62,7 +62,7 @@ def save_pretrained(
         raise
 
 
-class _Saving:
+class _PretrainedFolder:
     """The steps of a save, which all ranks take together."""
 
     def __init__(self, model: nn.Module, folder: Folder, ranks: Ranks) -> None:

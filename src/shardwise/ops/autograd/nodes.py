@@ -117,7 +117,7 @@ class _Results:
 
     node: Any
     tensors: list[ShardedTensorBase]
-    watched: list[_Watched]
+    watched: list[_SavedTensor]
 
 
 class _Opened(Function):
@@ -152,7 +152,7 @@ class _Opened(Function):
         return None, *made
 
 
-class _Watched:
+class _SavedTensor:
     """A sharded tensor that a node has saved, and whether its local tensors are as they were: torch asks the wrapper.
 
     It keeps no data, and none of the graph, which leads to who keeps it.
@@ -237,7 +237,7 @@ def opened(found: Any, args: Sequence[Any]) -> Any:
     with torch.no_grad():
         tensors = [one._reduced() if isinstance(one, PartialTensor) else one for one in (given[k] for k in at)]
     saved = vars(node).pop("saved_sharded", ())
-    watched = [_Watched(one, is_result=_node_of(one) is node) for one in saved]
+    watched = [_SavedTensor(one, is_result=_node_of(one) is node) for one in saved]
     parts = list(apply_plain(_Opened, _Results(node, tensors, watched), *[given[k] for k in at]))
     for k, tensor in zip(at, tensors, strict=True):
         frame = tensor._frame
