@@ -13,7 +13,7 @@ import torch
 from tests.tools.cli.states import Cli
 
 import shardwise
-from shardwise.tools.cli.usage import byte_count
+from shardwise_command.usage import byte_count
 
 WRONG = [
     ("inspect nowhere", "there is no checkpoint at"),

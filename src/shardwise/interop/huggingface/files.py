@@ -15,8 +15,8 @@ from shardwise.comm.transfer.views import cut
 from shardwise.errors import CheckpointError
 from shardwise.layout import Layout
 from shardwise.layout.geometry import Boxes
-from shardwise.layout.pictures.words import parse_bytes
 from shardwise.layout.placement import Placement, rank_device
+from shardwise_command.byte_counts import parse_bytes
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")

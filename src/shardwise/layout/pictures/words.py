@@ -1,8 +1,7 @@
-"""Numbers as text: bytes or elements, lists of ranks, lengths of parts; and parsing a number of bytes."""
+"""Numbers as text: bytes or elements, lists of ranks, lengths of parts."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -10,7 +9,6 @@ from itertools import groupby
 import torch
 
 MOST_RUNS = 4  # of ranks or lengths in one phrase
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def bytes_text(count: int) -> str:
@@ -21,14 +19,6 @@ def bytes_text(count: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
-
-
-def parse_bytes(text: str) -> int:
-    """The number of bytes that a text such as ``5GB``, ``1.5 KiB`` or ``1e9`` gives; a ValueError for other texts."""
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\d+e\d+)\s*([kmgt]?i?)b?", text.strip().lower())
-    if found is None or found[2] == "i" or float(found[1]) * UNITS[found[2]] < 1:
-        raise ValueError(f"{text!r} is no number of bytes: write 500MB or 4GiB")
-    return int(float(found[1]) * UNITS[found[2]])
 
 
 def count_text(count: int) -> str:

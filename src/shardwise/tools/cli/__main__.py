@@ -2,7 +2,7 @@
 
 import sys
 
-from shardwise.tools.cli.main import main
+from shardwise_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

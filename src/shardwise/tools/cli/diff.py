@@ -16,35 +16,9 @@ from shardwise.checkpoint.archive.stored import dtype_name
 from shardwise.layout.pictures.words import bytes_text, numbered, size_text
 from shardwise.tools.cli.console import Column, Console, names, numbers
 from shardwise.tools.cli.contents import Contents, HeldTensor
-from shardwise.tools.cli.usage import add_memory, add_selection, command
 
 WORKSPACE = 40  # bytes for each compared element, beyond the two that are read
 MOST_NAMES = 20  # listed of those on one side only
-
-
-def add(commands: Any) -> None:
-    """Add the command."""
-    parser = command(
-        commands,
-        "diff",
-        run,
-        says="compare two checkpoints: names, sizes, dtypes, values",
-        more="They may be of different formats; 'model/a.b' and 'model.a.b' are the same name. Values are the same if "
-        "|a - b| <= atol + rtol * |b|, and nan is nan; without tolerances, if they are equal. Exit code 1 if anything "
-        "differs.",
-        examples="""
-            shardwise diff run/1000 run/2000
-            shardwise diff run/1000 exported/ --rename 'model/*=*' --only 'model/*' --rtol 1e-2
-            shardwise diff a.pt b.safetensors --json
-        """,
-    )
-    parser.add_argument("a", metavar="A", help="one checkpoint")
-    parser.add_argument("b", metavar="B", help="the other")
-    parser.add_argument("--rtol", type=_tolerance, default=0.0, help="relative tolerance (default: 0)")
-    parser.add_argument("--atol", type=_tolerance, default=0.0, help="absolute tolerance (default: 0)")
-    parser.add_argument("--top", type=int, default=20, metavar="N", help="show the N largest differences (default: 20)")
-    add_selection(parser)
-    add_memory(parser)
 
 
 @dataclass
@@ -260,13 +234,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     return type(one) is type(other) and bool(one == other)
-
-
-def _tolerance(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is no tolerance: give a number from 0 on")
-    return value

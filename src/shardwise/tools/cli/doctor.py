@@ -22,30 +22,11 @@ from shardwise.layout.pictures.words import bytes_text
 from shardwise.layout.specs import ChunkShardingSpec
 from shardwise.testing import RankFailure, run_on_ranks
 from shardwise.tools.cli.console import Column, Console, names, numbers
-from shardwise.tools.cli.usage import command
 
 PACKAGES = ("shardwise", "torch", "numpy", "safetensors", "xxhash")
 EXTRAS = ("rich", "fsspec", "s3fs", "gcsfs", "transformers", "accelerate", "peft")
 FEW_FILES = 1024  # a checkpoint of many ranks needs hundreds
 LITTLE = 64 * 2**20  # bytes of shared memory; data loaders and NCCL need more
-
-
-def add(commands: Any) -> None:
-    """Add the command."""
-    parser = command(
-        commands,
-        "doctor",
-        run,
-        says="say what is installed here, and run a small self-test on local ranks",
-        more="Versions, backends, devices and limits; then a few processes shard, move, multiply, differentiate, save "
-        "and load. Exit code 1 if any of it fails.",
-        examples="""
-            shardwise doctor
-            shardwise doctor --ranks 4 --json
-            shardwise doctor --ranks 0
-        """,
-    )
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="of the self-test; 0: none (default: 2)")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

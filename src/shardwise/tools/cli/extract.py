@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from shardwise.checkpoint.archive import open_archive
 from shardwise.layout.pictures.words import bytes_text, numbered
 from shardwise.tools.cli.console import Console
 from shardwise.tools.cli.contents import Contents, UsageError
 from shardwise.tools.cli.rewriting import Rewriting
-from shardwise.tools.cli.usage import add_memory, add_overwrite, command, require_free_target
+from shardwise.tools.cli.target import require_free_target
 from shardwise.tools.cli.writing import write_safetensors_file
 
 SUFFIX = ".safetensors"
-
-
-def add(commands: Any) -> None:
-    """Add the command."""
-    parser = command(
-        commands,
-        "extract",
-        run,
-        says="write some tensors, whole, to a safetensors file",
-        more="Only what they are made of is read. They keep their names.",
-        examples="""
-            shardwise extract run/1000 model/embed.weight embed.safetensors
-            shardwise extract run/1000 'model/layers.0.*' 'model/norm*' some.safetensors --dtype float32
-        """,
-    )
-    parser.add_argument("source", metavar="PATH", help="the checkpoint, of any format")
-    parser.add_argument("names", metavar="NAME", nargs="+", help="names, or patterns with *")
-    parser.add_argument("target", metavar="OUT.safetensors", help="the file to write")
-    parser.add_argument("--dtype", metavar="DTYPE", help="of all floating-point tensors, such as bf16 or float32")
-    add_memory(parser)
-    add_overwrite(parser)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

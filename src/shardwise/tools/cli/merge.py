@@ -4,38 +4,16 @@ from __future__ import annotations
 
 import argparse
 from contextlib import ExitStack
-from typing import Any
 
 from shardwise.checkpoint.archive import open_archive
 from shardwise.layout.pictures.words import bytes_text, numbered
 from shardwise.tools.cli.console import Console
 from shardwise.tools.cli.contents import Contents, merge_contents, require_matches
 from shardwise.tools.cli.rewriting import Rewriting
-from shardwise.tools.cli.usage import add_memory, add_overwrite, add_selection, command, require_free_target
+from shardwise.tools.cli.target import require_free_target
 from shardwise.tools.cli.writing import whole_layouts, write_checkpoint, write_safetensors_file
 
 SUFFIX = ".safetensors"
-
-
-def add(commands: Any) -> None:
-    """Add the command."""
-    parser = command(
-        commands,
-        "merge",
-        run,
-        says="put checkpoints together, into one file or one checkpoint",
-        more="They have no name in common, or there is just one. OUT is a safetensors file if it ends with "
-        ".safetensors, which holds tensors only; else a checkpoint of one file.",
-        examples="""
-            shardwise merge run/1000 whole.safetensors --only 'model/*'
-            shardwise merge encoder/ decoder/ both
-        """,
-    )
-    parser.add_argument("sources", metavar="A", nargs="+", help="the checkpoints, of any formats")
-    parser.add_argument("target", metavar="OUT", help="where to write")
-    add_selection(parser)
-    add_memory(parser)
-    add_overwrite(parser)
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

@@ -12,31 +12,9 @@ from shardwise.layout.pictures import draw
 from shardwise.layout.pictures.words import bytes_text, numbered, size_text
 from shardwise.tools.cli.console import Column, Console, names, numbers
 from shardwise.tools.cli.contents import Contents, UsageError, bytes_by_file, layout_summary, some_names
-from shardwise.tools.cli.usage import add_selection, command
 
 MOST_BOXES = 64  # listed for one tensor
 LONGEST_VALUE = 60  # characters
-
-
-def add(commands: Any) -> None:
-    """Add the command."""
-    parser = command(
-        commands,
-        "inspect",
-        run,
-        says="show what is in a checkpoint, and where it lies",
-        more="Only headers are read, no data.",
-        examples="""
-            shardwise inspect checkpoints/1000
-            shardwise inspect checkpoints/1000 --only 'model/*.weight' --layouts
-            shardwise inspect checkpoints/1000 --tensor model/embed.weight
-            shardwise inspect s3://bucket/run/1000 --json | jq '.tensors | keys'
-        """,
-    )
-    parser.add_argument("path", metavar="PATH", help="the checkpoint")
-    add_selection(parser, rename=False)
-    parser.add_argument("--tensor", metavar="NAME", help="all there is to say of one tensor")
-    parser.add_argument("--layouts", action="store_true", help="draw how tensors lie in the files")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:

@@ -12,24 +12,6 @@ from shardwise.checkpoint.storage import storage_at
 from shardwise.errors import CheckpointError
 from shardwise.layout.pictures.words import bytes_text, numbered
 from shardwise.tools.cli.console import Console
-from shardwise.tools.cli.usage import command
-
-
-def add(commands: Any) -> None:
-    """Add the command."""
-    parser = command(
-        commands,
-        "verify",
-        run,
-        says="read all of a checkpoint, and check it against its checksums",
-        more="Exit code 1 if anything is damaged: all of it is listed, by tensor, box and file. Formats without "
-        "checksums are only checked for what they say of themselves.",
-        examples="""
-            shardwise verify run/1000
-            shardwise verify s3://bucket/run/1000 --json
-        """,
-    )
-    parser.add_argument("path", metavar="PATH", help="the checkpoint")
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
