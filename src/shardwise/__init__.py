@@ -24,7 +24,7 @@ from shardwise.layout.specs import (
     ReplicatedShardingSpec,
     ShardingSpec,
 )
-from shardwise.nn import capture, fill_buffers, shard_module
+from shardwise.nn import capture, fill_buffers, fully_shard, shard_module
 from shardwise.nn.optim import ShardedOptimizer
 from shardwise.nn.sharding_plan import ShardingPlan
 from shardwise.ops.validation import validation
@@ -61,6 +61,7 @@ __all__ = [
     "from_dtensor",
     "from_local",
     "full",
+    "fully_shard",
     "gather_budget",
     "huggingface",
     "join",

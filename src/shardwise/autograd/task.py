@@ -8,12 +8,14 @@ While the backward runs, nodes register work with its task:
 
 - `buckets`: gradients of leaves that are summed over ranks (`replicas`);
 - `hooks`: gradients that hooks of leaves, and hooks for several tensors, are called with (`ops.autograd`);
+- `at_end`: gradients of fully sharded units, which are summed while the backward goes on (`nn.fully_sharded`);
 - `depend_on`: in a backward that is itself recorded, the anchors of its collectives (`recorded_backward`).
 
 When all nodes have run, `finish` does the rest, in this order:
 
 1. The buckets that are still open are sent, all buckets are awaited, and leaves get their sums.
-2. Hooks are called, with the settings, the trace and the grad mode of the backward. All gradients are there by then.
+2. Fully sharded units await their sums, and their parameters get gradients.
+3. Hooks are called, with the settings, the trace and the grad mode of the backward. All gradients are there by then.
 
 The gradients of `torch.autograd.grad` belong to its caller. So the task of such a backward (`captured_task`) queues no
 callback: the caller calls the hooks, and reads from the task on which anchors the gradients must depend.
@@ -26,7 +28,7 @@ task of its own: its task ends before the node that it was called from.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
@@ -48,8 +50,14 @@ class BackwardTask:
         self.captured = captured  # by the caller of `torch.autograd.grad`, who gets the gradients and calls the hooks
         self.buckets = GradientBuckets()
         self.hooks = HookQueue(records=records)
+        self._at_end: dict[Callable[[], object], None] = {}  # in order, each once
         self._anchor: torch.Tensor | None = None
         self._lock = threading.Lock()  # nodes of one backward may run in several threads
+
+    def at_end(self, work: Callable[[], object]) -> None:
+        """Have work done when all nodes have run; the same work once."""
+        with self._lock:
+            self._at_end[work] = None
 
     def depend_on(self, *anchors: torch.Tensor) -> torch.Tensor:
         """A zero that depends on all anchors registered so far; these are registered now.
@@ -75,6 +83,8 @@ class BackwardTask:
     def finish(self) -> None:
         """Everything that is left when all nodes have run."""
         self.buckets.finish()
+        for work in self._at_end:
+            work()
         self.hooks.finish()
 
 

@@ -2,14 +2,24 @@
 
 - `modules`: `shard_module`; `parameters`: `shard_parameter`; `outputs`: hooks that change the output of a module
 - `plain_tensors`: what stays plain in a sharded module; `buffers`: `fill_buffers`
+- `fully_sharded`: `fully_shard`, for training with each rank's own samples
 - `capture`: a training step as a CUDA graph
 - `sharding_plan`: plans, and resolving them for a module; `plans`: plans for whole models; `optim`: optimizers
 """
 
 from shardwise.nn.buffers import fill_buffers
 from shardwise.nn.capture import capture
+from shardwise.nn.fully_sharded import fully_shard
 from shardwise.nn.modules import shard_module
 from shardwise.nn.outputs import collect_local_shard, reshard_output
 from shardwise.nn.parameters import shard_parameter
 
-__all__ = ["capture", "collect_local_shard", "fill_buffers", "reshard_output", "shard_module", "shard_parameter"]
+__all__ = [
+    "capture",
+    "collect_local_shard",
+    "fill_buffers",
+    "fully_shard",
+    "reshard_output",
+    "shard_module",
+    "shard_parameter",
+]

@@ -74,6 +74,13 @@ class Wrapper(TorchFunctionTensor):
         self._is_activation = False
         self._wants_grad = parts.requires_grad
 
+    @classmethod
+    def _of_locals(cls, frame: Frame, tensors: list[torch.Tensor]) -> Self:
+        """A result with this frame and these local tensors, which carry the autograd graph."""
+        new: Self = make_wrapper_subclass(cls, frame.size, dtype=frame.dtype, device=frame.device)
+        new._frame, new._tensors = frame, tensors
+        return new
+
     def _like(self, tensors: list[torch.Tensor], dtype: torch.dtype | None = None) -> Any:
         """The same layout, filled with these local tensors: the result of an op that keeps shards where they are."""
         if tensors and dtype in (None, self._frame.dtype):  # the usual case, kept short

@@ -86,6 +86,7 @@ class CallHistory:
         self.verdict: Exception | None = None  # that a watchdog has found, and this rank has not raised yet
         self.published: Any = None  # what the others can read of this rank
         self.publishing = threading.Lock()
+        self.sent = 0  # calls that sent something, in all epochs
         self._begin(epoch)
 
     def _begin(self, epoch: int) -> None:
@@ -101,6 +102,7 @@ class CallHistory:
     def add(self, said: CallFingerprint, *, meets: bool = False) -> CallRecord:
         """This rank begins a call."""
         traffic.count += 1
+        self.sent += meets
         self.digest = hashlib.blake2b(self.digest + said.digest, digest_size=DIGEST).digest()
         entry = CallRecord(self.number, self.digest, said, meets, *_caller())
         self.number += 1
@@ -109,6 +111,7 @@ class CallHistory:
 
     def data_tag(self) -> int:
         """Of data that is sent in the last call: ranks with other histories do not read it."""
+        self.sent += 1
         return 1 << 30 | self.epoch % 64 << 24 | int.from_bytes(self.digest[:3], "little")
 
     def meeting_tag(self, number: int, kind: int) -> int:

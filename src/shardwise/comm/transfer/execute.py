@@ -47,18 +47,20 @@ def move(
     fill: Any = None,
     tell: Tell | None = None,
     verb: str = "a transfer",
+    lent: bool = False,
 ) -> Moving:
     """Begin to move this rank's tensors of the source layout into tensors of the destination layout.
 
     Every rank of the group calls it. ``outs`` are the destination's tensors, made here when not given. Elements that
     nothing is moved to hold ``fill``, if there are any; where a plan sums, they hold 0, and nothing of what ``outs``
-    held before is added. With ``tell``, the data goes that way. The verb is what errors call it. A trace that is on
-    gets an entry, if anything is sent.
+    held before is added. With ``tell``, the data goes that way. The verb is what errors call it. With ``lent``, the
+    caller drops the memory of ``outs`` after an error, so messages may be received straight into it. A trace that is
+    on gets an entry, if anything is sent.
     """
     begun = _begin_traced(plan, dtype.itemsize) if record.running and plan.moved and tell is None else None
     moving: Moving
     if plan.moved and tell is None and not is_fake(process_group) and not without_data():
-        moving = _begun(plan, tensors, process_group, dtype, outs, max_bytes, ready, fill, verb)
+        moving = _begun(plan, tensors, process_group, dtype, outs, max_bytes, ready, fill, verb, lent)
     else:
         moving = _unsent(plan, tensors, process_group, dtype, outs, ready, fill, tell)
     return moving if begun is None else _Traced(moving, begun)
@@ -98,9 +100,10 @@ def _begun(
     ready: Callable[[], object],
     fill: Any,
     verb: str,
+    lent: bool,
 ) -> Moving:
     """A transfer in which something is sent. The other ranks count on this one from now on."""
-    owned = outs is None or not is_tagged(group)
+    owned = outs is None or lent or not is_tagged(group)
     all_are_ready = when_ready(group, ready, _said(plan.src, plan.dst, plan.sums, dtype, max_bytes, verb))
     with failing_together(group), torch.no_grad():
         if outs is None:

@@ -1,0 +1,14 @@
+"""Fully sharded training: each rank keeps a part of every parameter, and computes on samples of its own.
+
+- `api`: the verb `fully_shard`
+- `unit_choice`: which modules are units; `building`: making them; `cuts`: where their flat memory is cut
+- `flat_memory`: gathering parameters, summing gradients; `unit`: a module that computes with gathered parameters
+- `local_compute`: which units may compute on plain local samples
+- `runtime`: which unit is gathered, freed and summed when
+"""
+
+from shardwise.nn.fully_sharded.api import fully_shard
+from shardwise.nn.fully_sharded.flat_memory import Precision
+from shardwise.nn.fully_sharded.runtime import FullySharded
+
+__all__ = ["FullySharded", "Precision", "fully_shard"]

@@ -1,0 +1,84 @@
+"""`fully_shard`: each rank keeps a part of every unit's parameters, and computes on its own samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from shardwise.comm.agreement import in_step
+from shardwise.comm.group import Fields, or_default
+from shardwise.errors import PlanError
+from shardwise.layout.specs.chunking import parse_weights
+from shardwise.nn.fully_sharded.building import UnitBuilder, entries_of
+from shardwise.nn.fully_sharded.cuts import ELEMENTS, Align, FlatEntry, Loads
+from shardwise.nn.fully_sharded.flat_memory import Precision
+from shardwise.nn.fully_sharded.runtime import FullySharded
+from shardwise.nn.fully_sharded.unit_choice import UnitChoice, choose_units
+from shardwise.nn.plain_tensors import make_plain_alike
+from shardwise.nn.sharding_plan import ModuleTree
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def fully_shard(
+    model: M,
+    units: str | Sequence[str] | None = None,
+    *,
+    weights: Sequence[float] | None = None,
+    align: Align | Mapping[str, Align] = ELEMENTS,
+    precision: Precision | None = None,
+    prefetch: int = 1,
+    keep: bool = False,
+    src_rank: int = 0,
+    process_group: ProcessGroup | None = None,
+) -> M:
+    """Shard a model so that each rank keeps a part of every parameter and computes on samples of its own.
+
+    Every rank of the group calls it, with the same model; it is changed in place, and returned. Its parameters become
+    sharded tensors. Batches come by `from_local` or `join`, in any numbers of samples; loss and gradients are those of
+    all samples of all ranks::
+
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
+        >>> model = shardwise.fully_shard(model)
+        >>> batch = shardwise.from_local(torch.ones(1 + dist.get_rank(), 8))
+        >>> model(batch).mean().backward()
+        >>> model[0].weight.grad.shape
+        torch.Size([8, 8])
+
+    ``units`` are patterns of modules' names. The parameters of a unit are gathered together before it computes, and
+    freed behind it; by default, the units are the members of lists of equal modules, and the rest is one more.
+    ``weights`` has a number for each rank: ranks keep elements in proportion. ``align`` says what of a parameter
+    stays together: single ``"elements"``, ``"rows"``, a number of elements, or whole ``"parameters"``; a mapping gives
+    it by patterns of names. ``precision`` has the dtypes in which parameters are gathered and gradients are summed.
+    ``prefetch`` is how many units are gathered ahead; with ``keep``, units stay gathered from the forward to the
+    backward. ``model.fully_sharded`` is a `FullySharded`: printed, it tells what was made.
+
+    Parameters get the values of the group's rank ``src_rank``, as in `shard_module`. Of a model on ``meta``, only the
+    shards are ever allocated.
+    """
+    group = or_default(process_group)
+
+    def work() -> tuple[tuple[list[UnitChoice], dict[str, FlatEntry], Loads], Fields]:
+        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+            raise PlanError(f"prefetch is how many units are gathered ahead; found {prefetch!r:.80}")
+        choices = choose_units(ModuleTree(model), units)
+        entries = entries_of(choices, align)
+        loads = Loads.of(None if weights is None else parse_weights(weights, group.size()), group.size())
+        options = {"weights": loads.shares, "prefetch": prefetch, "keep": keep, "precision": precision}
+        fields = {f"unit {one.path or 'of the rest'}": _outline(one, entries) for one in choices}
+        return (choices, entries, loads), {"verb": "fully_shard", "src_rank": src_rank, **options, **fields}
+
+    choices, entries, loads = in_step(group, work)
+    made = UnitBuilder(entries, loads, group, precision or Precision(), src_rank).units(choices)
+    make_plain_alike(model, src_rank, group)
+    FullySharded(model, made, group, loads, prefetch=prefetch, keep=keep)
+    return model
+
+
+def _outline(choice: UnitChoice, entries: Mapping[str, FlatEntry]) -> str:
+    """What must be the same on every rank."""
+    found = ((name, slots[0].get()) for name, slots in choice.parameters.items())
+    return str([(*entries[name], one.dtype, one.requires_grad, one.is_meta) for name, one in found])

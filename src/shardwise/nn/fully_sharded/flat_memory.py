@@ -1,0 +1,287 @@
+"""`FlatMemory`: parameters of a unit one behind another in one buffer, of which each rank keeps one stretch.
+
+To gather is one transfer from the stretches into the whole buffer, of which the parameters are views. To reduce is one
+transfer back, of the sum of all ranks' gradients. Both begin at once and are awaited later, so that they go on beside
+the computation; on an accelerator the host never waits.
+
+The whole buffer keeps its storage object for good, without memory between uses: what autograd has saved of the
+parameters is there again when the buffer is gathered for the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardwise.comm.group import rank_array
+from shardwise.comm.transfer import Moving, make_plan, move
+from shardwise.layout import Layout, Places
+from shardwise.layout.geometry import Boxes
+from shardwise.layout.specs.chunking import sized_axis
+from shardwise.nn.fully_sharded.cuts import FlatEntry, boxes_of
+from shardwise.nn.sharding_plan.tree import ModuleSlot
+from shardwise.tensor import ShardedTensor
+
+
+@dataclass(frozen=True)
+class FlatParameter:
+    """A parameter in flat memory: where the model uses it, and which shards this rank has of it."""
+
+    entry: FlatEntry
+    slots: tuple[ModuleSlot, ...]
+    sharded: ShardedTensor  # the parameter of the model while the unit does not compute
+    stretches: tuple[tuple[int, int], ...]  # where each of this rank's boxes lies in the rank's stretch
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes in which parameters are gathered and gradients are summed; None: that of the parameters."""
+
+    parameters: torch.dtype | None = None
+    gradients: torch.dtype | None = None
+
+
+def places_of(group: ProcessGroup, device: torch.device) -> Places:
+    """A place on every rank of the group, on this type of device."""
+    return Places.on_ranks(rank_array(group), device.type)
+
+
+def layout_of(entry: FlatEntry, begin: int, edges: Sequence[int], places: Places) -> tuple[Layout, list[int]]:
+    """The boxes of a parameter that begins at a place of flat memory, and where each begins in its rank's stretch."""
+    offsets, sizes, owners, starts = [], [], [], []
+    for number, (low, high) in enumerate(pairwise(edges)):
+        first, last = max(low - begin, 0), min(high - begin, entry.elements)
+        at = begin + first - low
+        for box in boxes_of(entry.shape, first, last):
+            offsets.append(box[0])
+            sizes.append(box[1])
+            owners.append(number)
+            starts.append(at)
+            at += torch.Size(box[1]).numel()
+    boxes = Boxes.parse(offsets, sizes, len(entry.shape))
+    return Layout.of(entry.shape, boxes, places.take(np.array(owners, dtype=np.int64))), starts
+
+
+class FlatMemory:
+    """The memory of some parameters of one dtype, of which all want gradients or none does."""
+
+    def __init__(
+        self,
+        what: str,
+        entries: Sequence[FlatEntry],
+        edges: Sequence[int],
+        group: ProcessGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        precision: Precision,
+        wants_grad: bool,
+    ) -> None:
+        """Memory for these entries, cut at these edges. The parameters are added when their values are in it."""
+        self.parameters: list[FlatParameter] = []
+        self.what, self._wants_grad = what, wants_grad
+        self._group, self._number = group, dist.get_rank(group)
+        places, total = places_of(group, device), edges[-1]
+        sizes = [high - low for low, high in pairwise(edges)]
+        source = Layout.by_rule([total], [sized_axis(0, sizes)], places)
+        self._plan = make_plan(source, Layout.whole([total], places))
+        self.dtype, self._device = dtype, device
+        self.gathered_dtype, self._sum_dtype = precision.parameters or dtype, precision.gradients
+        self.shard = torch.empty(sizes[self._number], dtype=dtype, device=device)
+        self._sizes = [entry.elements for entry in entries]
+        self._sizes.append(total - sum(self._sizes))  # the rest is padding
+        self._is_alone = group.size() == 1 and self.gathered_dtype == dtype
+        self._whole = self.shard if self._is_alone else self._new_buffer(total)
+        self._gathering: Moving | None = None
+        self._is_gathered = False
+        self.grad: torch.Tensor | None = None  # of the shard: the gradients of all local shards are views of it
+        self._unreduced: torch.Tensor | None = None  # gradients of this rank's samples, of earlier backwards
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+
+    def _new_buffer(self, total: int) -> torch.Tensor:
+        """A buffer without memory."""
+        buffer = torch.empty(total, dtype=self.gathered_dtype, device=self._device)
+        buffer.untyped_storage().resize_(0)
+        return buffer
+
+    # Gathering -------------------------------------------------------------------------------------------------------
+
+    @property
+    def bytes_gathered(self) -> int:
+        """The size of the whole buffer."""
+        return self._whole.numel() * self.gathered_dtype.itemsize
+
+    def begin_gathering(self) -> None:
+        """Begin to gather, unless that is done or under way. Every rank of the group calls it."""
+        if self._is_gathered or self._gathering is not None:
+            return
+        if self._is_alone:
+            self._is_gathered = True
+            return
+        self._whole.untyped_storage().resize_(self.bytes_gathered)
+        given = self.shard if self.dtype == self.gathered_dtype else self.shard.to(self.gathered_dtype)
+        try:
+            self._gathering = move(
+                self._plan,
+                [given],
+                self._group,
+                dtype=self.gathered_dtype,
+                outs=[self._whole.data],  # with a version counter of its own: what autograd has saved is the same again
+                lent=True,
+                verb=f"gather {self.what}",
+            )
+        except BaseException:
+            self._drop_buffer()
+            raise
+
+    def gather(self) -> None:
+        """Have the parameters in the whole buffer."""
+        self.begin_gathering()
+        if self._gathering is not None:
+            gathering, self._gathering = self._gathering, None
+            try:
+                gathering.wait()
+            except BaseException:
+                self._drop_buffer()
+                raise
+            self._is_gathered = True
+
+    def _drop_buffer(self) -> None:
+        """Leave the memory to messages that may still come."""
+        self._whole = self._new_buffer(self._whole.numel())
+        self._gathering, self._is_gathered = None, False
+
+    def free(self) -> None:
+        """Give the memory of the whole buffer back, unless a transfer into it is under way."""
+        if self._is_gathered and not self._is_alone:
+            self._whole.untyped_storage().resize_(0)
+        self._is_gathered = False
+
+    def discard(self) -> None:
+        """Forget what an interrupted step has left."""
+        if self._gathering is not None:
+            self._drop_buffer()
+        self.free()
+
+    def forget_unreduced(self) -> None:
+        """Drop the gradients of earlier backwards that were not summed."""
+        self._unreduced = None
+
+    def views(self, reduce: Callable[[FlatMemory, torch.Tensor], None]) -> list[torch.Tensor]:
+        """Each parameter in the gathered buffer; if recorded, their gradients are reduced together."""
+        whole = self._whole.data
+        if self._wants_grad and torch.is_grad_enabled():
+            whole = _gathered(self, reduce, whole, self._anchor)
+        parts = whole.split_with_sizes(self._sizes)
+        return [part.view(one.entry.shape) for part, one in zip(parts, self.parameters, strict=False)]
+
+    # Gradients -------------------------------------------------------------------------------------------------------
+
+    def add_unreduced(self, grad: torch.Tensor) -> None:
+        """Keep the gradient of this rank's samples until it is reduced with that of another backward."""
+        self._unreduced = grad if self._unreduced is None else self._unreduced + grad
+
+    def begin_reducing(self, grad: torch.Tensor) -> Moving:
+        """Begin to sum the gradients of all ranks, each rank's stretch for that rank. Every rank calls it."""
+        if self._unreduced is not None:
+            grad, self._unreduced = grad + self._unreduced, None
+        dtype = self._sum_dtype or grad.dtype
+        grad = grad.to(dtype)
+        if self._is_alone:
+            return _Ready([grad])
+        verb = f"sum the gradients of {self.what}"
+        return move(self._plan.reverse(), [grad], self._group, dtype=dtype, verb=verb)
+
+    def accumulate(self, total: torch.Tensor) -> None:
+        """Give the parameters their gradients, or add to those that they have."""
+        total = total.to(self.dtype)
+        if self.grad is not None and all(self._is_own_grad(one) for one in self.parameters):
+            self.grad += total
+            return
+        if all(one.sharded.grad is None for one in self.parameters):
+            self.grad = total
+        for one in self.parameters:
+            _accumulate(one, total)
+
+    def _is_own_grad(self, one: FlatParameter) -> bool:
+        """Whether the gradients of a parameter are views of this rank's gradient, as they were made."""
+        assert self.grad is not None
+        tensors, first, size = one.sharded._local_tensors(), self.grad.data_ptr(), self.grad.element_size()
+        if not tensors:
+            return one.sharded.grad is not None
+        return all(
+            tensor.grad is not None and tensor.grad.data_ptr() == first + low * size
+            for tensor, (low, _) in zip(tensors, one.stretches, strict=True)
+        )
+
+    # Values ----------------------------------------------------------------------------------------------------------
+
+    def adopt(self) -> None:
+        """Have the local shards of all parameters in this rank's stretch again, should others have replaced them."""
+        first, size = self.shard.data_ptr(), self.shard.element_size()
+        for one in self.parameters:
+            tensors = one.sharded._local_tensors()
+            if any(
+                tensor.data_ptr() != first + low * size for tensor, (low, _) in zip(tensors, one.stretches, strict=True)
+            ):
+                self._adopt(one)
+
+    @torch.no_grad()
+    def _adopt(self, one: FlatParameter) -> None:
+        for tensor, (low, high) in zip(one.sharded._local_tensors(), one.stretches, strict=True):
+            place = self.shard[low:high].view(tensor.shape)
+            place.copy_(tensor)
+            tensor.data = place
+
+
+class _Ready:
+    """A transfer that nothing is sent for."""
+
+    def __init__(self, outs: list[torch.Tensor]) -> None:
+        self._outs = outs
+
+    def wait(self) -> list[torch.Tensor]:
+        """The tensors."""
+        return self._outs
+
+
+class _Gathered(torch.autograd.Function):
+    """The whole buffer as a result, whose gradient is reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, memory: FlatMemory, reduce: Any, whole: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        """The buffer."""
+        ctx.memory, ctx.reduce = memory, reduce
+        return whole.data
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
+        """All parameters of the unit have their gradients: the sum over ranks begins."""
+        ctx.reduce(ctx.memory, grads[0])
+        return None, None, None, None
+
+
+_gathered: Callable[..., torch.Tensor] = _Gathered.apply
+
+
+def _accumulate(one: FlatParameter, total: torch.Tensor) -> None:
+    """The gradient of one parameter, which is a part of that of the rank's stretch; with hooks as autograd has them."""
+    parameter = one.sharded
+    tensors = parameter._local_tensors()
+    parts = [total[low:high].view(each.shape) for each, (low, high) in zip(tensors, one.stretches, strict=True)]
+    if parameter._hooks is not None or any(each._post_accumulate_grad_hooks for each in tensors):
+        with torch.enable_grad():
+            anchor = parameter._anchored()
+        leaves = tensors if anchor is None else [anchor]
+        torch.autograd.backward(leaves, parts or [torch.zeros_like(leaf) for leaf in leaves])
+        return
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.grad = part if tensor.grad is None else tensor.grad + part
+    if not tensors and parameter.grad is None:
+        parameter._shardless_grad = parameter._like([])

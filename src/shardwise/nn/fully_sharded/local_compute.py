@@ -1,0 +1,231 @@
+"""Whether a unit treats samples one by one, so that it may compute on this rank's plain samples; and how it does.
+
+Ops on sharded tensors are right for any unit, and cost host time for each. A unit that makes of every sample what it
+would make of the sample alone may run on plain local tensors instead. That is tried when a unit is first called in
+some way (training or not, with which kinds of arguments): the unit runs on the sharded tensors; if it sent nothing,
+drew nothing and changed no buffer, it runs again on the local tensors, without recording. If both give the same values
+on every rank, later calls of that kind run on local tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from shardwise.comm.agreement import in_step_sharing
+from shardwise.comm.group import Fields, cached_per_group, group_state, rank_array
+from shardwise.layout import Layout, Places
+from shardwise.layout.geometry import Boxes
+from shardwise.tensor import ShardedTensor
+from shardwise.tensor.frame import Frame
+from shardwise.torch_private import is_any_autocast_enabled, pytree
+
+VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)  # arguments that are compared by value
+
+
+@dataclass(frozen=True)
+class BatchCut:
+    """How samples lie: how many each rank of the group has, in order, and on which devices."""
+
+    sizes: tuple[int, ...]
+    places: Places
+    group: ProcessGroup
+
+    def frame(self, local: torch.Tensor, dim: int) -> Frame:
+        """Of the tensor of all samples, of which this rank has these along a dim."""
+        rest = (*local.shape[:dim], *local.shape[dim + 1 :])
+        return _frame(self.group, self.sizes, self.places, rest, dim, local.dtype)
+
+
+@cached_per_group(maxsize=1024)
+def _frame(
+    group: ProcessGroup, sizes: tuple[int, ...], places: Places, rest: tuple[int, ...], dim: int, dtype: torch.dtype
+) -> Frame:
+    lengths = np.array(sizes, dtype=np.int64)
+    extents = np.insert(np.tile(np.array(rest, dtype=np.int64), (len(sizes), 1)), dim, lengths, axis=1)
+    offsets = np.zeros_like(extents)
+    offsets[:, dim] = np.cumsum(lengths) - lengths
+    layout = Layout.of((*rest[:dim], int(lengths.sum()), *rest[dim:]), Boxes(offsets, extents), places)
+    return Frame.of(layout, None, layout.rows_on(dist.get_rank()), dtype, group)
+
+
+@cached_per_group(maxsize=1024)
+def batch_cut(group: ProcessGroup, layout: Layout) -> tuple[int, BatchCut] | None:
+    """The dim along which each rank has samples of its own, in the order of the group; None of any other layout."""
+    ranks = rank_array(group)
+    if len(layout) != len(ranks) or not np.array_equal(layout.ranks, ranks) or not layout.ndim:
+        return None
+    boxes = layout.boxes
+    cut = [dim for dim in range(layout.ndim) if not (boxes.sizes[:, dim] == layout.size[dim]).all()]
+    if len(cut) > 1 or (not cut and len(ranks) > 1):
+        return None
+    dim = cut[0] if cut else 0
+    sizes = boxes.sizes[:, dim]
+    if not np.array_equal(boxes.offsets[:, dim], np.cumsum(sizes) - sizes):
+        return None
+    return dim, BatchCut(tuple(sizes.tolist()), layout.places, group)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a call: what lies in them, and which of it are samples."""
+
+    leaves: list[Any]
+    structure: Any
+    dims: list[int | None]  # of each leaf that is a tensor of samples, along which dim they lie
+    cut: BatchCut
+    kind: tuple[Any, ...]  # equal for calls that compute alike
+
+    @staticmethod
+    def of(module: nn.Module, group: ProcessGroup, args: Any, kwargs: Mapping[str, Any]) -> Arguments | None:
+        """None where samples are not the same ranks' in all tensors, or an argument may hold anything."""
+        leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+        dims: list[int | None] = []
+        traits: list[Any] = []
+        cuts: list[BatchCut] = []
+        for leaf in leaves:
+            found = None
+            if isinstance(leaf, ShardedTensor):
+                found = batch_cut(group, leaf._layout) if leaf._process_group is group else None
+                if found is None:
+                    return None
+                cuts.append(found[1])
+                traits.append((found[0], leaf.ndim, leaf.dtype))
+            elif isinstance(leaf, torch.Tensor):
+                traits.append((type(leaf), leaf.ndim, leaf.dtype))
+            elif isinstance(leaf, VALUES):
+                traits.append(leaf)
+            else:
+                return None
+            dims.append(None if found is None else found[0])
+        if not cuts or any(cut != cuts[0] for cut in cuts):
+            return None
+        mode = module.training, torch.is_grad_enabled(), is_any_autocast_enabled()
+        return Arguments(leaves, structure, dims, cuts[0], (mode, structure, tuple(traits)))
+
+    def local(self) -> tuple[Any, dict[str, Any]]:
+        """The same arguments with this rank's samples."""
+        leaves = [
+            leaf if dim is None else leaf._local_tensors()[0] for leaf, dim in zip(self.leaves, self.dims, strict=True)
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        return args, kwargs
+
+
+class LocalCompute:
+    """What is known of a unit: for each kind of call, along which dims its results have the samples, if it is local."""
+
+    def __init__(self, path: str, module: nn.Module, group: ProcessGroup) -> None:
+        self._path, self._module, self._group = path, module, group
+        self._known: dict[tuple[Any, ...], tuple[int | None, ...] | None] = {}
+        self._found: dict[tuple[Any, ...], tuple[int | None, ...] | None] = {}  # in this step: known from the next on
+
+    def result_dims(self, arguments: Arguments) -> tuple[int | None, ...] | None:
+        """The dims of the results if the call may be local; None if it may not, or was not tried."""
+        return self._known.get(arguments.kind)
+
+    def is_untried(self, arguments: Arguments) -> bool:
+        """Whether it is not known yet."""
+        return arguments.kind not in self._known and arguments.kind not in self._found
+
+    def begin_step(self) -> None:
+        """What was found in the last step holds from now on; a backward recomputes in the way of its forward."""
+        self._known |= self._found
+        self._found = {}
+
+    def watch(self) -> Watch:
+        """What must stay as it is while the unit runs on sharded tensors, for it to be tried on local ones."""
+        return Watch.now(self._module, self._group)
+
+    def try_locally(self, arguments: Arguments, output: Any, before: Watch, run: Callable[..., Any]) -> None:
+        """Find out whether calls of this kind may be local, given what the unit made of the sharded tensors.
+
+        Every rank of the group calls it. ``run`` is the unit with plain parameters.
+        """
+        dims = None if before != Watch.now(self._module, self._group) else _sample_dims(output, arguments.cut)
+
+        def work() -> tuple[None, Fields, bool]:
+            alike = dims is not None and self._gives_the_same(arguments, output, run)
+            return None, {"verb": f"try {self._path or 'the model'} on local samples"}, alike
+
+        told = in_step_sharing(self._group, work)[1]
+        self._found[arguments.kind] = dims if all(told.kinds) else None
+
+    def _gives_the_same(self, arguments: Arguments, output: Any, run: Callable[..., Any]) -> bool:
+        args, kwargs = arguments.local()
+        try:
+            with torch.no_grad():
+                found = run(*args, **kwargs)
+        except Exception:  # a unit that needs all samples may fail in any way
+            return False
+        expected = pytree.tree_flatten(output)[0]
+        leaves = pytree.tree_flatten(found)[0]
+        return len(leaves) == len(expected) and all(map(_is_same, leaves, expected))
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What a unit that treats samples one by one leaves as it was."""
+
+    sent: int  # calls of the group that sent something
+    random: bytes
+    buffers: tuple[int, ...]  # versions
+
+    @staticmethod
+    def now(module: nn.Module, group: ProcessGroup) -> Watch:
+        """As it is now."""
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
+            states.append(torch.cuda.get_rng_state())
+        versions = tuple(buffer._version for buffer in module.buffers())
+        random = b"".join(state.numpy().tobytes() for state in states)
+        return Watch(group_state(group).history.sent, random, versions)
+
+
+def _sample_dims(output: Any, cut: BatchCut) -> tuple[int | None, ...] | None:
+    """Of each tensor in a result the dim of the samples, None of what is no tensor; None if one has other samples."""
+    dims: list[int | None] = []
+    for leaf in pytree.tree_flatten(output)[0]:
+        found = None
+        if isinstance(leaf, ShardedTensor):
+            found = batch_cut(cut.group, leaf._layout) if leaf._process_group is cut.group else None
+            if found is None or found[1] != cut:
+                return None
+        elif isinstance(leaf, torch.Tensor) or not isinstance(leaf, VALUES):
+            return None
+        dims.append(None if found is None else found[0])
+    return tuple(dims) if any(dim is not None for dim in dims) else None
+
+
+def _is_same(found: Any, expected: Any) -> bool:
+    if not isinstance(expected, ShardedTensor):
+        return bool(found == expected)
+    local = expected._local_tensors()[0]
+    if not isinstance(found, torch.Tensor) or found.shape != local.shape or found.dtype != local.dtype:
+        return False
+    try:
+        torch.testing.assert_close(found, local.detach(), equal_nan=True)
+    except AssertionError:
+        return False
+    return True
+
+
+def wrapped(output: Any, dims: Sequence[int | None], cut: BatchCut) -> Any:
+    """A result on local samples as one of sharded tensors."""
+    leaves, structure = pytree.tree_flatten(output)
+    made = [
+        leaf if dim is None else _sharded(leaf, cut.frame(leaf, dim)) for leaf, dim in zip(leaves, dims, strict=True)
+    ]
+    return pytree.tree_unflatten(made, structure)
+
+
+def _sharded(local: torch.Tensor, frame: Frame) -> ShardedTensor:
+    """An activation with this local tensor."""
+    return ShardedTensor._of_locals(frame, [local])

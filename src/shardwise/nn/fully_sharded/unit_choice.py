@@ -1,0 +1,65 @@
+"""Which modules are units, and which parameters each unit holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwise.errors import PlanError, PlanNameError
+from shardwise.nn.sharding_plan import ModuleTree
+from shardwise.nn.sharding_plan.steps import each_parameter
+from shardwise.nn.sharding_plan.tree import ModuleSlot, join_path, matches, nearest
+
+
+@dataclass(frozen=True)
+class UnitChoice:
+    """A module, and the parameters that are gathered with it: of each the first name, and all its slots."""
+
+    path: str  # "" is the model
+    module: nn.Module
+    parameters: dict[str, tuple[ModuleSlot, ...]]
+
+
+def choose_units(tree: ModuleTree, patterns: str | Sequence[str] | None) -> list[UnitChoice]:
+    """The units of a model, the model itself first. Each parameter is in the innermost unit that has all its slots."""
+    paths = _blocks(tree) if patterns is None else _named(tree, [patterns] if isinstance(patterns, str) else patterns)
+    choices = {path: UnitChoice(path, tree.modules[path], {}) for path in dict.fromkeys(["", *paths])}
+    for name, parameter in each_parameter(tree):
+        if parameter.numel():
+            names = tree.names_of_parameter(name)
+            owner = max((path for path in choices if all(_is_below(one, path) for one in names)), key=len)
+            choices[owner].parameters[name] = tree.places(names)
+    return [choice for choice in choices.values() if choice.parameters or not choice.path]
+
+
+def _blocks(tree: ModuleTree) -> list[str]:
+    """By default: the members of each list of modules of one class, unless the list lies in such a member."""
+    found: list[str] = []
+    for path, module in tree.modules.items():
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not any(_is_below(path, block) for block in found):
+            members = dict(module.named_children())
+            alike = {type(member) for member in members.values()}
+            if len(members) > 1 and len(alike) == 1 and any(True for _ in next(iter(members.values())).parameters()):
+                found += [join_path(path, name) for name in members]
+    return found
+
+
+def _named(tree: ModuleTree, patterns: Sequence[str]) -> list[str]:
+    paths: list[str] = []
+    for pattern in patterns:
+        found = [path for path in tree.modules if path and matches(pattern, path)]
+        if not found:
+            near = nearest(pattern, tree.modules)
+            hint = f": did you mean {near[0]!r}?" if near else ""
+            raise PlanNameError(f"{pattern!r} names no module that could be a unit{hint}")
+        paths += found
+    shared = [path for path in paths if len(tree.names_of_module(path)) > 1]
+    if shared:
+        raise PlanError(f"{shared[0]!r} is a module in several places, and cannot be a unit: choose what contains it")
+    return paths
+
+
+def _is_below(name: str, path: str) -> bool:
+    return not path or name == path or name.startswith(f"{path}.")
