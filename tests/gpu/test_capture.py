@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import shardwise
 from shardwise.errors import CaptureError, RankMismatchError
+from shardwise.ops.embedding import masked_sums
+from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
 pytestmark = [
@@ -43,11 +46,15 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def sharded(model: nn.Module) -> nn.Module:
-    """Rows and columns over all ranks, as tensor parallelism cuts them."""
-    places = [f"rank:{rank}/cuda:0" for rank in range(dist.get_world_size())]
-    rows, columns = (shardwise.ChunkShardingSpec(dim, places) for dim in (0, 1))
-    by_name = {"q.weight": rows, "k.weight": rows, "v.weight": rows, "up.*": rows}
+def chunks(dim: int) -> shardwise.ChunkShardingSpec:
+    """A dim in chunks over all ranks."""
+    return shardwise.ChunkShardingSpec(dim, [f"rank:{rank}/cuda:0" for rank in range(dist.get_world_size())])
+
+
+def sharded(model: nn.Module, *by_rows: str) -> nn.Module:
+    """Rows and columns over all ranks, as tensor parallelism cuts them; by rows also what these patterns name."""
+    rows, columns = chunks(0), chunks(1)
+    by_name = dict.fromkeys(["q.weight", "k.weight", "v.weight", "up.*", *by_rows], rows)
     return shardwise.shard_module(
         model.cuda(), shardwise.ShardingPlan({**by_name, "o.weight": columns, "down.weight": columns})
     )
@@ -72,14 +79,14 @@ def local(tensor: Any) -> list[torch.Tensor]:
     return tensor._local_tensors() if isinstance(tensor, shardwise.ShardedTensor) else [tensor]
 
 
-def assert_captured_as_eager(dropout: float) -> None:
+def assert_captured_as_eager(dropout: float, *by_rows: str) -> None:
     """Parameters and the state of the generator after some steps, the first of which are no replays."""
     torch.manual_seed(0)
     model = Model(dropout)
     batches = [torch.randint(WORDS, (2, 4, 6), device="cuda") for _ in range(STEPS)]
     found = []
     for captures in (False, True):
-        twin = sharded(copy.deepcopy(model))
+        twin = sharded(copy.deepcopy(model), *by_rows)
         step: Any = training(twin, torch.optim.AdamW(twin.parameters(), lr=1e-2, capturable=True))
         if captures:
             step = shardwise.capture(step)
@@ -111,6 +118,29 @@ def test_a_captured_step_of_two_ranks(dropout: float) -> None:
 def test_a_captured_step_of_four_ranks() -> None:
     """The same, tensor parallel."""
     assert_captured_as_eager(0.0)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@ranks(2, backend="nccl")
+def test_a_captured_step_with_a_table_cut_by_rows(dropout: float) -> None:
+    """The same: rows are added up from what each rank has of them, whatever the ids of a replay are."""
+    assert_captured_as_eager(dropout, "table.weight")
+
+
+@ranks(2, backend="nccl")
+def test_a_captured_lookup_of_a_large_batch() -> None:
+    """Whose rows are exchanged outside of a capture, and added up within; of plain ids, and of ids of each rank."""
+    plain = torch.rand(WORDS, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    weight = shard_tensor(plain, chunks(0))
+    generator = torch.Generator("cuda").manual_seed(1)
+    batches = [torch.randint(WORDS, (4, 6), device="cuda", generator=generator) for _ in range(5)]
+    for prepare in (torch.clone, lambda ids: shard_tensor(ids, chunks(0))):
+        lookup = shardwise.capture(lambda ids: functional.embedding(ids, weight))
+        with mock.patch.object(masked_sums, "MOST_ON_ACCELERATOR", -1):
+            for ids in batches:
+                found, place = lookup(prepare(ids)), dist.get_rank() * 2  # the first of this rank's samples
+                assert [tuple(one.shape) for one in local(found)] == [(2, 6, WIDTH)]
+                assert torch.equal(local(found)[0], plain[ids[place : place + 2]])
 
 
 @ranks(1, backend="nccl")

@@ -33,9 +33,9 @@ def uncached_later(plain: nn.Module, cut: Cut, inputs: dict[str, Any], loss: Los
     return trace.uncached
 
 
-def assert_cached(plain: nn.Module, cut: Cut, inputs: dict[str, Any], loss: Loss, *, table: bool = False) -> None:
-    """Every call; but for rows of a table that lie on several ranks, as the ids decide which rows travel."""
-    found = [call for call in uncached_later(plain, cut, inputs, loss) if not (table and call.reason == IDS_DECIDE)]
+def assert_cached(plain: nn.Module, cut: Cut, inputs: dict[str, Any], loss: Loss, *, bags: bool = False) -> None:
+    """Every call; but for bags of rows that lie on several ranks, as the ids decide which rows travel."""
+    found = [call for call in uncached_later(plain, cut, inputs, loss) if not (bags and call.reason == IDS_DECIDE)]
     assert [f"{call.op} at {call.place}: {call.reason}" for call in found] == []
 
 
@@ -43,14 +43,14 @@ def assert_cached(plain: nn.Module, cut: Cut, inputs: dict[str, Any], loss: Loss
 @ranks(2)
 def test_tensor_parallel_models(name: str) -> None:
     """With the same inputs on every rank."""
-    assert_cached(made(name), tensor_parallel(name), ZOO[name].inputs(), loss_of, table=True)
+    assert_cached(made(name), tensor_parallel(name), ZOO[name].inputs(), loss_of)
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT", "T5"])
 @ranks(2)
 def test_models_cut_by_rows(name: str) -> None:
     """With the same inputs on every rank. Every rank holds a part of each parameter."""
-    assert_cached(made(name), rows, ZOO[name].inputs(), loss_of, table=True)
+    assert_cached(made(name), rows, ZOO[name].inputs(), loss_of)
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT", "ViT"])
@@ -59,7 +59,7 @@ def test_models_with_samples_of_each_rank(name: str) -> None:
     """Cut by a plan. There is no padding: the models would read the values of a mask."""
     plain, inputs = made(name), ZOO[name].inputs()
     inputs.pop("attention_mask", None)
-    assert_cached(plain, planned(plain), joined(inputs), loss_of, table=True)
+    assert_cached(plain, planned(plain), joined(inputs), loss_of)
 
 
 @ranks(2)
@@ -69,7 +69,7 @@ def test_a_recurrent_model() -> None:
     plain = Recurrent("LSTM").double()
     inputs = {"x": torch.randint(WORDS, (4, LENGTH)), "y": torch.randint(WORDS, (4, LENGTH))}
     plain(**inputs)  # which makes the last layer
-    assert_cached(plain, rows, inputs, lambda model, **given: model(**given), table=True)
+    assert_cached(plain, rows, inputs, lambda model, **given: model(**given))
 
 
 class Recommender(nn.Module):
@@ -105,7 +105,7 @@ def test_a_recommender() -> None:
     def tables(name: str, parameter: torch.Tensor) -> Any:
         return rows(name, parameter) if name.startswith("tables") else None
 
-    assert_cached(plain, tables, joined(inputs), lambda model, **given: model(**given), table=True)
+    assert_cached(plain, tables, joined(inputs), lambda model, **given: model(**given), bags=True)
 
 
 @ranks(2)

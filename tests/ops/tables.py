@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec
 from unittest import mock
 
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 import shardwise
 from shardwise import ShardedTensor
-from shardwise.ops.embedding import rows
+from shardwise.ops.embedding import masked_sums, rows
 
 P = ParamSpec("P")
 
@@ -78,8 +79,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def exchanging() -> AbstractContextManager[Any]:
+    """Within this context, rows of a small batch are exchanged, too, and not added up."""
+    return mock.patch.multiple(masked_sums, MOST_ON_CPU=-1, MOST_ON_ACCELERATOR=-1)
+
+
+def ways(options: dict[str, Any]) -> list[AbstractContextManager[Any]]:
+    """A context for each way in which rows are looked up under these options: exchanged, and added up."""
+    only_exchanged = options.keys() & {"max_norm", "scale_grad_by_freq", "sparse"}
+    return [exchanging(), *([] if only_exchanged else [nullcontext()])]
+
+
 def sent(ids: torch.Tensor, weight: ShardedTensor) -> list[list[int]]:
-    """The bytes that this rank sends to each while it looks up ids: numbers, ids, rows."""
-    with mock.patch.object(rows, "exchange", wraps=rows.exchange) as wire:
+    """The bytes that this rank sends to each while it exchanges rows of ids: numbers, ids, rows."""
+    with exchanging(), mock.patch.object(rows, "exchange", wraps=rows.exchange) as wire:
         functional.embedding(ids, weight)
     return [[each.numel() for each in call.args[2]] for call in wire.call_args_list]

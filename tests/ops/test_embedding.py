@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.cases import ALL, CUTS, SIZE, assert_close, assert_holds, boxes, chunks, places
 from tests.comm.disagreement.given import impatient
-from tests.ops.tables import BAGS, BATCHES, OPTIONS, sent, shards_close, table
+from tests.ops.tables import BAGS, BATCHES, OPTIONS, sent, shards_close, table, ways
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -48,10 +48,12 @@ def assert_same(found: Any, expected: torch.Tensor, weight: ShardedTensor, plain
 def test_plain_ids_are_the_same_on_every_rank(spec: str) -> None:
     """The result is one tensor and the gradient that of one loss, for every option and every kind of table."""
     for k, options in enumerate(OPTIONS.values()):
-        plain, ids = table().requires_grad_(), IDS.view(SHAPES[k % len(SHAPES)])
-        weight = shard_tensor(table(), ALL[spec]).requires_grad_()
-        found = functional.embedding(ids, weight, **options)
-        assert_same(found, functional.embedding(ids, plain, **options), weight, plain)
+        for way in ways(options):
+            plain, ids = table().requires_grad_(), IDS.view(SHAPES[k % len(SHAPES)])
+            weight = shard_tensor(table(), ALL[spec]).requires_grad_()
+            with way:
+                found = functional.embedding(ids, weight, **options)
+            assert_same(found, functional.embedding(ids, plain, **options), weight, plain)
 
 
 @pytest.mark.parametrize("spec", CUTS)
@@ -59,11 +61,13 @@ def test_plain_ids_are_the_same_on_every_rank(spec: str) -> None:
 def test_a_batch_of_all_ranks(spec: str) -> None:
     """Each rank's own ids, joined: the rows come to the ids, wherever the table lies."""
     for options in OPTIONS.values():
-        plain, weight = table().requires_grad_(), shard_tensor(table(), ALL[spec]).requires_grad_()
-        ids = from_local(BATCHES[dist.get_rank()])
-        found = functional.embedding(ids, weight, **options)
-        assert found._layout.elements_by_rank() == {r: 6 * len(b) for r, b in enumerate(BATCHES)}
-        assert_same(found, functional.embedding(IDS, plain, **options), weight, plain)
+        for way in ways(options):
+            plain, weight = table().requires_grad_(), shard_tensor(table(), ALL[spec]).requires_grad_()
+            ids = from_local(BATCHES[dist.get_rank()])
+            with way:
+                found = functional.embedding(ids, weight, **options)
+            assert found._layout.elements_by_rank() == {r: 6 * len(b) for r, b in enumerate(BATCHES)}
+            assert_same(found, functional.embedding(IDS, plain, **options), weight, plain)
 
 
 @pytest.mark.parametrize("spec", CUTS)
@@ -71,9 +75,10 @@ def test_a_batch_of_all_ranks(spec: str) -> None:
 def test_ids_in_any_layout(spec: str) -> None:
     """Several boxes of ids on a rank, none, replicas: the result lies as the ids do, with whole rows."""
     ids = torch.arange(42).reshape(SIZE) % 7
-    for options in ({}, OPTIONS["scale_grad_by_freq"]):
+    for options, way in [(one, way) for one in ({}, OPTIONS["scale_grad_by_freq"]) for way in ways(one)]:
         plain, weight = table().requires_grad_(), shard_tensor(table(), chunks(0, 0, 1, 2, 3)).requires_grad_()
-        found = functional.embedding(shard_tensor(ids, ALL[spec]), weight, **options)
+        with way:
+            found = functional.embedding(shard_tensor(ids, ALL[spec]), weight, **options)
         assert found._layout.boxes.sizes[:, :2].tolist() == shard_tensor(ids, ALL[spec])._layout.boxes.sizes.tolist()
         assert_same(found, functional.embedding(ids, plain, **options), weight, plain)
 
@@ -111,7 +116,7 @@ def test_columns_need_nobody_else_for_plain_ids() -> None:
 
 @ranks(4)
 def test_each_plain_id_travels_once() -> None:
-    """Of plain ids every rank looks up a quarter, in a table cut along its rows."""
+    """Of plain ids every rank looks up a quarter, in a table cut along its rows, if rows are exchanged."""
     weight = shard_tensor(table(), chunks(0, 0, 1, 2, 3))
     here = dist.get_rank()
     mine = IDS[4 * here : 4 * here + 4].unique()

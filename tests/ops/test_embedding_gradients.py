@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import ALL, assert_close, assert_holds, chunks
-from tests.ops.tables import BATCHES, OPTIONS, table
+from tests.ops.tables import BATCHES, OPTIONS, table, ways
 from torch import nn
 from torch.nn import functional
 
@@ -40,9 +40,12 @@ def test_gradients_of_gradients(spec: str) -> None:
             ids = from_local(BATCHES[dist.get_rank()]) if own else IDS
             for direct in (True, False) if not options else (True,) if "max_norm" in name else (own,):
                 expected = penalised(IDS, table().requires_grad_(), options, direct=direct)
-                found = penalised(ids, shard_tensor(table(), ALL[spec]).requires_grad_(), options, direct=direct)
-                for k, (one, other) in enumerate(zip(found, expected, strict=True)):
-                    assert_holds(one, other, f"{name}, {direct=}, gradient {k}")
+                for way in ways(options):
+                    leaf = shard_tensor(table(), ALL[spec]).requires_grad_()
+                    with way:
+                        found = penalised(ids, leaf, options, direct=direct)
+                    for k, (one, other) in enumerate(zip(found, expected, strict=True)):
+                        assert_holds(one, other, f"{name}, {direct=}, gradient {k}")
 
 
 @pytest.mark.parametrize("spec", ["chunk on two ranks", "uneven, several per rank", "replicated"])

@@ -151,7 +151,7 @@ def test_what_values_decide_is_said() -> None:
     assert "depends on values" in found.stopped
     assert "test_explain.py:" in found.stopped
     assert "in asks" in str(found)
-    table = nn.Embedding(12, 4)
+    table = nn.Embedding(12, 4, sparse=True)
     shardwise.shard_module(table, shardwise.ShardingPlan({"weight": chunks(0, 0, 1, 2)}))
 
     def trains(ids: torch.Tensor) -> None:
@@ -163,5 +163,9 @@ def test_what_values_decide_is_said() -> None:
     assert any(event.op == "redistribute" and event.known for event in rows.events)
     assert "+ ?" in str(rows)
     assert table.weight.grad is None
+    table.sparse = False  # then rows of a small batch are added up, whatever the ids are
+    rows = shardwise.explain(trains, torch.arange(6)[None])
+    assert all(event.known for event in rows.events)
+    assert [event.kind for event in rows.events if event.op == "embedding"] == ["reduce-scatter"]
     with pytest.raises(RuntimeError, match="broadcast"):  # what is wrong with a call is raised, as by the call
         shardwise.explain(lambda: x + torch.ones(5, 5))

@@ -2,7 +2,8 @@
 
 Sharded ids, as `from_local` makes them, are looked up on their ranks; of plain ids, which are the same on every rank,
 each rank looks up a part. The result has the sharding of the ids. If every rank has all rows of its columns, plain ids
-need no other rank, and the result has the sharding of the columns.
+need no other rank, and the result has the sharding of the columns. Rows of a small batch are added up instead, by
+``masked_sums``.
 
 Under `own_batches`, plain ids are this rank's own batch, and so is the result, a plain tensor: the gradient of the
 table is that of the losses of all ranks. Ids in a `ReplicatedTensor` are then one batch of all ranks, and so is the
@@ -33,7 +34,9 @@ from shardwise.ops.embedding.lookup import (
     padding_row,
     require_rows,
 )
+from shardwise.ops.embedding.masked_sums import add_up_rows, adds_up
 from shardwise.ops.embedding.portion import concat_ids, local_portion, operand_summaries, wrap_rows
+from shardwise.ops.engine.call_cache import cached_call
 from shardwise.ops.engine.decomposition import call_decomposed
 from shardwise.ops.engine.gathered import is_fully_replicated, require_budget
 from shardwise.ops.engine.steps import without_autocast
@@ -62,6 +65,10 @@ def _embedding_of_shared(op: Op, ids: Any, weight: ShardedTensor, options: Looku
         except IndexError:
             require_rows(ids, weight.shape[0])
             raise
+    if not weight.is_meta and adds_up(ids, weight, options):
+        return cached_call(
+            functional.embedding, (ids, weight, padding_row(options.padding_idx, weight.shape[0])), {}, add_up_rows
+        )
     portion = local_portion(ids, weight)
     if weight.is_meta:
         count = sum(one.numel() for one in portion.tensors)

@@ -73,11 +73,15 @@ def operand_summaries(**operands: Any) -> dict[str, str]:
         if isinstance(value, ShardedTensor):
             summaries[name] = f"sharded {value._layout.outline} {value.dtype}"
         elif isinstance(value, torch.Tensor):
-            name = f"plain {name} (what is each rank's own is said with shardwise.from_local)"
-            summaries[name] = f"{tuple(value.shape)} {value.dtype} {digest(value)}".strip()
+            summaries[plain_field(name)] = f"{tuple(value.shape)} {value.dtype} {digest(value)}".strip()
         elif value is not None:
             summaries[name] = type(value).__name__
     return summaries
+
+
+def plain_field(name: str) -> str:
+    """The name under which ranks compare a plain operand."""
+    return f"plain {name} (what is each rank's own is said with shardwise.from_local)"
 
 
 def require_same_group(tensor: ShardedTensor, weight: ShardedTensor) -> None:
@@ -109,7 +113,7 @@ def _cuts_whole_dim(layout: Layout, allowed: Sequence[int]) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _with_rows(layout: Layout, width: int) -> Layout:
+def with_rows(layout: Layout, width: int) -> Layout:
     """The layout of a row of this width for each id or bag."""
     return layout.with_dim(layout.ndim, width)
 
@@ -119,7 +123,7 @@ def wrap_rows(layout: Layout, rows: torch.Tensor, weight: ShardedTensor) -> Any:
 
     A rank without boxes keeps the empty tensor in its graph: the backward is a collective.
     """
-    frame = result_frame(_with_rows(layout, weight.shape[1]), rows.dtype, weight._process_group)
+    frame = result_frame(with_rows(layout, weight.shape[1]), rows.dtype, weight._process_group)
     boxes = layout.at(frame.rows)
     sizes, lengths = boxes.sizes.tolist(), boxes.volumes.tolist()
     parts = [rows] if len(lengths) == 1 else torch.split_with_sizes(rows, lengths) if lengths else ()

@@ -320,8 +320,13 @@ def _can_share_at_once(call: Call, schedule: Schedule, places: Places, group: Pr
 
 def op_summary(call: Call) -> OpSummary:
     """What ranks compare before this call sends data."""
+    return summary_of(_fields(call))
+
+
+def summary_of(fields: Fields) -> OpSummary:
+    """The same of a call with these fields."""
     nested = active.recorder is not None and active.recorder.nested
-    return OpSummary(CallFingerprint(_fields(call)), None if nested else str(outer_function))
+    return OpSummary(CallFingerprint(fields), None if nested else str(outer_function))
 
 
 def _fields(call: Call) -> Fields:

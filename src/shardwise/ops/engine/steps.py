@@ -1,4 +1,4 @@
-"""The steps of a program that are no ops of torch: moves, shared operands, anchors, random draws.
+"""The steps of a program that are no ops of torch: moves, shared operands, checks, anchors, random draws.
 
 Each holds all that does not depend on the tensors, is called with the tensors, and gives a list of tensors.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from shardwise import settings
 from shardwise.autograd.anchors import new_anchor, tie
 from shardwise.autograd.replicas import recorded
 from shardwise.autograd.transfers import Way, moved_locals
-from shardwise.comm.agreement import in_step, in_step_telling, record_call
+from shardwise.comm.agreement import in_op, in_step, in_step_telling, record_call
 from shardwise.comm.group import DIGEST, CallFingerprint, Fields
 from shardwise.comm.transfer import TransferPlan
 from shardwise.layout import Layout
@@ -115,6 +116,24 @@ class SplitPlain(NamedTuple):
         return cut_plain(_plain(operand), self.layout, self.group)
 
 
+class CheckPlain(NamedTuple):
+    """A plain operand whose values the host reads: what is wrong is raised on every rank, all else is compared."""
+
+    group: ProcessGroup
+    said: CallFingerprint  # of the call
+    check: Callable[[torch.Tensor], Fields]  # raises for wrong values, and gives what ranks compare of others
+
+    def __call__(self, operand: torch.Tensor) -> Tensors:
+        """No tensors."""
+        in_op(self.group, lambda: (None, self._compared(operand)))
+        return []
+
+    def _compared(self, operand: torch.Tensor) -> CallFingerprint:
+        said, found = self.said, self.check(operand)
+        digest = hashlib.blake2b(said.digest + repr(found).encode(), digest_size=DIGEST).digest()
+        return CallFingerprint(lambda: {**said.fields, **found}, digest)  # kept by the group, which it must not keep
+
+
 class TieAnchors(NamedTuple):
     """One anchor in place of several tensors."""
 
@@ -167,7 +186,15 @@ class DrawRandom(NamedTuple):
 
 
 CommStep = (
-    RedistributeOperand | MoveLocals | ShareReplicas | SharePlain | SplitPlain | TieAnchors | JoinNodes | DrawRandom
+    RedistributeOperand
+    | MoveLocals
+    | ShareReplicas
+    | SharePlain
+    | SplitPlain
+    | CheckPlain
+    | TieAnchors
+    | JoinNodes
+    | DrawRandom
 )
 
 
