@@ -18,6 +18,7 @@ from shardwise.layout.placement import device_for, rank_device
 from shardwise.layout.specs import FixedShardingSpec
 from shardwise.nn.fully_sharded.cuts import ELEMENTS, Align, FlatEntry, Loads, cut_divisible, deal_whole, unit_of
 from shardwise.nn.fully_sharded.flat_memory import FlatMemory, FlatParameter, Precision, layout_of, places_of
+from shardwise.nn.fully_sharded.flat_steps import step_flat
 from shardwise.nn.fully_sharded.unit import Unit
 from shardwise.nn.fully_sharded.unit_choice import UnitChoice
 from shardwise.nn.sharding_plan.tree import ModuleSlot, matches
@@ -106,6 +107,7 @@ class UnitBuilder:
             layout, starts = layout_of(entry, begin, edges, places)
             memory.parameters.append(self._parameter(memory, entry, choice.parameters[entry.name], layout, starts))
             begin += entry.elements
+        step_flat(memory)
         return memory
 
     def _parameter(

@@ -40,6 +40,10 @@ class FlatParameter:
     stretches: tuple[tuple[int, int], ...]  # where each of this rank's boxes lies in the rank's stretch
 
 
+Gradients = Sequence[torch.Tensor | None]
+Reduce = Callable[["FlatMemory", Gradients], None]  # called with the gradients of all parameters of a memory
+
+
 @dataclass(frozen=True)
 class Precision:
     """The dtypes in which parameters are gathered and gradients are summed; None: that of the parameters."""
@@ -173,13 +177,25 @@ class FlatMemory:
         """Drop the gradients of earlier backwards that were not summed."""
         self._unreduced = None
 
-    def views(self, reduce: Callable[[FlatMemory, torch.Tensor], None]) -> list[torch.Tensor]:
+    def views(self, reduce: Reduce) -> list[torch.Tensor]:
         """Each parameter in the gathered buffer; if recorded, their gradients are reduced together."""
-        whole = self._whole.data
         if self._wants_grad and torch.is_grad_enabled():
-            whole = _gathered(self, reduce, whole, self._anchor)
-        parts = whole.split_with_sizes(self._sizes)
-        return [part.view(one.entry.shape) for part, one in zip(parts, self.parameters, strict=False)]
+            return list(_gathered(self, reduce, self._anchor))
+        return self.split()
+
+    def split(self) -> list[torch.Tensor]:
+        """The parameters, as tensors over the memory of the gathered buffer, with version counters of their own."""
+        parts = self._whole.data.split_with_sizes(self._sizes)
+        return [part.view(one.entry.shape).data for part, one in zip(parts, self.parameters, strict=False)]
+
+    def joined(self, grads: Gradients) -> torch.Tensor:
+        """The gradients of all parameters one behind another; zeros where there are none."""
+        sizes = zip(grads, self._sizes, strict=False)
+        parts = [self._zeros(size) if grad is None else grad.reshape(-1) for grad, size in sizes]
+        return torch.cat([*parts, self._zeros(self._sizes[-1])])
+
+    def _zeros(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=self.gathered_dtype, device=self._device)
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
@@ -201,7 +217,8 @@ class FlatMemory:
     def accumulate(self, total: torch.Tensor) -> None:
         """Give the parameters their gradients, or add to those that they have."""
         total = total.to(self.dtype)
-        if self.grad is not None and all(self._is_own_grad(one) for one in self.parameters):
+        if all(self.has_flat_grad(one) for one in self.parameters):
+            assert self.grad is not None
             self.grad += total
             return
         if all(one.sharded.grad is None for one in self.parameters):
@@ -209,9 +226,10 @@ class FlatMemory:
         for one in self.parameters:
             _accumulate(one, total)
 
-    def _is_own_grad(self, one: FlatParameter) -> bool:
+    def has_flat_grad(self, one: FlatParameter) -> bool:
         """Whether the gradients of a parameter are views of this rank's gradient, as they were made."""
-        assert self.grad is not None
+        if self.grad is None:
+            return False
         tensors, first, size = one.sharded._local_tensors(), self.grad.data_ptr(), self.grad.element_size()
         if not tensors:
             return one.sharded.grad is not None
@@ -252,22 +270,23 @@ class _Ready:
 
 
 class _Gathered(torch.autograd.Function):
-    """The whole buffer as a result, whose gradient is reduced."""
+    """Gathered parameters, whose gradients are reduced together."""
 
     @staticmethod
-    def forward(ctx: Any, memory: FlatMemory, reduce: Any, whole: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        """The buffer."""
+    def forward(ctx: Any, memory: FlatMemory, reduce: Reduce, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The parameters."""
         ctx.memory, ctx.reduce = memory, reduce
-        return whole.data
+        ctx.set_materialize_grads(False)
+        return tuple(memory.split())
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
         """All parameters of the unit have their gradients: the sum over ranks begins."""
-        ctx.reduce(ctx.memory, grads[0])
-        return None, None, None, None
+        ctx.reduce(ctx.memory, grads)
+        return None, None, None
 
 
-_gathered: Callable[..., torch.Tensor] = _Gathered.apply
+_gathered: Callable[..., tuple[torch.Tensor, ...]] = _Gathered.apply
 
 
 def _accumulate(one: FlatParameter, total: torch.Tensor) -> None:

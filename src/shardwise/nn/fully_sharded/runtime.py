@@ -21,11 +21,11 @@ from torch.distributed import ProcessGroup
 from shardwise.autograd.task import BackwardTask, current_task
 from shardwise.comm.transfer import Moving
 from shardwise.nn.fully_sharded.cuts import Loads
-from shardwise.nn.fully_sharded.flat_memory import FlatMemory
+from shardwise.nn.fully_sharded.flat_memory import FlatMemory, Gradients
 from shardwise.nn.fully_sharded.unit import Unit, hook_results
 from shardwise.torch_private import current_backward
 
-MOST_SUMS = 2  # of units that are under way at once: so many gradients of whole units are in memory
+MOST_SUMS = 1  # that are under way at once: of so many units, the gradients of all parameters are in memory
 
 
 class FullySharded:
@@ -147,7 +147,7 @@ class FullySharded:
             task.at_end(self._finish)
         return task is outer
 
-    def _reduce(self, memory: FlatMemory, grad: torch.Tensor) -> None:
+    def _reduce(self, memory: FlatMemory, grads: Gradients) -> None:
         """All parameters of a memory have their gradients."""
         if self._in_backward():  # a backward within has come through a part of the unit only
             memory.free()
@@ -155,11 +155,11 @@ class FullySharded:
                 if memory in unit.memories:
                     unit.restore()
         if not self._reduces:
-            memory.add_unreduced(grad)
+            memory.add_unreduced(memory.joined(grads))
             return
         while len(self._sums) >= MOST_SUMS:
             self._finish_first()
-        self._sums.append((memory, memory.begin_reducing(grad)))
+        self._sums.append((memory, memory.begin_reducing(memory.joined(grads))))
 
     def _finish_first(self) -> None:
         memory, moving = self._sums.popleft()

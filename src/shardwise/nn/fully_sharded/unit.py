@@ -13,13 +13,12 @@ from torch.distributed import ProcessGroup
 from shardwise.comm.group import cached_per_group
 from shardwise.errors import PlanError
 from shardwise.layout import Layout
-from shardwise.nn.fully_sharded.flat_memory import FlatMemory, FlatParameter, places_of
+from shardwise.nn.fully_sharded.flat_memory import FlatMemory, FlatParameter, Reduce, places_of
 from shardwise.nn.fully_sharded.local_compute import Arguments, LocalCompute, Watch, wrapped
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor.frame import Frame
 from shardwise.torch_private import current_backward, pytree
 
-Reduce = Callable[[FlatMemory, torch.Tensor], None]
 WEIGHTS_OF_RNN = "_flat_weights"  # the attribute in which torch's RNNs keep their parameters, in order
 
 
@@ -133,7 +132,7 @@ class Unit:
             self._calls.pop()
 
     def _run_locally(self, *args: Any, **kwargs: Any) -> Any:
-        self._put(self._views(lambda memory, grad: None))
+        self._put([view for memory in self.memories for view in memory.split()])
         return self.module.forward(*args, **kwargs)
 
 

@@ -24,8 +24,10 @@ from torch.nn import functional
 from shardwise import settings
 from shardwise.autograd.replicas import counted_once
 from shardwise.comm.tracing import record
+from shardwise.comm.transfer.wire import failing_together
 from shardwise.ops.embedding.bags import local_bags
 from shardwise.ops.embedding.differentiable_rows import forecast_rows
+from shardwise.ops.embedding.local_rows import is_local, look_up_locally
 from shardwise.ops.embedding.lookup import (
     LookupOptions,
     LookupRequest,
@@ -65,6 +67,15 @@ def _embedding_of_shared(op: Op, ids: Any, weight: ShardedTensor, options: Looku
         except IndexError:
             require_rows(ids, weight.shape[0])
             raise
+    if is_local(ids, weight, options):
+        row = padding_row(options.padding_idx, weight.shape[0])
+        try:
+            return cached_call(functional.embedding, (ids, weight, row), {}, look_up_locally)
+        except IndexError:
+            with failing_together(weight._process_group):  # the ids of other ranks may be right
+                for local in ids._local_tensors():
+                    require_rows(local, weight.shape[0])
+                raise
     if not weight.is_meta and adds_up(ids, weight, options):
         return cached_call(
             functional.embedding, (ids, weight, padding_row(options.padding_idx, weight.shape[0])), {}, add_up_rows
