@@ -11,20 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.comm.agreement import in_step_sharing
 from shardwise.comm.group import Fields, cached_per_group, group_state, rank_array
 from shardwise.layout import Layout, Places
 from shardwise.layout.geometry import Boxes
+from shardwise.layout.specs import FixedShardingSpec
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor.frame import Frame
+from shardwise.tensor.redistribution_cache import writes_of
 from shardwise.torch_private import is_any_autocast_enabled, pytree
 
 VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)  # arguments that are compared by value
@@ -39,9 +42,18 @@ class BatchCut:
     group: ProcessGroup
 
     def frame(self, local: torch.Tensor, dim: int) -> Frame:
-        """Of the tensor of all samples, of which this rank has these along a dim."""
+        """Of the tensor of all samples, of which this rank has these along a dim; or that every rank has whole."""
+        if dim == REPLICA:
+            return whole_frame(self.group, local.shape, local.dtype, local.device)
         rest = (*local.shape[:dim], *local.shape[dim + 1 :])
         return _frame(self.group, self.sizes, self.places, rest, dim, local.dtype)
+
+
+@cached_per_group(maxsize=1024)
+def whole_frame(group: ProcessGroup, size: torch.Size, dtype: torch.dtype, device: torch.device) -> Frame:
+    """Of a tensor that every rank of the group has whole."""
+    layout = Layout.whole(size, Places.on_ranks(rank_array(group), device.type))
+    return Frame.of(layout, None, layout.rows_on(dist.get_rank()), dtype, group)
 
 
 @cached_per_group(maxsize=1024)
@@ -73,42 +85,54 @@ def batch_cut(group: ProcessGroup, layout: Layout) -> tuple[int, BatchCut] | Non
     return dim, BatchCut(tuple(sizes.tolist()), layout.places, group)
 
 
+REPLICA = -1  # instead of a dim: every rank has the tensor whole
+
+
 @dataclass(frozen=True)
 class Arguments:
     """The arguments of a call: what lies in them, and which of it are samples."""
 
     leaves: list[Any]
     structure: Any
-    dims: list[int | None]  # of each leaf that is a tensor of samples, along which dim they lie
+    dims: list[int | None]  # of each leaf that is a sharded tensor, the dim of the samples
     cut: BatchCut
     kind: tuple[Any, ...]  # equal for calls that compute alike
 
     @staticmethod
     def of(module: nn.Module, group: ProcessGroup, args: Any, kwargs: Mapping[str, Any]) -> Arguments | None:
-        """None where samples are not the same ranks' in all tensors, or an argument may hold anything."""
+        """None where no argument has samples of each rank's own, or an argument may hold anything.
+
+        Every rank of the group calls it: a tensor of all samples that lies otherwise is moved to the ranks of these.
+        """
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+        if not all(isinstance(leaf, (torch.Tensor, *VALUES)) for leaf in leaves):
+            return None
+        sharded = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
+        if any(leaf._process_group is not group for leaf in sharded):
+            return None
+        found = next(filter(None, (batch_cut(group, leaf._layout) for leaf in sharded)), None)
+        if found is None:
+            return None
         dims: list[int | None] = []
         traits: list[Any] = []
-        cuts: list[BatchCut] = []
-        for leaf in leaves:
-            found = None
+        for number, leaf in enumerate(leaves):
+            dim = None
             if isinstance(leaf, ShardedTensor):
-                found = batch_cut(group, leaf._layout) if leaf._process_group is group else None
-                if found is None:
+                dim = _dim_of(leaf, found[1])
+                if dim is None:
+                    dim, leaves[number] = found[0], _moved(leaf, *found)
+                if leaves[number] is None:
                     return None
-                cuts.append(found[1])
-                traits.append((found[0], leaf.ndim, leaf.dtype))
-            elif isinstance(leaf, torch.Tensor):
-                traits.append((type(leaf), leaf.ndim, leaf.dtype))
-            elif isinstance(leaf, VALUES):
-                traits.append(leaf)
-            else:
-                return None
-            dims.append(None if found is None else found[0])
-        if not cuts or any(cut != cuts[0] for cut in cuts):
-            return None
+            is_tensor = isinstance(leaf, torch.Tensor)
+            traits.append((dim, type(leaf), leaf.ndim, leaf.dtype) if is_tensor else leaf)
+            dims.append(dim)
         mode = module.training, torch.is_grad_enabled(), is_any_autocast_enabled()
-        return Arguments(leaves, structure, dims, cuts[0], (mode, structure, tuple(traits)))
+        return Arguments(leaves, structure, dims, found[1], (mode, structure, tuple(traits)))
+
+    def sharded(self) -> tuple[Any, dict[str, Any]]:
+        """The same arguments, of which all samples lie on the same ranks."""
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.structure)
+        return args, kwargs
 
     def local(self) -> tuple[Any, dict[str, Any]]:
         """The same arguments with this rank's samples."""
@@ -117,6 +141,36 @@ class Arguments:
         ]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return args, kwargs
+
+
+def _dim_of(tensor: ShardedTensor, cut: BatchCut) -> int | None:
+    """The dim along which a tensor has these samples; `REPLICA` if every rank has it whole; None of other layouts."""
+    layout = tensor._layout
+    if layout.is_whole_everywhere and np.array_equal(layout.ranks, cut.places.ranks):
+        return REPLICA
+    found = batch_cut(cut.group, layout)
+    return found[0] if found is not None and found[1] == cut else None
+
+
+_moved_leaves = WeakIdKeyDictionary()  # tensor → where it was moved to, and the tensor there
+
+
+def _moved(tensor: ShardedTensor, dim: int, cut: BatchCut) -> ShardedTensor | None:
+    """A tensor of all samples on the ranks that have the samples, such as a mask; None where it has none along the dim.
+
+    Without gradients it is moved once for all units.
+    """
+    if tensor.ndim <= dim or tensor.shape[dim] != sum(cut.sizes):
+        return None
+    known: Any = _moved_leaves.get(tensor)  # type: ignore[no-untyped-call] # torch's
+    if known is not None and known[0] == cut and known[1] == writes_of(tensor)[0]:
+        return cast(ShardedTensor, known[2])
+    rest = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+    frame = _frame(cut.group, cut.sizes, cut.places, rest, dim, tensor.dtype)
+    moved = tensor._redistributed(FixedShardingSpec.of(frame.layout))
+    if not tensor.requires_grad:
+        _moved_leaves[tensor] = cut, writes_of(tensor)[0], moved
+    return moved
 
 
 class LocalCompute:
@@ -193,14 +247,14 @@ def _sample_dims(output: Any, cut: BatchCut) -> tuple[int | None, ...] | None:
     """Of each tensor in a result the dim of the samples, None of what is no tensor; None if one has other samples."""
     dims: list[int | None] = []
     for leaf in pytree.tree_flatten(output)[0]:
-        found = None
+        dim = None
         if isinstance(leaf, ShardedTensor):
-            found = batch_cut(cut.group, leaf._layout) if leaf._process_group is cut.group else None
-            if found is None or found[1] != cut:
+            dim = _dim_of(leaf, cut) if leaf._process_group is cut.group else None
+            if dim is None:
                 return None
-        elif isinstance(leaf, torch.Tensor) or not isinstance(leaf, VALUES):
+        elif not isinstance(leaf, VALUES):
             return None
-        dims.append(None if found is None else found[0])
+        dims.append(dim)
     return tuple(dims) if any(dim is not None for dim in dims) else None
 
 
@@ -221,11 +275,7 @@ def wrapped(output: Any, dims: Sequence[int | None], cut: BatchCut) -> Any:
     """A result on local samples as one of sharded tensors."""
     leaves, structure = pytree.tree_flatten(output)
     made = [
-        leaf if dim is None else _sharded(leaf, cut.frame(leaf, dim)) for leaf, dim in zip(leaves, dims, strict=True)
+        leaf if dim is None else ShardedTensor._of_locals(cut.frame(leaf, dim), [leaf])
+        for leaf, dim in zip(leaves, dims, strict=True)
     ]
     return pytree.tree_unflatten(made, structure)
-
-
-def _sharded(local: torch.Tensor, frame: Frame) -> ShardedTensor:
-    """An activation with this local tensor."""
-    return ShardedTensor._of_locals(frame, [local])

@@ -6,17 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from shardwise.comm.group import cached_per_group
 from shardwise.errors import PlanError
-from shardwise.layout import Layout
-from shardwise.nn.fully_sharded.flat_memory import FlatMemory, FlatParameter, Reduce, places_of
-from shardwise.nn.fully_sharded.local_compute import Arguments, LocalCompute, Watch, wrapped
+from shardwise.nn.fully_sharded.flat_memory import FlatMemory, FlatParameter, Reduce
+from shardwise.nn.fully_sharded.local_compute import Arguments, LocalCompute, Watch, whole_frame, wrapped
 from shardwise.tensor import ShardedTensor
-from shardwise.tensor.frame import Frame
 from shardwise.torch_private import current_backward, pytree
 
 WEIGHTS_OF_RNN = "_flat_weights"  # the attribute in which torch's RNNs keep their parameters, in order
@@ -76,7 +72,7 @@ class Unit:
 
     def _replicas(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Gathered parameters as sharded tensors that every rank has whole, for ops on sharded tensors."""
-        frames = (_whole_frame(self._group, view.shape, view.dtype, view.device) for view in views)
+        frames = (whole_frame(self._group, view.shape, view.dtype, view.device) for view in views)
         return [ShardedTensor._of_locals(frame, [view]) for frame, view in zip(frames, views, strict=True)]
 
     # A call ----------------------------------------------------------------------------------------------------------
@@ -94,7 +90,7 @@ class Unit:
         self._was_local = dims is not None and found is not None
         if dims is None or found is None:
             self._put(self._replicas(views))
-            return args, kwargs
+            return (args, kwargs) if found is None else found.sharded()
         self._put(views)
         return found.local()
 
@@ -134,12 +130,6 @@ class Unit:
     def _run_locally(self, *args: Any, **kwargs: Any) -> Any:
         self._put([view for memory in self.memories for view in memory.split()])
         return self.module.forward(*args, **kwargs)
-
-
-@cached_per_group(maxsize=1024)
-def _whole_frame(group: ProcessGroup, size: torch.Size, dtype: torch.dtype, device: torch.device) -> Frame:
-    layout = Layout.whole(size, places_of(group, device))
-    return Frame.of(layout, None, layout.rows_on(dist.get_rank()), dtype, group)
 
 
 class _Call:

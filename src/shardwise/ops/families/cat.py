@@ -36,16 +36,25 @@ def _cat(call: Call) -> Any:
     model = next(one for one in call.operands if isinstance(one, ShardedTensorBase))
     alike = _everywhere(pieces, model)
     if all(isinstance(one, ShardedTensorBase) and one._layout.places == model._layout.places for one in alike):
-        sharded = Call(call.op, (alike, dim), {})
-        labels = Labels()
-        shared = [None if k == dim else labels.new(extent) for k, extent in enumerate(size)]
-        whole = [labels.new(one.shape[dim], whole=True) for one in alike]
-        dims = [[along if k != dim else whole[n] for k, along in enumerate(shared)] for n in range(len(alike))]
-        out = [along if k != dim else labels.new(size[dim], whole=True) for k, along in enumerate(shared)]
-        rule = labels.rule(dims, [out])
+        sharded, rule = Call(call.op, (alike, dim), {}), _rule(alike, dim, size)
         if _moves_nothing(sharded, rule):
             return compute(sharded, rule)
+    if any(not isinstance(one, ShardedTensorBase) or is_fully_replicated(one) for one in pieces):
+        # What every rank has whole is cut as the others are.
+        made = compute(Call(call.op, (pieces, dim), {}), _rule(pieces, dim, size), moves=False)
+        if made is not NotImplemented:
+            return made
     return _cat_boxes(pieces, model, dim, size, dtype, memory_format)
+
+
+def _rule(pieces: Sequence[Any], dim: int, size: Sequence[int]) -> Rule:
+    """All dims but the one along which the pieces lie may be cut."""
+    labels = Labels()
+    shared = [None if k == dim else labels.new(extent) for k, extent in enumerate(size)]
+    whole = [labels.new(one.shape[dim], whole=True) for one in pieces]
+    dims = [[along if k != dim else whole[n] for k, along in enumerate(shared)] for n in range(len(pieces))]
+    out = [along if k != dim else labels.new(size[dim], whole=True) for k, along in enumerate(shared)]
+    return labels.rule(dims, [out])
 
 
 def _moves_nothing(call: Call, rule: Rule) -> bool:
