@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.cases import ROUNDING
 from tests.nn.fully_sharded.cases import Block, Model, assert_same, batch_of, made, mine, train, twins, whole
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
@@ -61,6 +62,23 @@ def test_a_subgroup() -> None:
         plain(ids, labels).backward()
         model(*(shardwise.from_local(one, process_group=group) for one in (ids, labels))).backward()
         assert_same(plain, model)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)])
+@ranks(4)
+def test_replicas_of_shards(shape: tuple[int, int]) -> None:
+    """On a mesh: replicas along the first axis, shards along the second; replicas have the same bits."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    plain, model = twins(mesh=mesh, weights=[3, 1] if shape[1] == 2 else None)
+    train(plain, model, (2, 0, 1, 3))
+    for parameter in model.parameters():
+        assert isinstance(parameter, shardwise.ShardedTensor)
+        assert parameter.sharding.has_replicas == (shape[0] > 1)
+        mine_ = [shard.tensor.detach().numpy().tobytes() for shard in parameter.local_shards()]
+        told: list[Any] = [None] * 4
+        dist.all_gather_object(told, mine_)
+        rows = [told[k * shape[1] : (k + 1) * shape[1]] for k in range(shape[0])]
+        assert all(row == rows[0] for row in rows)
 
 
 @ranks(2)

@@ -2,7 +2,9 @@
 
 - `api`: the verb `fully_shard`
 - `unit_choice`: which modules are units; `building`: making them; `cuts`: where their flat memory is cut
+- `rank_groups`: the ranks that share out parameters, and those that have replicas
 - `flat_memory`: gathering parameters, summing gradients; `unit`: a module that computes with gathered parameters
+- `flat_steps`: steps of optimizers over flat memory
 - `local_compute`: which units may compute on plain local samples
 - `runtime`: which unit is gathered, freed and summed when
 """

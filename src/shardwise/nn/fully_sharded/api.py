@@ -7,14 +7,16 @@ from typing import TypeVar
 
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.agreement import in_step
-from shardwise.comm.group import Fields, or_default
+from shardwise.comm.group import Fields
 from shardwise.errors import PlanError
 from shardwise.layout.specs.chunking import parse_weights
 from shardwise.nn.fully_sharded.building import UnitBuilder, entries_of
 from shardwise.nn.fully_sharded.cuts import ELEMENTS, Align, FlatEntry, Loads
 from shardwise.nn.fully_sharded.flat_memory import Precision
+from shardwise.nn.fully_sharded.rank_groups import RankGroups
 from shardwise.nn.fully_sharded.runtime import FullySharded
 from shardwise.nn.fully_sharded.unit_choice import UnitChoice, choose_units
 from shardwise.nn.plain_tensors import make_plain_alike
@@ -33,6 +35,7 @@ def fully_shard(
     prefetch: int = 1,
     keep: bool = False,
     src_rank: int = 0,
+    mesh: DeviceMesh | None = None,
     process_group: ProcessGroup | None = None,
 ) -> M:
     """Shard a model so that each rank keeps a part of every parameter and computes on samples of its own.
@@ -56,23 +59,39 @@ def fully_shard(
     ``prefetch`` is how many units are gathered ahead; with ``keep``, units stay gathered from the forward to the
     backward. ``model.fully_sharded`` is a `FullySharded`: printed, it tells what was made.
 
+    On a ``mesh`` of two axes, the ranks along the second one share out the parameters, and there are replicas along the
+    first; each rank has samples of its own all the same. ``weights`` is for the ranks along the second axis.
+
     Parameters get the values of the group's rank ``src_rank``, as in `shard_module`. Of a model on ``meta``, only the
     shards are ever allocated.
     """
-    group = or_default(process_group)
+    groups = RankGroups.of(mesh, process_group)
+    group = groups.everyone
 
     def work() -> tuple[tuple[list[UnitChoice], dict[str, FlatEntry], Loads], Fields]:
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
             raise PlanError(f"prefetch is how many units are gathered ahead; found {prefetch!r:.80}")
         choices = choose_units(ModuleTree(model), units)
         entries = entries_of(choices, align)
-        loads = Loads.of(None if weights is None else parse_weights(weights, group.size()), group.size())
-        options = {"weights": loads.shares, "prefetch": prefetch, "keep": keep, "precision": precision}
+        loads = Loads.of(None if weights is None else parse_weights(weights, groups.parts), groups.parts)
+        options = {
+            "weights": loads.shares,
+            "prefetch": prefetch,
+            "keep": keep,
+            "precision": precision,
+            "ranks": groups.ranks.tolist(),
+        }
         fields = {f"unit {one.path or 'of the rest'}": _outline(one, entries) for one in choices}
-        return (choices, entries, loads), {"verb": "fully_shard", "src_rank": src_rank, **options, **fields}
+        return (choices, entries, loads), {
+            "verb": "fully_shard",
+            "src_rank": src_rank,
+            "ranks": groups.ranks.tolist(),
+            **options,
+            **fields,
+        }
 
     choices, entries, loads = in_step(group, work)
-    made = UnitBuilder(entries, loads, group, precision or Precision(), src_rank).units(choices)
+    made = UnitBuilder(entries, loads, groups, precision or Precision(), src_rank).units(choices)
     make_plain_alike(model, src_rank, group)
     FullySharded(model, made, group, loads, prefetch=prefetch, keep=keep)
     return model

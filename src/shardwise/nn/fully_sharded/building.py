@@ -17,8 +17,9 @@ from shardwise.layout import Layout
 from shardwise.layout.placement import device_for, rank_device
 from shardwise.layout.specs import FixedShardingSpec
 from shardwise.nn.fully_sharded.cuts import ELEMENTS, Align, FlatEntry, Loads, cut_divisible, deal_whole, unit_of
-from shardwise.nn.fully_sharded.flat_memory import FlatMemory, FlatParameter, Precision, layout_of, places_of
+from shardwise.nn.fully_sharded.flat_memory import FlatMemory, FlatParameter, Precision, layout_of
 from shardwise.nn.fully_sharded.flat_steps import step_flat
+from shardwise.nn.fully_sharded.rank_groups import RankGroups
 from shardwise.nn.fully_sharded.unit import Unit
 from shardwise.nn.fully_sharded.unit_choice import UnitChoice
 from shardwise.nn.sharding_plan.tree import ModuleSlot, matches
@@ -54,7 +55,7 @@ class UnitBuilder:
 
     entries: Mapping[str, FlatEntry]
     loads: Loads
-    group: ProcessGroup
+    groups: RankGroups
     precision: Precision
     src_rank: int
 
@@ -62,7 +63,7 @@ class UnitBuilder:
         """The units. Each plain parameter is freed before the next unit is made."""
         whole = {name: one.elements for name, one in self.entries.items() if one.is_whole and one.elements > 1}
         dealt = deal_whole(whole, self.loads)
-        return [Unit(one.path, one.module, self._memories(one, dealt), self.group) for one in choices]
+        return [Unit(one.path, one.module, self._memories(one, dealt), self.groups.everyone) for one in choices]
 
     def _memories(self, choice: UnitChoice, dealt: Mapping[str, int]) -> list[FlatMemory]:
         """One for each dtype, of parameters with and without gradients, whole or cut."""
@@ -82,7 +83,7 @@ class UnitBuilder:
     def _dealt(self, choice: UnitChoice, names: Sequence[str], dealt: Mapping[str, int]) -> FlatMemory:
         """Parameters that stay whole, those of a rank one behind another."""
         entries = [self.entries[name] for name in sorted(names, key=lambda name: dealt[name])]
-        sizes = [0] * self.group.size()
+        sizes = [0] * self.groups.parts
         for entry in entries:
             sizes[dealt[entry.name]] += entry.elements
         edges = [0, *accumulate(sizes)]
@@ -91,20 +92,20 @@ class UnitBuilder:
 
     def _memory(self, choice: UnitChoice, entries: Sequence[FlatEntry], edges: Sequence[int]) -> FlatMemory:
         first: torch.Tensor = choice.parameters[entries[0].name][0].get()
-        device = _device_of(first, self.group)
+        device = _device_of(first, self.groups.everyone)
         memory = FlatMemory(
             choice.path or "the rest of the model",
             entries,
             edges,
-            self.group,
+            self.groups,
             first.dtype,
             device,
             self.precision,
             first.requires_grad,
         )
-        places, begin = places_of(self.group, device), 0
+        begin = 0
         for entry in entries:
-            layout, starts = layout_of(entry, begin, edges, places)
+            layout, starts = layout_of(entry, begin, edges, self.groups.ranks, device.type)
             memory.parameters.append(self._parameter(memory, entry, choice.parameters[entry.name], layout, starts))
             begin += entry.elements
         step_flat(memory)
@@ -121,10 +122,10 @@ class UnitBuilder:
             memory.shard[low:high].view(layout.extent(row)) for row, (low, high) in zip(rows, stretches, strict=True)
         ]
         if not old.is_meta:
-            values = shard_tensor(old.detach(), FixedShardingSpec.of(layout), self.src_rank, self.group)
+            values = shard_tensor(old.detach(), FixedShardingSpec.of(layout), self.src_rank, self.groups.everyone)
             for shard, value in zip(shards, values._local_tensors(), strict=True):
                 shard.copy_(value)
-        frame = Frame.of(layout, None, rows, memory.dtype, self.group)
+        frame = Frame.of(layout, None, rows, memory.dtype, self.groups.everyone)
         new = nn.Parameter(ShardedTensor._wrap(Parts(frame, [shard.detach() for shard in shards])), old.requires_grad)
         vars(new).update(vars(old))  # attributes that others set
         for slot in slots:

@@ -15,17 +15,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.comm.group import rank_array
+from shardwise.comm.group import CallFingerprint, rank_array
 from shardwise.comm.transfer import Moving, make_plan, move
+from shardwise.comm.transfer.all_reduce import AllReduce, holding_of
 from shardwise.layout import Layout, Places
-from shardwise.layout.geometry import Boxes
+from shardwise.layout.geometry import Boxes, IntArray
 from shardwise.layout.specs.chunking import sized_axis
 from shardwise.nn.fully_sharded.cuts import FlatEntry, boxes_of
+from shardwise.nn.fully_sharded.rank_groups import RankGroups
 from shardwise.nn.sharding_plan.tree import ModuleSlot
 from shardwise.tensor import ShardedTensor
 
@@ -52,13 +53,13 @@ class Precision:
     gradients: torch.dtype | None = None
 
 
-def places_of(group: ProcessGroup, device: torch.device) -> Places:
-    """A place on every rank of the group, on this type of device."""
-    return Places.on_ranks(rank_array(group), device.type)
+def layout_of(
+    entry: FlatEntry, begin: int, edges: Sequence[int], ranks: IntArray, device_type: str
+) -> tuple[Layout, list[int]]:
+    """The boxes of a parameter that begins at a place of flat memory, and where each begins in its rank's stretch.
 
-
-def layout_of(entry: FlatEntry, begin: int, edges: Sequence[int], places: Places) -> tuple[Layout, list[int]]:
-    """The boxes of a parameter that begins at a place of flat memory, and where each begins in its rank's stretch."""
+    The ranks are rows, each of which has all boxes.
+    """
     offsets, sizes, owners, starts = [], [], [], []
     for number, (low, high) in enumerate(pairwise(edges)):
         first, last = max(low - begin, 0), min(high - begin, entry.elements)
@@ -69,8 +70,10 @@ def layout_of(entry: FlatEntry, begin: int, edges: Sequence[int], places: Places
             owners.append(number)
             starts.append(at)
             at += torch.Size(box[1]).numel()
-    boxes = Boxes.parse(offsets, sizes, len(entry.shape))
-    return Layout.of(entry.shape, boxes, places.take(np.array(owners, dtype=np.int64))), starts
+    rows = len(ranks)
+    boxes = Boxes.parse(offsets * rows, sizes * rows, len(entry.shape))
+    places = Places.on_ranks(ranks[:, owners].reshape(-1), device_type)
+    return Layout.of(entry.shape, boxes, places), starts * rows
 
 
 class FlatMemory:
@@ -81,7 +84,7 @@ class FlatMemory:
         what: str,
         entries: Sequence[FlatEntry],
         edges: Sequence[int],
-        group: ProcessGroup,
+        groups: RankGroups,
         dtype: torch.dtype,
         device: torch.device,
         precision: Precision,
@@ -90,17 +93,17 @@ class FlatMemory:
         """Memory for these entries, cut at these edges. The parameters are added when their values are in it."""
         self.parameters: list[FlatParameter] = []
         self.what, self._wants_grad = what, wants_grad
-        self._group, self._number = group, dist.get_rank(group)
-        places, total = places_of(group, device), edges[-1]
+        self._groups = groups
+        places, total = Places.on_ranks(rank_array(groups.row), device.type), edges[-1]
         sizes = [high - low for low, high in pairwise(edges)]
         source = Layout.by_rule([total], [sized_axis(0, sizes)], places)
         self._plan = make_plan(source, Layout.whole([total], places))
         self.dtype, self._device = dtype, device
         self.gathered_dtype, self._sum_dtype = precision.parameters or dtype, precision.gradients
-        self.shard = torch.empty(sizes[self._number], dtype=dtype, device=device)
+        self.shard = torch.empty(sizes[groups.part], dtype=dtype, device=device)
         self._sizes = [entry.elements for entry in entries]
         self._sizes.append(total - sum(self._sizes))  # the rest is padding
-        self._is_alone = group.size() == 1 and self.gathered_dtype == dtype
+        self._is_alone = groups.parts == 1 and self.gathered_dtype == dtype
         self._whole = self.shard if self._is_alone else self._new_buffer(total)
         self._gathering: Moving | None = None
         self._is_gathered = False
@@ -134,7 +137,7 @@ class FlatMemory:
             self._gathering = move(
                 self._plan,
                 [given],
-                self._group,
+                self._groups.row,
                 dtype=self.gathered_dtype,
                 outs=[self._whole.data],  # with a version counter of its own: what autograd has saved is the same again
                 lent=True,
@@ -209,10 +212,11 @@ class FlatMemory:
             grad, self._unreduced = grad + self._unreduced, None
         dtype = self._sum_dtype or grad.dtype
         grad = grad.to(dtype)
-        if self._is_alone:
-            return _Ready([grad])
-        verb = f"sum the gradients of {self.what}"
-        return move(self._plan.reverse(), [grad], self._group, dtype=dtype, verb=verb)
+        summing: Moving = _Ready([grad])
+        if not self._is_alone:
+            verb = f"sum the gradients of {self.what}"
+            summing = move(self._plan.reverse(), [grad], self._groups.row, dtype=dtype, verb=verb)
+        return summing if self._groups.column is None else _SumOfRows(summing, self._groups.column, self.what)
 
     def accumulate(self, total: torch.Tensor) -> None:
         """Give the parameters their gradients, or add to those that they have."""
@@ -267,6 +271,21 @@ class _Ready:
     def wait(self) -> list[torch.Tensor]:
         """The tensors."""
         return self._outs
+
+
+class _SumOfRows:
+    """The sum of a row, under way; then the sum over the rows."""
+
+    def __init__(self, of_row: Moving, column: ProcessGroup, what: str) -> None:
+        self._of_row, self._column, self._what = of_row, column, what
+
+    def wait(self) -> list[torch.Tensor]:
+        """The sum of all ranks, the same bits on every rank of the column."""
+        (total,) = self._of_row.wait()
+        everywhere = Layout.whole(total.shape, Places.on_ranks(rank_array(self._column), total.device.type))
+        holding = holding_of(everywhere, dist.get_rank(), self._column.size())
+        said = CallFingerprint({"verb": f"sum the gradients of {self._what} over replicas", "elements": total.numel()})
+        return list(AllReduce(holding, [total], self._column, dtype=total.dtype, said=said).wait())
 
 
 class _Gathered(torch.autograd.Function):
