@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.nn.fully_sharded.cases import Block, Model, assert_same, batch_of, made, mine, train, twins, whole
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
@@ -110,6 +111,28 @@ def test_memory_is_bounded() -> None:
     whole_step = torch.cuda.max_memory_allocated() - before
     # two gathered units; gradients of the current one and of two that are summed; their sums
     assert whole_step <= 7.5 * unit
+
+
+@ranks(2, backend="nccl")
+def test_offloaded_parameters() -> None:
+    """Parameters, gradients and states are in pinned memory of the host; what is computed is the same."""
+    with torch.device("cuda"):
+        plain, model = twins(offload=True)
+        train(plain, model, (2, 1), steps=4)
+    for parameter in model.parameters():
+        assert isinstance(parameter, shardwise.ShardedTensor)
+        for shard in parameter.local_shards():
+            assert shard.tensor.is_pinned()
+            assert shard.tensor.grad is not None
+            assert shard.tensor.grad.device.type == "cpu"
+
+
+@ranks(4, backend="nccl")
+def test_replicas_of_shards() -> None:
+    """On a mesh of two axes."""
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicas", "shards"))
+    with torch.device("cuda"):
+        train(*twins(mesh=mesh, weights=[3, 1]), (2, 0, 1, 3), steps=4)
 
 
 @ranks(2, backend="nccl")

@@ -42,11 +42,22 @@ def test_one_rank() -> None:
     train(plain, model, (3,))
 
 
-@pytest.mark.parametrize("options", [{"keep": True}, {"prefetch": 0}, {"prefetch": 5}, {"units": "blocks.1"}])
+@pytest.mark.parametrize(
+    "options", [{"keep": True}, {"prefetch": 0}, {"prefetch": 5}, {"units": "blocks.1"}, {"offload": True}]
+)
 @ranks(2)
 def test_when_units_are_gathered_changes_nothing(options: dict[str, Any]) -> None:
     """Neither do the units themselves."""
     plain, model = twins(**options)
+    train(plain, model, (2, 1))
+
+
+@ranks(2)
+def test_the_same_as_a_plan() -> None:
+    """For `shard_module`."""
+    torch.manual_seed(0)
+    plain = Model().double()
+    model = shardwise.shard_module(copy.deepcopy(plain), shardwise.plans.FullyShard(weights=[2, 1], align="rows"))
     train(plain, model, (2, 1))
 
 

@@ -1,6 +1,6 @@
 """Fully sharded training: each rank keeps a part of every parameter, and computes on samples of its own.
 
-- `api`: the verb `fully_shard`
+- `api`: the verb `fully_shard`; `plan`: the same as a plan for `shard_module`
 - `unit_choice`: which modules are units; `building`: making them; `cuts`: where their flat memory is cut
 - `rank_groups`: the ranks that share out parameters, and those that have replicas
 - `flat_memory`: gathering parameters, summing gradients; `unit`: a module that computes with gathered parameters
@@ -11,6 +11,7 @@
 
 from shardwise.nn.fully_sharded.api import fully_shard
 from shardwise.nn.fully_sharded.flat_memory import Precision
+from shardwise.nn.fully_sharded.plan import FullyShard
 from shardwise.nn.fully_sharded.runtime import FullySharded
 
-__all__ = ["FullySharded", "Precision", "fully_shard"]
+__all__ = ["FullyShard", "FullySharded", "Precision", "fully_shard"]

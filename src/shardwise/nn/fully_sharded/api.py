@@ -34,6 +34,7 @@ def fully_shard(
     precision: Precision | None = None,
     prefetch: int = 1,
     keep: bool = False,
+    offload: bool = False,
     src_rank: int = 0,
     mesh: DeviceMesh | None = None,
     process_group: ProcessGroup | None = None,
@@ -57,7 +58,9 @@ def fully_shard(
     stays together: single ``"elements"``, ``"rows"``, a number of elements, or whole ``"parameters"``; a mapping gives
     it by patterns of names. ``precision`` has the dtypes in which parameters are gathered and gradients are summed.
     ``prefetch`` is how many units are gathered ahead; with ``keep``, units stay gathered from the forward to the
-    backward. ``model.fully_sharded`` is a `FullySharded`: printed, it tells what was made.
+    backward. With ``offload``, parameters, gradients and states of optimizers stay in pinned memory of the host, and
+    parameters come to the device to be gathered. ``model.fully_sharded`` is a `FullySharded`: printed, it tells what
+    was made.
 
     On a ``mesh`` of two axes, the ranks along the second one share out the parameters, and there are replicas along the
     first; each rank has samples of its own all the same. ``weights`` is for the ranks along the second axis.
@@ -85,13 +88,14 @@ def fully_shard(
         return (choices, entries, loads), {
             "verb": "fully_shard",
             "src_rank": src_rank,
+            "precision": precision,
             "ranks": groups.ranks.tolist(),
             **options,
             **fields,
         }
 
     choices, entries, loads = in_step(group, work)
-    made = UnitBuilder(entries, loads, groups, precision or Precision(), src_rank).units(choices)
+    made = UnitBuilder(entries, loads, groups, precision or Precision(), src_rank, offload).units(choices)
     make_plain_alike(model, src_rank, group)
     FullySharded(model, made, group, loads, prefetch=prefetch, keep=keep)
     return model

@@ -58,6 +58,7 @@ class UnitBuilder:
     groups: RankGroups
     precision: Precision
     src_rank: int
+    offload: bool
 
     def units(self, choices: Sequence[UnitChoice]) -> list[Unit]:
         """The units. Each plain parameter is freed before the next unit is made."""
@@ -102,10 +103,11 @@ class UnitBuilder:
             device,
             self.precision,
             first.requires_grad,
+            self.offload,
         )
         begin = 0
         for entry in entries:
-            layout, starts = layout_of(entry, begin, edges, self.groups.ranks, device.type)
+            layout, starts = layout_of(entry, begin, edges, self.groups.ranks, memory.shard.device.type)
             memory.parameters.append(self._parameter(memory, entry, choice.parameters[entry.name], layout, starts))
             begin += entry.elements
         step_flat(memory)

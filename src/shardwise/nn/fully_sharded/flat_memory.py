@@ -89,8 +89,12 @@ class FlatMemory:
         device: torch.device,
         precision: Precision,
         wants_grad: bool,
+        offload: bool,
     ) -> None:
-        """Memory for these entries, cut at these edges. The parameters are added when their values are in it."""
+        """Memory for these entries, cut at these edges; the stretch of this rank on this device, or offloaded.
+
+        The parameters are added when their values are in it.
+        """
         self.parameters: list[FlatParameter] = []
         self.what, self._wants_grad = what, wants_grad
         self._groups = groups
@@ -100,10 +104,11 @@ class FlatMemory:
         self._plan = make_plan(source, Layout.whole([total], places))
         self.dtype, self._device = dtype, device
         self.gathered_dtype, self._sum_dtype = precision.parameters or dtype, precision.gradients
-        self.shard = torch.empty(sizes[groups.part], dtype=dtype, device=device)
+        home = torch.device("cpu") if offload else device
+        self.shard = torch.empty(sizes[groups.part], dtype=dtype, device=home, pin_memory=home.type != device.type)
         self._sizes = [entry.elements for entry in entries]
         self._sizes.append(total - sum(self._sizes))  # the rest is padding
-        self._is_alone = groups.parts == 1 and self.gathered_dtype == dtype
+        self._is_alone = groups.parts == 1 and self.gathered_dtype == dtype and home == device
         self._whole = self.shard if self._is_alone else self._new_buffer(total)
         self._gathering: Moving | None = None
         self._is_gathered = False
@@ -132,7 +137,7 @@ class FlatMemory:
             self._is_gathered = True
             return
         self._whole.untyped_storage().resize_(self.bytes_gathered)
-        given = self.shard if self.dtype == self.gathered_dtype else self.shard.to(self.gathered_dtype)
+        given = self.shard.to(self._device, non_blocking=True).to(self.gathered_dtype)
         try:
             self._gathering = move(
                 self._plan,
@@ -220,7 +225,7 @@ class FlatMemory:
 
     def accumulate(self, total: torch.Tensor) -> None:
         """Give the parameters their gradients, or add to those that they have."""
-        total = total.to(self.dtype)
+        total = total.to(self.shard.device, self.dtype)
         if all(self.has_flat_grad(one) for one in self.parameters):
             assert self.grad is not None
             self.grad += total
