@@ -17,7 +17,7 @@ class FullyShard:
     """A plan that makes `shard_module` do what `fully_shard` does with these options.
 
     >>> model = shardwise.shard_module(torch.nn.Linear(4, 4), shardwise.plans.FullyShard(weights=[2, 1]))
-    >>> model.weight.sharding.elements_by_rank
+    >>> model.weight.sharding.elements_by_rank()
     {0: 13, 1: 3}
     """
 
