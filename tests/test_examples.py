@@ -41,7 +41,7 @@ def losses_agree(printed: str) -> bool:
 def test_every_example_is_run_here() -> None:
     """A new one must be added."""
     by_itself = {"elastic.py", "layouts.py", "train_and_serve.py", "train_anywhere.py", "two_jobs.py"}
-    assert {file.name for file in EXAMPLES.glob("*.py")} == {*by_itself, *TWINS}
+    assert {file.name for file in EXAMPLES.glob("*.py")} == {*by_itself, *TWINS, "unequal_devices.py"}
 
 
 def test_layers_in_parts_train_as_their_twin(
@@ -160,3 +160,19 @@ def test_a_training_goes_on_when_a_machine_is_lost(
     rows = [line.split() for line in printed.splitlines() if re.match(r" +\d+ +\d+ +0", line)]
     assert {(ranks, step) for ranks, step, _, _ in rows} >= {("4", "0"), ("4", "11"), ("2", "11"), ("2", "19")}
     assert printed.endswith("Four ranks, then two: the same training.\n")
+
+
+def test_unequal_devices_train_as_one_process(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In two worlds, holding and computing in different shares; its verdict and its exit code say so."""
+    assert alone("unequal_devices.py", monkeypatch, tmp_path) == 0
+    printed = capsys.readouterr().out
+    rows = re.findall(r"^ +\d +(\d+)% █* +([\d,]+) bytes +(\d+)", printed, flags=re.MULTILINE)
+    assert [share for share, _, _ in rows] == ["50", "25", "25", "0", "25", "0", "75"]
+    assert [samples for _, _, samples in rows] == ["2", "2", "4", "8", "4", "12", "0"]
+    held = [int(size.replace(",", "")) for _, size, _ in rows]
+    assert sum(held[:4]) == sum(held[4:])
+    losses = re.findall(r"^loss (\S+), of one process (\S+); largest difference", printed, flags=re.MULTILINE)
+    assert [float(loss) for loss, _ in losses] == pytest.approx([float(twin) for _, twin in losses], abs=2e-9)
+    assert printed.endswith("Unequal devices: the same training.\n")

@@ -28,6 +28,9 @@ def fully_sharded(
     """The plan that cuts every parameter along its longest dim, the first of several; those of fewer elements than
     ranks stay plain.
 
+    Under this plan each op computes where the weights lie, and activations travel; `shardwise.fully_shard` gathers the
+    weights for each rank's own samples instead.
+
     Parameters are shared out over all ranks of the group, or along a mesh of one axis; if that is an axis of a larger
     mesh, as in ``mesh["shard"]``, there are replicas along the others. ``weights`` has a number for each rank, and
     parts are in proportion. Every rank makes the same plan; nothing is sent::
