@@ -91,11 +91,13 @@ def assert_same(plain: nn.Module, model: nn.Module, *, grads: bool = True, toler
     """The values and the gradients of all parameters."""
     ours = dict(model.named_parameters())
     for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(whole(ours[name]), parameter.detach(), rtol=tolerance, atol=tolerance)
+        value = whole(ours[name]).to(parameter.device)
+        torch.testing.assert_close(value, parameter.detach(), rtol=tolerance, atol=tolerance)
         found = ours[name].grad
         assert (found is None) == (parameter.grad is None), name
         if grads and parameter.grad is not None:
-            torch.testing.assert_close(whole(found), parameter.grad, rtol=tolerance, atol=tolerance)
+            value = whole(found).to(parameter.device)
+            torch.testing.assert_close(value, parameter.grad, rtol=tolerance, atol=tolerance)
 
 
 def train(plain: nn.Module, model: nn.Module, samples: Sequence[int], steps: int = 3) -> None:

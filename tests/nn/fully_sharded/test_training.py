@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise.errors import PlanError, PlanNameError, RankMismatchError
+from shardwise.errors import PlanError, PlanNameError, RankMismatchError, UnsupportedOpError
 from shardwise.nn.fully_sharded import Precision
 from shardwise.testing import ranks
 
@@ -147,6 +147,84 @@ def test_units_in_which_samples_meet_are_right_too(block: type[nn.Module]) -> No
         assert set(unit.local._known.values()) == {None}
     for one, other in zip(plain.buffers(), model.buffers(), strict=True):
         torch.testing.assert_close(whole(other), one, rtol=ROUNDING, atol=ROUNDING)
+
+
+class Leaving(Block):
+    """A layer that leaves a tensor in an attribute."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """For a loss of the model."""
+        self.left = super().forward(x).tanh()
+        return x + self.left
+
+
+class Adding(Model):
+    """A model that reads what its layers leave."""
+
+    def forward(self, ids: Any, labels: Any = None) -> Any:
+        """With a loss of all layers."""
+        return super().forward(ids, labels) + sum(block.left.mean() for block in self.blocks)
+
+
+@ranks(3)
+def test_what_a_unit_leaves_in_attributes_is_of_all_samples() -> None:
+    """So it runs on sharded tensors."""
+    train(*twins(lambda: Adding(Leaving)), (1, 0, 3))
+
+
+class Switched(Block):
+    """A layer in which samples meet from some step on."""
+
+    meets = False
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """By an attribute."""
+        return super().forward(x - x.mean(0) if self.meets else x)
+
+
+@ranks(2)
+def test_a_unit_that_changes_is_tried_again() -> None:
+    """Its attributes are a part of the kind of call."""
+    plain, model = twins(lambda: Model(Switched))
+    for meets in (False, True):
+        for one in (*plain.modules(), *model.modules()):
+            if isinstance(one, Switched):
+                one.meets = meets
+        train(plain, model, (1, 3))
+
+
+@ranks(2)
+def test_hooks_within_a_unit_see_all_samples() -> None:
+    """A unit with such hooks runs on sharded tensors."""
+    plain, model = twins()
+    train(plain, model, (2, 3), steps=2)
+    seen: list[Any] = []
+    for one in (plain, model):
+        one.get_submodule("blocks.1.up").register_forward_hook(lambda *given: seen.append(whole(given[2])))
+    train(plain, model, (2, 3), steps=1)
+    torch.testing.assert_close(seen[1], seen[0], rtol=ROUNDING, atol=ROUNDING)
+
+
+@ranks(2)
+def test_parameters_are_frozen_and_unfrozen() -> None:
+    """After the model was sharded, some of a unit and all of one."""
+    plain, model = twins()
+    names = ["blocks.0.up.weight", *(f"blocks.1.{name}" for name, _ in Block().named_parameters())]
+    for wants in (False, True):
+        for one in (plain, model):
+            one.zero_grad()
+            for name in names:
+                one.get_parameter(name).requires_grad_(wants)
+        train(plain, model, (2, 1), steps=2)
+
+
+@ranks(2)
+def test_gradients_of_gradients_are_refused() -> None:
+    """On every rank, in one line."""
+    _, model = twins()
+    ids, labels = (mine(one, (2, 1)) for one in batch_of(0, (2, 1)))
+    with pytest.raises(UnsupportedOpError, match="create_graph"):
+        model(ids, labels).backward(create_graph=True)
 
 
 class Dropping(Block):

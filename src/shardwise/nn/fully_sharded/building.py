@@ -64,7 +64,10 @@ class UnitBuilder:
         """The units. Each plain parameter is freed before the next unit is made."""
         whole = {name: one.elements for name, one in self.entries.items() if one.is_whole and one.elements > 1}
         dealt = deal_whole(whole, self.loads)
-        return [Unit(one.path, one.module, self._memories(one, dealt), self.groups.everyone) for one in choices]
+        return [
+            Unit(one.path, one.module, self._memories(one, dealt), self.groups.everyone, self.precision.parameters)
+            for one in choices
+        ]
 
     def _memories(self, choice: UnitChoice, dealt: Mapping[str, int]) -> list[FlatMemory]:
         """One for each dtype, of parameters with and without gradients, whole or cut."""
@@ -102,7 +105,6 @@ class UnitBuilder:
             first.dtype,
             device,
             self.precision,
-            first.requires_grad,
             self.offload,
         )
         begin = 0

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from shardwise.comm.group import CallFingerprint, rank_array
 from shardwise.comm.transfer import Moving, make_plan, move
 from shardwise.comm.transfer.all_reduce import AllReduce, holding_of
+from shardwise.errors import UnsupportedOpError
 from shardwise.layout import Layout, Places
 from shardwise.layout.geometry import Boxes, IntArray
 from shardwise.layout.specs.chunking import sized_axis
@@ -77,7 +78,7 @@ def layout_of(
 
 
 class FlatMemory:
-    """The memory of some parameters of one dtype, of which all want gradients or none does."""
+    """The memory of some parameters of one dtype."""
 
     def __init__(
         self,
@@ -88,7 +89,6 @@ class FlatMemory:
         dtype: torch.dtype,
         device: torch.device,
         precision: Precision,
-        wants_grad: bool,
         offload: bool,
     ) -> None:
         """Memory for these entries, cut at these edges; the stretch of this rank on this device, or offloaded.
@@ -96,7 +96,7 @@ class FlatMemory:
         The parameters are added when their values are in it.
         """
         self.parameters: list[FlatParameter] = []
-        self.what, self._wants_grad = what, wants_grad
+        self.what = what
         self._groups = groups
         places, total = Places.on_ranks(rank_array(groups.row), device.type), edges[-1]
         sizes = [high - low for low, high in pairwise(edges)]
@@ -187,8 +187,9 @@ class FlatMemory:
 
     def views(self, reduce: Reduce) -> list[torch.Tensor]:
         """Each parameter in the gathered buffer; if recorded, their gradients are reduced together."""
-        if self._wants_grad and torch.is_grad_enabled():
-            return list(_gathered(self, reduce, self._anchor))
+        wanted = [one.sharded.requires_grad for one in self.parameters]
+        if any(wanted) and torch.is_grad_enabled():
+            return list(_gathered(self, reduce, wanted, self._anchor))
         return self.split()
 
     def split(self) -> list[torch.Tensor]:
@@ -226,13 +227,13 @@ class FlatMemory:
     def accumulate(self, total: torch.Tensor) -> None:
         """Give the parameters their gradients, or add to those that they have."""
         total = total.to(self.shard.device, self.dtype)
-        if all(self.has_flat_grad(one) for one in self.parameters):
-            assert self.grad is not None
+        wanted = [one for one in self.parameters if one.sharded.requires_grad]
+        if self.grad is not None and all(self.has_flat_grad(one) for one in wanted):
             self.grad += total
             return
-        if all(one.sharded.grad is None for one in self.parameters):
+        if all(one.sharded.grad is None for one in wanted):
             self.grad = total
-        for one in self.parameters:
+        for one in wanted:
             _accumulate(one, total)
 
     def has_flat_grad(self, one: FlatParameter) -> bool:
@@ -297,17 +298,26 @@ class _Gathered(torch.autograd.Function):
     """Gathered parameters, whose gradients are reduced together."""
 
     @staticmethod
-    def forward(ctx: Any, memory: FlatMemory, reduce: Reduce, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The parameters."""
+    def forward(
+        ctx: Any, memory: FlatMemory, reduce: Reduce, wanted: Sequence[bool], anchor: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The parameters, of which some are wanted with gradients."""
         ctx.memory, ctx.reduce = memory, reduce
         ctx.set_materialize_grads(False)
-        return tuple(memory.split())
+        made = tuple(memory.split())
+        ctx.mark_non_differentiable(*(one for one, wants in zip(made, wanted, strict=True) if not wants))
+        return made
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None]:
         """All parameters of the unit have their gradients: the sum over ranks begins."""
+        if torch.is_grad_enabled():
+            raise UnsupportedOpError(
+                "the gradients of fully sharded parameters cannot be differentiated: leave out create_graph=True, or "
+                "shard the model by a plan, as in shard_module(model, plans.rows(model))"
+            )
         ctx.reduce(ctx.memory, grads)
-        return None, None, None
+        return None, None, None, None
 
 
 _gathered: Callable[..., tuple[torch.Tensor, ...]] = _Gathered.apply

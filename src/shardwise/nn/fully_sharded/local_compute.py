@@ -2,9 +2,10 @@
 
 Ops on sharded tensors are right for any unit, and cost host time for each. A unit that makes of every sample what it
 would make of the sample alone may run on plain local tensors instead. That is tried when a unit is first called in
-some way (training or not, with which kinds of arguments): the unit runs on the sharded tensors; if it sent nothing,
-drew nothing and changed no buffer, it runs again on the local tensors, without recording. If both give the same values
-on every rank, later calls of that kind run on local tensors.
+some way (with which kinds of arguments, and which plain values as attributes of its modules, such as ``training``): the
+unit runs on the sharded tensors; if it sent nothing, drew nothing and changed no buffer and no attribute, it runs again
+on the local tensors, without recording. If both give the same values on every rank, later calls of that kind run on
+local tensors; not while there are hooks on modules within, which would see samples of one rank.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from shardwise.tensor.frame import Frame
 from shardwise.tensor.redistribution_cache import writes_of
 from shardwise.torch_private import is_any_autocast_enabled, pytree
 
+SCALARS = {bool, int, float, str, type(None)}
 VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)  # arguments that are compared by value
 
 
@@ -126,7 +128,7 @@ class Arguments:
             is_tensor = isinstance(leaf, torch.Tensor)
             traits.append((dim, type(leaf), leaf.ndim, leaf.dtype) if is_tensor else leaf)
             dims.append(dim)
-        mode = module.training, torch.is_grad_enabled(), is_any_autocast_enabled()
+        mode = torch.is_grad_enabled(), is_any_autocast_enabled(), settings_of(module)
         return Arguments(leaves, structure, dims, found[1], (mode, structure, tuple(traits)))
 
     def sharded(self) -> tuple[Any, dict[str, Any]]:
@@ -171,6 +173,20 @@ def _moved(tensor: ShardedTensor, dim: int, cut: BatchCut) -> ShardedTensor | No
     if not tensor.requires_grad:
         _moved_leaves[tensor] = cut, writes_of(tensor)[0], moved
     return moved
+
+
+def settings_of(module: nn.Module) -> tuple[Any, ...]:
+    """The plain values that a module and its submodules have as attributes: what a forward may decide by."""
+    return tuple(tuple(value for value in vars(one).values() if value.__class__ in SCALARS) for one in module.modules())
+
+
+def has_inner_hooks(module: nn.Module) -> bool:
+    """Whether somebody watches what is computed within a module, and would see samples of one rank."""
+    return any(
+        one._forward_hooks or one._forward_pre_hooks or one._backward_hooks or one._backward_pre_hooks
+        for one in module.modules()
+        if one is not module
+    )
 
 
 class LocalCompute:
@@ -231,6 +247,7 @@ class Watch:
     sent: int  # calls of the group that sent something
     random: bytes
     buffers: tuple[int, ...]  # versions
+    attributes: tuple[Any, ...]  # which values modules have, and how many are in them
 
     @staticmethod
     def now(module: nn.Module, group: ProcessGroup) -> Watch:
@@ -240,7 +257,13 @@ class Watch:
             states.append(torch.cuda.get_rng_state())
         versions = tuple(buffer._version for buffer in module.buffers())
         random = b"".join(state.numpy().tobytes() for state in states)
-        return Watch(group_state(group).history.sent, random, versions)
+        attributes = tuple(
+            (name, id(value), len(value) if isinstance(value, list | dict | set) else 0)
+            for one in module.modules()
+            for name, value in vars(one).items()
+            if not name.startswith("_")
+        )
+        return Watch(group_state(group).history.sent, random, versions, attributes)
 
 
 def _sample_dims(output: Any, cut: BatchCut) -> tuple[int | None, ...] | None:

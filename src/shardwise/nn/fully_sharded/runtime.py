@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.autograd.task import BackwardTask, current_task
 from shardwise.comm.transfer import Moving
+from shardwise.layout.pictures.words import bytes_text, numbered
 from shardwise.nn.fully_sharded.cuts import Loads
 from shardwise.nn.fully_sharded.flat_memory import FlatMemory, Gradients
 from shardwise.nn.fully_sharded.unit import Unit, hook_results
@@ -178,14 +179,15 @@ class FullySharded:
     # In words --------------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        lines = [f"fully sharded over {self.group.size()} ranks, {len(self.units)} units:"]
-        for unit in self.units:
+        lines = [f"fully sharded over {numbered(self.group.size(), 'rank')}, in {numbered(len(self.units), 'unit')}"]
+        width = max(len(unit.path) for unit in self.units[1:]) if len(self.units) > 1 else 0
+        for unit in [*self.units[1:], self._root]:
             counts = [one.entry.elements for one in unit.parameters]
-            size = sum(memory.bytes_gathered for memory in unit.memories)
-            lines.append(
-                f"  {unit.path or 'the rest':40s} {len(counts):4d} parameters {sum(counts):14,d} elements "
-                f"{size / 2**20:10.1f} MiB gathered"
-            )
-        shares = " | ".join(f"{count:,}" for count in self.loads.elements)
-        lines.append(f"  elements by rank: {shares}; the fullest rank has {self.loads.imbalance:.2%} over its share")
+            size = bytes_text(sum(memory.bytes_gathered for memory in unit.memories))
+            name = unit.path or "the rest"
+            what = f"{len(counts):4d} parameters  {sum(counts):14,d} elements  {size:>10} gathered"
+            lines.append(f"  {name:{max(width, 8)}}  {what}")
+        shares = " | ".join(f"{count:,}" for count in self.loads.elements[:16])
+        more = ", …" * (len(self.loads.elements) > 16)
+        lines.append(f"  elements by rank: {shares}{more}; the fullest has {self.loads.imbalance:.2%} over its share")
         return "\n".join(lines)

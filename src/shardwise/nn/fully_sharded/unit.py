@@ -11,7 +11,14 @@ from torch.distributed import ProcessGroup
 
 from shardwise.errors import PlanError
 from shardwise.nn.fully_sharded.flat_memory import FlatMemory, FlatParameter, Reduce
-from shardwise.nn.fully_sharded.local_compute import Arguments, LocalCompute, Watch, whole_frame, wrapped
+from shardwise.nn.fully_sharded.local_compute import (
+    Arguments,
+    LocalCompute,
+    Watch,
+    has_inner_hooks,
+    whole_frame,
+    wrapped,
+)
 from shardwise.tensor import ShardedTensor
 from shardwise.torch_private import current_backward, pytree
 
@@ -21,7 +28,16 @@ WEIGHTS_OF_RNN = "_flat_weights"  # the attribute in which torch's RNNs keep the
 class Unit:
     """One unit of a model."""
 
-    def __init__(self, path: str, module: nn.Module, memories: Sequence[FlatMemory], group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        path: str,
+        module: nn.Module,
+        memories: Sequence[FlatMemory],
+        group: ProcessGroup,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """With a dtype, floating-point arguments are cast to it."""
+        self._dtype = dtype
         self.path, self.module, self.memories, self._group = path, module, memories, group
         self._was_local = False  # in the last forward
         self.local = LocalCompute(path, module, group)
@@ -82,7 +98,9 @@ class Unit:
         is_forward = current_backward() == -1
         if is_forward and not self._calls:
             self._require_own()
-        found = Arguments.of(self.module, self._group, args, kwargs) if self.path else None
+        args, kwargs = self._cast(args, kwargs)
+        may_be_local = self.path and not has_inner_hooks(self.module)
+        found = Arguments.of(self.module, self._group, args, kwargs) if may_be_local else None
         dims = None if found is None else self.local.result_dims(found)
         views = self._views(reduce)
         untried = found is not None and self.local.is_untried(found) and is_forward
@@ -93,6 +111,18 @@ class Unit:
             return (args, kwargs) if found is None else found.sharded()
         self._put(views)
         return found.local()
+
+    def _cast(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments in the dtype of gathered parameters, where another one was asked for."""
+        if self._dtype is None:
+            return args, kwargs
+
+        def cast(leaf: Any) -> Any:
+            floats = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+            return leaf.to(self._dtype) if floats else leaf
+
+        found: tuple[Any, Any] = pytree.tree_map(cast, (args, kwargs))
+        return found
 
     def _require_own(self) -> None:
         for one in self.parameters:
