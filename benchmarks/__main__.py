@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import boxes, host_time, layers, ops, optimizers, state_transfer, tensors, training, transfers
+from benchmarks import (
+    boxes,
+    fully_sharded,
+    host_time,
+    layers,
+    models,
+    ops,
+    optimizers,
+    state_transfer,
+    tensors,
+    training,
+    transfers,
+)
 from benchmarks.checkpoint.report import measure as measure_checkpoints
 from benchmarks.scale.processes import Request, measure
 from benchmarks.table import show, show_fractions
@@ -33,17 +45,22 @@ def main() -> int:
     show("Ops on one rank", computed)
     stepped_alone = run_on_ranks(1, host_time.measure, timeout=300, fresh=True)[0]
     show("Processor time of a training step in a world of one", stepped_alone)
+    called = run_on_ranks(2, models.measure, timeout=600, fresh=True)[0]
+    show("Processor time of a step of tiny transformers on 2 ranks", called)
     looked_up = run_on_ranks(4, ops.embedding, timeout=550, fresh=True)[0]
     show("Embedding", looked_up)
     trained = run_on_ranks(4, layers.linear, timeout=300, fresh=True)[0]
     trained += run_on_ranks(4, layers.training, timeout=550, fresh=True)[0]
     show("Tensor parallelism (DTensor by torch.distributed.tensor.parallel; by hand: plain parts, all_reduce)", trained)
     trained += [training.run(plan) for plan in training.PLANS]
+    trained += fully_sharded.run() + fully_sharded.run(ranks=1)
     stepped = run_on_ranks(1, optimizers.step, timeout=550, fresh=True)[0]
     show("Optimizers on one rank (plain: torch.optim on the same local tensors)", stepped)
     kept = measure_checkpoints()
     sent = state_transfer.measure()
-    built += moved + gathered + planned + computed + stepped_alone + looked_up + trained + stepped + kept + sent
+    built += (
+        moved + gathered + planned + computed + stepped_alone + called + looked_up + trained + stepped + kept + sent
+    )
     over = [row.work for row in [*rows, *made, *built] if row.verdict in ("OVER", "RAISES")]
     over += [line.title for line in measure(Request())]
     print(f"\nover budget, or raising: {', '.join(over)}" if over else "\nevery budget is held")

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise
 from benchmarks.llama import Llama, Shape, loss_of
-from benchmarks.table import duration, print_lines
+from benchmarks.table import Row, duration, print_lines
 from benchmarks.timing import best_of
 from benchmarks.wire import watched
 from shardwise.testing import run_on_ranks
@@ -169,11 +169,23 @@ def show(found: dict[str, Found], shape: Shape, backend: str, ranks: int) -> Non
     print_lines(lines)
 
 
-def run(shape: Shape = SMALL, backend: str = "gloo", ranks: int = 4, blocks: int = 7) -> dict[str, Found]:
-    """Measure on ranks of their own, and print what was found."""
+def run(shape: Shape = SMALL, backend: str = "gloo", ranks: int = 4, blocks: int = 7) -> list[Row]:
+    """Measure on ranks of their own, and print what was found; gives what is held to a budget."""
     found: dict[str, Found] = run_on_ranks(ranks, measure, shape, blocks, timeout=550, fresh=True, backend=backend)[0]
     show(found, shape, backend, ranks)
-    return found
+    ours, other = found["shardwise"], found["FSDP2"]
+    where, most = f"{ranks} {backend} ranks", 0.95 if ranks > 1 else 1.0
+    steps, optimizers = (
+        {"shardwise": a, "FSDP2": b} for a, b in ((ours.step, other.step), (ours.optimizer, other.optimizer))
+    )
+    rows = [
+        Row(f"fully sharded step, {where}", steps, f"≤ {most} FSDP2", ("FSDP2", most)),
+        Row(f"AdamW on fully sharded parameters, {where}", optimizers, "≤ 0.5 FSDP2", ("FSDP2", 0.5)),
+    ]
+    if "shares" in found:
+        uneven = {"shardwise": found["shares"].step, "even": ours.step}
+        rows.append(Row(f"the same in shares 2 : 1 : 1 : 1, {where}", uneven, "≤ 1.1 even", ("even", 1.1)))
+    return rows
 
 
 def main() -> None:

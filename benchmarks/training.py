@@ -8,9 +8,6 @@ tensor   q, k, v, gate and up cut by rows, o and down by columns; all else is pl
 batch    each rank has samples of its own and a part of every weight, cut along dim 0. shardwise: `from_local` and
          `shard_module`. DTensor: `DTensor.from_local` and `distribute_module`. FSDP2: `fully_shard` of each block and
          of the model, which gathers weights and scatters gradients.
-full     each rank has samples of its own and a stretch of each block's weights, which are gathered to compute.
-         shardwise and FSDP2: `fully_shard`.
-shares   the same, with shares of weights and samples as 2 : 1 : 1 : 1. FSDP2 has no such shares: it runs its even plan.
 uneven   as tensor, but of the heads and features the ranks have parts as 3 : 2 : 2 : 1. DTensor has no such cut: it
          runs its even plan.
 """
@@ -22,7 +19,7 @@ import copy
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -41,13 +38,12 @@ from benchmarks.timing import Work, best_of
 from benchmarks.wire import watched
 from shardwise.testing import run_on_ranks
 
-PLANS = ("tensor", "batch", "full", "shares", "uneven")
+PLANS = ("tensor", "batch", "uneven")
 BY_ROWS, BY_COLUMNS = ("q", "k", "v", "gate", "up"), ("o", "down")
 MODULE = {name: f"blocks.*.{'attention' if name in 'qkvo' else 'feed_forward'}.{name}" for name in BY_ROWS + BY_COLUMNS}
 RANKS = 4
 SMALL = Shape()
 SHARES = (3, 2, 2, 1)  # of heads and features, in the uneven plan
-SAMPLES = (2, 1, 1, 1)  # shares of weights and samples, in the plan of shares
 RATE = 0.1
 LIMIT = ("DTensor", 0.8)  # most of its time
 
@@ -144,16 +140,6 @@ def dtensor_sharded_batch(model: nn.Module, shape: Shape) -> Contender:
     return Contender(model, lambda batch: DTensor.from_local(mine(batch), mesh, [Shard(0)]))
 
 
-def our_fully_sharded(model: nn.Module, shape: Shape, *, shares: Sequence[int] | None = None) -> Contender:
-    parts = [shape.batch * share // sum(shares or [1] * RANKS) for share in shares or [1] * RANKS]
-    parts[0] += shape.batch - sum(parts)
-
-    def feed(batch: Tensor) -> Any:
-        return shardwise.from_local(batch.split(parts)[dist.get_rank()], sizes=parts)
-
-    return Contender(shardwise.fully_shard(model, weights=shares), feed)
-
-
 def fsdp(model: Any, shape: Shape) -> Contender:
     mesh = mesh_here()
     for block in model.blocks:
@@ -164,8 +150,6 @@ def fsdp(model: Any, shape: Shape) -> Contender:
 CONTENDERS: dict[str, dict[str, Callable[[nn.Module, Shape], Contender]]] = {
     "tensor": {"shardwise": our_tensor_parallel, "DTensor": dtensor_tensor_parallel},
     "batch": {"shardwise": our_sharded_batch, "DTensor": dtensor_sharded_batch, "FSDP2": fsdp},
-    "full": {"shardwise": our_fully_sharded, "FSDP2": fsdp},
-    "shares": {"shardwise": functools.partial(our_fully_sharded, shares=SAMPLES), "FSDP2": fsdp},
     "uneven": {
         "shardwise": functools.partial(our_tensor_parallel, even=False),
         "DTensor": dtensor_tensor_parallel,
