@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import tempfile
+import weakref
 from typing import Any
 
 import pytest
@@ -225,6 +227,74 @@ def test_gradients_of_gradients_are_refused() -> None:
     ids, labels = (mine(one, (2, 1)) for one in batch_of(0, (2, 1)))
     with pytest.raises(UnsupportedOpError, match="create_graph"):
         model(ids, labels).backward(create_graph=True)
+
+
+class Forked(Model):
+    """A model that calls a unit several times, one beside another and one behind another."""
+
+    def forward(self, ids: Any, labels: Any = None) -> Any:
+        """The first and the last block twice."""
+        x = self.table(ids)
+        first, middle, last = self.blocks
+        x = last(first(x) + first(x.flip(1)) * 0.5)
+        scores = self.head(middle(last(x)))
+        return scores if labels is None else nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@ranks(2)
+def test_units_that_are_called_twice(frozen: bool) -> None:
+    """Gradients of all calls are added up, and memory is there until the last backward has read it."""
+
+    def make() -> nn.Module:
+        model = Forked()
+        if frozen:
+            for block in model.blocks[:2]:
+                block.requires_grad_(False)
+        return model
+
+    train(*twins(make), (2, 1))
+
+
+@ranks(2)
+def test_two_forwards_before_the_backwards() -> None:
+    """In either order, with an evaluation between; and one backward twice."""
+    plain, model = twins()
+    batches = [batch_of(step, (2, 1)) for step in range(2)]
+    for order in ((0, 1), (1, 0)):
+        losses = [plain(*one) for one in batches]
+        ours = [model(*(mine(each, (2, 1)) for each in one)) for one in batches]
+        with torch.no_grad():
+            model(mine(batches[0][0], (2, 1)))
+        for number in order:
+            for loss in (losses[number], ours[number]):
+                loss.backward(retain_graph=True)
+        for loss in (losses[0], ours[0]):
+            loss.backward()
+        assert_same(plain, model)
+
+
+@ranks(2)
+def test_models_die_when_they_are_dropped() -> None:
+    """With their memory and optimizer."""
+    _, model = twins()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(2):
+        ids, labels = (mine(one, (2, 1)) for one in batch_of(step, (2, 1)))
+        model(ids, labels).backward()
+        optimizer.step()
+    memories = [weakref.ref(memory) for unit in made(model).units for memory in unit.memories]
+    kept = [weakref.ref(model), weakref.ref(optimizer), *memories]
+    del model, optimizer, ids, labels
+    gc.collect()
+    assert [one() for one in kept] == [None] * len(kept)
+
+
+@ranks(2)
+def test_copies_are_refused() -> None:
+    """Their hooks would be those of the model."""
+    with pytest.raises(PlanError, match="cannot be copied"):
+        copy.deepcopy(twins()[1])
 
 
 class Dropping(Block):

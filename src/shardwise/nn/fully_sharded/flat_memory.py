@@ -14,12 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.comm.group import CallFingerprint, rank_array
+from shardwise.comm.group import CallFingerprint, group_state, rank_array
 from shardwise.comm.transfer import Moving, make_plan, move
 from shardwise.comm.transfer.all_reduce import AllReduce, holding_of
 from shardwise.errors import UnsupportedOpError
@@ -111,7 +112,9 @@ class FlatMemory:
         self._is_alone = groups.parts == 1 and self.gathered_dtype == dtype and home == device
         self._whole = self.shard if self._is_alone else self._new_buffer(total)
         self._gathering: Moving | None = None
+        self._epoch = 0  # in which gathering began
         self._is_gathered = False
+        self._recorded: WeakSet[Recorded] = WeakSet()  # graphs that are still to give gradients
         self.grad: torch.Tensor | None = None  # of the shard: the gradients of all local shards are views of it
         self._unreduced: torch.Tensor | None = None  # gradients of this rank's samples, of earlier backwards
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -137,6 +140,7 @@ class FlatMemory:
             self._is_gathered = True
             return
         self._whole.untyped_storage().resize_(self.bytes_gathered)
+        self._epoch = group_state(self._groups.row).history.epoch
         given = self.shard.to(self._device, non_blocking=True).to(self.gathered_dtype)
         try:
             self._gathering = move(
@@ -176,8 +180,10 @@ class FlatMemory:
         self._is_gathered = False
 
     def discard(self) -> None:
-        """Forget what an interrupted step has left."""
-        if self._gathering is not None:
+        """End what an interrupted step has left, or one that gathered more than it used."""
+        if self._gathering is not None and self._epoch == group_state(self._groups.row).history.epoch:
+            self.gather()
+        elif self._gathering is not None:  # the ranks have failed since: nobody may send
             self._drop_buffer()
         self.free()
 
@@ -185,12 +191,32 @@ class FlatMemory:
         """Drop the gradients of earlier backwards that were not summed."""
         self._unreduced = None
 
-    def views(self, reduce: Reduce) -> list[torch.Tensor]:
-        """Each parameter in the gathered buffer; if recorded, their gradients are reduced together."""
+    def views(self, reduce: Reduce, *, awaits: bool) -> list[torch.Tensor]:
+        """Each parameter in the gathered buffer; if recorded, their gradients are reduced together.
+
+        With ``awaits``, the memory counts on these gradients: what a backward recomputes need not give any.
+        """
         wanted = [one.sharded.requires_grad for one in self.parameters]
         if any(wanted) and torch.is_grad_enabled():
-            return list(_gathered(self, reduce, wanted, self._anchor))
+            recorded = Recorded()
+            if awaits:
+                self._recorded.add(recorded)
+            return list(_gathered(self, reduce, wanted, recorded, self._anchor))
         return self.split()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a graph is still to give gradients: its backward reads the gathered buffer."""
+        return bool(self._recorded)
+
+    @property
+    def wants_grad(self) -> bool:
+        """Whether any parameter does."""
+        return any(one.sharded.requires_grad for one in self.parameters)
+
+    def ended(self, recorded: Recorded) -> None:
+        """A graph has given its gradients."""
+        self._recorded.discard(recorded)
 
     def split(self) -> list[torch.Tensor]:
         """The parameters, as tensors over the memory of the gathered buffer, with version counters of their own."""
@@ -294,30 +320,35 @@ class _SumOfRows:
         return list(AllReduce(holding, [total], self._column, dtype=total.dtype, said=said).wait())
 
 
+class Recorded:
+    """Stands for a graph with gathered parameters, and dies with it."""
+
+
 class _Gathered(torch.autograd.Function):
     """Gathered parameters, whose gradients are reduced together."""
 
     @staticmethod
     def forward(
-        ctx: Any, memory: FlatMemory, reduce: Reduce, wanted: Sequence[bool], anchor: torch.Tensor
+        ctx: Any, memory: FlatMemory, reduce: Reduce, wanted: Sequence[bool], recorded: Recorded, anchor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """The parameters, of which some are wanted with gradients."""
-        ctx.memory, ctx.reduce = memory, reduce
+        ctx.memory, ctx.reduce, ctx.recorded = memory, reduce, recorded
         ctx.set_materialize_grads(False)
         made = tuple(memory.split())
         ctx.mark_non_differentiable(*(one for one, wants in zip(made, wanted, strict=True) if not wants))
         return made
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None, None]:
         """All parameters of the unit have their gradients: the sum over ranks begins."""
         if torch.is_grad_enabled():
             raise UnsupportedOpError(
                 "the gradients of fully sharded parameters cannot be differentiated: leave out create_graph=True, or "
                 "shard the model by a plan, as in shard_module(model, plans.rows(model))"
             )
+        ctx.memory.ended(ctx.recorded)
         ctx.reduce(ctx.memory, grads)
-        return None, None, None, None
+        return None, None, None, None, None
 
 
 _gathered: Callable[..., tuple[torch.Tensor, ...]] = _Gathered.apply

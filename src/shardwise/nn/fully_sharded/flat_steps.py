@@ -37,7 +37,7 @@ BY_ELEMENT = (
     torch.optim.Rprop,
 )
 
-_in_memory = WeakIdKeyDictionary()  # parameter → its memory, and what the memory knows of it
+_in_memory = WeakIdKeyDictionary()  # parameter → its memory, which refers to the parameter, and its number there
 _stepped: WeakKeyDictionary[Optimizer, FlatOptimizer] = WeakKeyDictionary()
 
 
@@ -45,8 +45,8 @@ def step_flat(memory: FlatMemory) -> None:
     """Have optimizers step the parameters of this memory together from now on."""
     if not len(_in_memory):
         _install()
-    for one in memory.parameters:
-        _in_memory[one.sharded] = memory, one
+    for number, one in enumerate(memory.parameters):
+        _in_memory[one.sharded] = weakref.ref(memory), number
 
 
 def _install() -> None:
@@ -96,11 +96,12 @@ def _runs(parameters: Sequence[torch.Tensor]) -> list[Run]:
     chosen: dict[FlatMemory, set[int]] = {}
     for parameter in parameters:
         found: Any = _in_memory.get(parameter)  # type: ignore[no-untyped-call] # torch's
-        if found is not None:
-            chosen.setdefault(found[0], set()).add(id(found[1]))
+        memory = None if found is None else found[0]()
+        if memory is not None:
+            chosen.setdefault(memory, set()).add(found[1])
     runs: list[Run] = []
     for memory, wanted in chosen.items():
-        flat = [id(one) in wanted and memory.has_flat_grad(one) for one in memory.parameters]
+        flat = [number in wanted and memory.has_flat_grad(one) for number, one in enumerate(memory.parameters)]
         for is_flat, some in groupby(zip(flat, memory.parameters, strict=True), lambda pair: pair[0]):
             if is_flat:
                 runs.append(Run(memory, tuple(one for _, one in some)))

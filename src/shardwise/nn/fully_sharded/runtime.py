@@ -20,10 +20,11 @@ from torch.distributed import ProcessGroup
 
 from shardwise.autograd.task import BackwardTask, current_task
 from shardwise.comm.transfer import Moving
+from shardwise.errors import PlanError
 from shardwise.layout.pictures.words import bytes_text, numbered
 from shardwise.nn.fully_sharded.cuts import Loads
-from shardwise.nn.fully_sharded.flat_memory import FlatMemory, Gradients
-from shardwise.nn.fully_sharded.unit import Unit, hook_results
+from shardwise.nn.fully_sharded.flat_memory import FlatMemory, Gradients, Recorded
+from shardwise.nn.fully_sharded.unit import Unit, hook_tensors
 from shardwise.torch_private import current_backward
 
 MOST_SUMS = 1  # that are under way at once: of so many units, the gradients of all parameters are in memory
@@ -87,7 +88,28 @@ class FullySharded:
         unit.gather()
         if is_forward:
             self._gather_ahead(self._order, len(self._now))
+        if is_forward and torch.is_grad_enabled():
+            self._hook_inputs(unit, (args, kwargs))
         return unit.enter(args, kwargs, self._reduce)
+
+    def _hook_inputs(self, unit: Unit, inputs: Any) -> None:
+        """Free a unit when the gradient of its inputs is there, if no gradient of its parameters has told so before."""
+        call = Recorded()
+        if not unit.wants_grad:
+            unit.frozen_calls.add(call)
+
+        def end(_: torch.Tensor) -> None:
+            unit.frozen_calls.discard(call)
+            if self._in_backward():
+                self._end_unit(unit)
+
+        hook_tensors(inputs, end)
+
+    def __deepcopy__(self, memo: object) -> FullySharded:
+        raise PlanError(
+            "a fully sharded model cannot be copied: copy the plain model and call fully_shard on both, or copy "
+            "state_dict()"
+        )
 
     def _begin(self) -> None:
         """A new forward: parameters may have other values than before."""
@@ -121,9 +143,11 @@ class FullySharded:
             output = unit.leave(output)
         finally:
             unit.restore()
-        wants = torch.is_grad_enabled() and hook_results(output, lambda _: self._before_backward(unit))
         is_last = bool(self._order) and unit is self._order[-1]
-        if not wants or not (self._keep or unit is self._root or is_last):
+        stays = self._keep or unit is self._root or is_last
+        if torch.is_grad_enabled():  # without a hook, nobody would gather the unit again
+            stays = not hook_tensors(output, lambda _: self._before_backward(unit)) or stays
+        if not stays or not torch.is_grad_enabled():
             unit.free()
         if unit is self._root:
             self._order = self._now
@@ -151,16 +175,19 @@ class FullySharded:
     def _reduce(self, memory: FlatMemory, grads: Gradients) -> None:
         """All parameters of a memory have their gradients."""
         if self._in_backward():  # a backward within has come through a part of the unit only
-            memory.free()
-            for unit in self.units:
-                if memory in unit.memories:
-                    unit.restore()
+            self._end_unit(next(unit for unit in self.units if memory in unit.memories))
         if not self._reduces:
             memory.add_unreduced(memory.joined(grads))
             return
         while len(self._sums) >= MOST_SUMS:
             self._finish_first()
         self._sums.append((memory, memory.begin_reducing(memory.joined(grads))))
+
+    def _end_unit(self, unit: Unit) -> None:
+        """Free a unit behind its backward, unless another call of it is still to come."""
+        if not unit.is_awaited:
+            unit.restore()
+            unit.free()
 
     def _finish_first(self) -> None:
         memory, moving = self._sums.popleft()

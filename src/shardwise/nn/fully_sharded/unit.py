@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import PlanError
-from shardwise.nn.fully_sharded.flat_memory import FlatMemory, FlatParameter, Reduce
+from shardwise.nn.fully_sharded.flat_memory import FlatMemory, FlatParameter, Recorded, Reduce
 from shardwise.nn.fully_sharded.local_compute import (
     Arguments,
     LocalCompute,
@@ -42,6 +43,7 @@ class Unit:
         self._was_local = False  # in the last forward
         self.local = LocalCompute(path, module, group)
         self._calls: list[_Call] = []  # that are under way, one within another
+        self.frozen_calls: WeakSet[Recorded] = WeakSet()  # recorded calls without parameters that want gradients
 
     # Memory ----------------------------------------------------------------------------------------------------------
 
@@ -68,6 +70,16 @@ class Unit:
             memory.discard()
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether the backward of a call is still to come, or to end."""
+        return bool(self.frozen_calls) or any(memory.is_awaited for memory in self.memories)
+
+    @property
+    def wants_grad(self) -> bool:
+        """Whether any parameter does."""
+        return any(memory.wants_grad for memory in self.memories)
+
+    @property
     def parameters(self) -> Iterator[FlatParameter]:
         """All of them."""
         return (one for memory in self.memories for one in memory.parameters)
@@ -83,8 +95,8 @@ class Unit:
         """The module has its sharded parameters."""
         self._put([one.sharded for one in self.parameters])
 
-    def _views(self, reduce: Reduce) -> list[torch.Tensor]:
-        return [view for memory in self.memories for view in memory.views(reduce)]
+    def _views(self, reduce: Reduce, *, awaits: bool) -> list[torch.Tensor]:
+        return [view for memory in self.memories for view in memory.views(reduce, awaits=awaits)]
 
     def _replicas(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Gathered parameters as sharded tensors that every rank has whole, for ops on sharded tensors."""
@@ -102,7 +114,7 @@ class Unit:
         may_be_local = self.path and not has_inner_hooks(self.module)
         found = Arguments.of(self.module, self._group, args, kwargs) if may_be_local else None
         dims = None if found is None else self.local.result_dims(found)
-        views = self._views(reduce)
+        views = self._views(reduce, awaits=is_forward)
         untried = found is not None and self.local.is_untried(found) and is_forward
         self._calls.append(_Call(found, dims, self.local.watch() if untried else None))
         self._was_local = dims is not None and found is not None
@@ -136,7 +148,7 @@ class Unit:
     def enter_backward(self, reduce: Reduce) -> None:
         """Put gathered parameters into the module as they were in the forward: activations may be recomputed within."""
         with torch.enable_grad():
-            views = self._views(reduce)
+            views = self._views(reduce, awaits=False)
         self._put(views if self._was_local else self._replicas(views))
 
     def leave(self, output: Any) -> Any:
@@ -176,10 +188,10 @@ def put_parameter(owner: nn.Module, name: str, value: Any) -> None:
         vars(owner)[WEIGHTS_OF_RNN] = list(owner._parameters.values())
 
 
-def hook_results(output: Any, hook: Callable[[torch.Tensor], None]) -> bool:
-    """Call a hook before the backward goes through any tensor of a result. Gives whether there is one."""
+def hook_tensors(nest: Any, hook: Callable[[torch.Tensor], None]) -> bool:
+    """Call a hook when the gradient of any tensor in a nest is there. Gives whether there is such a tensor."""
     found = False
-    for leaf in pytree.tree_flatten(output)[0]:
+    for leaf in pytree.tree_flatten(nest)[0]:
         if isinstance(leaf, ShardedTensor):
             anchor = leaf._anchored()
             tensors = leaf._local_tensors() if anchor is None else [anchor]
