@@ -213,6 +213,8 @@ for _path, _purpose in {
     "torch.nn.Module._backward_pre_hooks": "tell whether somebody watches a module within a fully sharded unit",
     "torch.nn.Module._buffers": "replace buffers by sharded ones",
     "torch.nn.Module._non_persistent_buffers_set": "keep buffers out of state dicts, as before sharding",
+    "torch.optim.Optimizer._optimizer_step_pre_hooks": "leave steps with hooks to torch",
+    "torch.optim.Optimizer._optimizer_step_post_hooks": "leave steps with hooks to torch",
     "torch.optim.Optimizer._optimizer_state_dict_pre_hooks": "call the hooks of a ShardedOptimizer",
     "torch.optim.Optimizer._optimizer_state_dict_post_hooks": "call the hooks of a ShardedOptimizer",
     "torch.optim.Optimizer._optimizer_load_state_dict_pre_hooks": "call the hooks of a ShardedOptimizer",

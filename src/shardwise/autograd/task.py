@@ -83,9 +83,14 @@ class BackwardTask:
     def finish(self) -> None:
         """Everything that is left when all nodes have run."""
         self.buckets.finish()
-        for work in self._at_end:
-            work()
+        self.finish_work()
         self.hooks.finish()
+
+    def finish_work(self) -> None:
+        """Do the work that was registered for the end."""
+        works, self._at_end = self._at_end, {}
+        for work in works:
+            work()
 
 
 _running: WeakValueDictionary[int, BackwardTask] = WeakValueDictionary()  # by the number of the graph task

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from torch.distributed import ProcessGroup
 from shardwise.comm.group import CallFingerprint, group_state, rank_array
 from shardwise.comm.transfer import Moving, make_plan, move
 from shardwise.comm.transfer.all_reduce import AllReduce, holding_of
-from shardwise.errors import UnsupportedOpError
+from shardwise.errors import PlanError, PropertyError, UnsupportedOpError
 from shardwise.layout import Layout, Places
 from shardwise.layout.geometry import Boxes, IntArray
 from shardwise.layout.specs.chunking import sized_axis
@@ -114,9 +113,10 @@ class FlatMemory:
         self._gathering: Moving | None = None
         self._epoch = 0  # in which gathering began
         self._is_gathered = False
-        self._recorded: WeakSet[Recorded] = WeakSet()  # graphs that are still to give gradients
+        self._summed: set[int] = set()  # the numbers of the parameters whose gradients are being summed
         self.grad: torch.Tensor | None = None  # of the shard: the gradients of all local shards are views of it
-        self._unreduced: torch.Tensor | None = None  # gradients of this rank's samples, of earlier backwards
+        self._unreduced: torch.Tensor | None = None  # gradients of this rank's samples that are not summed yet
+        self._used: set[int] = set()  # the numbers of the parameters that have such gradients
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     def _new_buffer(self, total: int) -> torch.Tensor:
@@ -189,34 +189,19 @@ class FlatMemory:
 
     def forget_unreduced(self) -> None:
         """Drop the gradients of earlier backwards that were not summed."""
-        self._unreduced = None
+        self._unreduced, self._used = None, set()
 
-    def views(self, reduce: Reduce, *, awaits: bool) -> list[torch.Tensor]:
-        """Each parameter in the gathered buffer; if recorded, their gradients are reduced together.
-
-        With ``awaits``, the memory counts on these gradients: what a backward recomputes need not give any.
-        """
+    def views(self, reduce: Reduce) -> list[torch.Tensor]:
+        """Each parameter in the gathered buffer; if recorded, their gradients are reduced together."""
         wanted = [one.sharded.requires_grad for one in self.parameters]
         if any(wanted) and torch.is_grad_enabled():
-            recorded = Recorded()
-            if awaits:
-                self._recorded.add(recorded)
-            return list(_gathered(self, reduce, wanted, recorded, self._anchor))
+            return list(_gathered(self, reduce, wanted, self._anchor))
         return self.split()
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a graph is still to give gradients: its backward reads the gathered buffer."""
-        return bool(self._recorded)
 
     @property
     def wants_grad(self) -> bool:
         """Whether any parameter does."""
         return any(one.sharded.requires_grad for one in self.parameters)
-
-    def ended(self, recorded: Recorded) -> None:
-        """A graph has given its gradients."""
-        self._recorded.discard(recorded)
 
     def split(self) -> list[torch.Tensor]:
         """The parameters, as tensors over the memory of the gathered buffer, with version counters of their own."""
@@ -234,14 +219,22 @@ class FlatMemory:
 
     # Gradients -------------------------------------------------------------------------------------------------------
 
-    def add_unreduced(self, grad: torch.Tensor) -> None:
-        """Keep the gradient of this rank's samples until it is reduced with that of another backward."""
-        self._unreduced = grad if self._unreduced is None else self._unreduced + grad
+    @property
+    def is_unreduced(self) -> bool:
+        """Whether there are gradients that are not summed yet."""
+        return self._unreduced is not None
 
-    def begin_reducing(self, grad: torch.Tensor) -> Moving:
+    def add_unreduced(self, grads: Gradients) -> None:
+        """Keep the gradients of this rank's samples until they are summed, with those of earlier backwards."""
+        joined = self.joined(grads)
+        self._unreduced = joined if self._unreduced is None else self._unreduced + joined
+        self._used |= {number for number, grad in enumerate(grads) if grad is not None}
+
+    def begin_reducing(self) -> Moving:
         """Begin to sum the gradients of all ranks, each rank's stretch for that rank. Every rank calls it."""
-        if self._unreduced is not None:
-            grad, self._unreduced = grad + self._unreduced, None
+        grad, self._unreduced = self._unreduced, None
+        assert grad is not None, "there are gradients"
+        self._summed, self._used = self._used, set()
         dtype = self._sum_dtype or grad.dtype
         grad = grad.to(dtype)
         summing: Moving = _Ready([grad])
@@ -253,11 +246,13 @@ class FlatMemory:
     def accumulate(self, total: torch.Tensor) -> None:
         """Give the parameters their gradients, or add to those that they have."""
         total = total.to(self.shard.device, self.dtype)
-        wanted = [one for one in self.parameters if one.sharded.requires_grad]
-        if self.grad is not None and all(self.has_flat_grad(one) for one in wanted):
+        used = [one for number, one in enumerate(self.parameters) if number in self._summed]
+        wanted = [one for one in used if one.sharded.requires_grad]
+        hooked = any(_has_hooks(one.sharded) for one in wanted)
+        if self.grad is not None and not hooked and all(self.has_flat_grad(one) for one in self.parameters):
             self.grad += total
             return
-        if all(one.sharded.grad is None for one in wanted):
+        if all(one.sharded.grad is None for one in self.parameters):
             self.grad = total
         for one in wanted:
             _accumulate(one, total)
@@ -279,8 +274,15 @@ class FlatMemory:
     def adopt(self) -> None:
         """Have the local shards of all parameters in this rank's stretch again, should others have replaced them."""
         first, size = self.shard.data_ptr(), self.shard.element_size()
+        if self.grad is not None and not any(self.has_flat_grad(one) for one in self.parameters):
+            self.grad = None  # which nobody reads any more
         for one in self.parameters:
             tensors = one.sharded._local_tensors()
+            if one.sharded.dtype != self.dtype:
+                raise PlanError(
+                    f"{one.entry.name!r} is {one.sharded.dtype} now and was {self.dtype} when the model was fully "
+                    "sharded: convert the model before, or give a precision"
+                )
             if any(
                 tensor.data_ptr() != first + low * size for tensor, (low, _) in zip(tensors, one.stretches, strict=True)
             ):
@@ -320,38 +322,43 @@ class _SumOfRows:
         return list(AllReduce(holding, [total], self._column, dtype=total.dtype, said=said).wait())
 
 
-class Recorded:
-    """Stands for a graph with gathered parameters, and dies with it."""
-
-
 class _Gathered(torch.autograd.Function):
     """Gathered parameters, whose gradients are reduced together."""
 
     @staticmethod
     def forward(
-        ctx: Any, memory: FlatMemory, reduce: Reduce, wanted: Sequence[bool], recorded: Recorded, anchor: torch.Tensor
+        ctx: Any, memory: FlatMemory, reduce: Reduce, wanted: Sequence[bool], anchor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """The parameters, of which some are wanted with gradients."""
-        ctx.memory, ctx.reduce, ctx.recorded = memory, reduce, recorded
+        ctx.memory, ctx.reduce, ctx.version = memory, reduce, memory.shard._version
         ctx.set_materialize_grads(False)
         made = tuple(memory.split())
         ctx.mark_non_differentiable(*(one for one, wants in zip(made, wanted, strict=True) if not wants))
         return made
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None]:
         """All parameters of the unit have their gradients: the sum over ranks begins."""
         if torch.is_grad_enabled():
             raise UnsupportedOpError(
                 "the gradients of fully sharded parameters cannot be differentiated: leave out create_graph=True, or "
                 "shard the model by a plan, as in shard_module(model, plans.rows(model))"
             )
-        ctx.memory.ended(ctx.recorded)
+        if ctx.memory.shard._version != ctx.version:
+            raise PropertyError(
+                f"parameters of {ctx.memory.what} have been modified by an inplace operation, such as the step of an "
+                "optimizer, since the forward of this backward"
+            )
         ctx.reduce(ctx.memory, grads)
-        return None, None, None, None, None
+        return None, None, None, None
 
 
 _gathered: Callable[..., tuple[torch.Tensor, ...]] = _Gathered.apply
+
+
+def _has_hooks(parameter: ShardedTensor) -> bool:
+    locals_ = parameter._local_tensors()
+    return parameter._hooks is not None or any(one._post_accumulate_grad_hooks for one in locals_)
 
 
 def _accumulate(one: FlatParameter, total: torch.Tensor) -> None:
@@ -359,7 +366,7 @@ def _accumulate(one: FlatParameter, total: torch.Tensor) -> None:
     parameter = one.sharded
     tensors = parameter._local_tensors()
     parts = [total[low:high].view(each.shape) for each, (low, high) in zip(tensors, one.stretches, strict=True)]
-    if parameter._hooks is not None or any(each._post_accumulate_grad_hooks for each in tensors):
+    if _has_hooks(parameter):
         with torch.enable_grad():
             anchor = parameter._anchored()
         leaves = tensors if anchor is None else [anchor]

@@ -65,6 +65,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     if getattr(optimizer, "grad_scale", None) is not None:
         return
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return  # they come after this hook, and look at gradients and parameters
     runs = [_runs(group["params"]) for group in optimizer.param_groups]
     if any(runs):
         if optimizer not in _stepped:
@@ -148,6 +150,18 @@ class FlatOptimizer:
 
     # States ----------------------------------------------------------------------------------------------------------
 
+    def _share_numbers(self, run: Run, state: dict[str, Any]) -> None:
+        """Bring numbers, such as the count of steps, to each parameter, which has its own."""
+        for name, value in state.items():
+            for one in run.parameters:
+                given = self._given.get(id(one.sharded))
+                if given is None or name not in given:
+                    continue
+                if not isinstance(value, torch.Tensor):
+                    given[name] = self._outer.state[one.sharded][name] = value
+                elif not value.ndim:
+                    given[name].copy_(value)
+
     def _has(self, one: FlatParameter, given: dict[str, Any]) -> bool:
         """Whether the outer optimizer still has the states that it was given for a parameter."""
         now = self._outer.state.get(one.sharded, {})
@@ -198,6 +212,7 @@ class FlatOptimizer:
         for group, tensors in zip(self._runs, self._tensors, strict=True):
             for run, tensor in zip(group, tensors, strict=True):
                 state = self._inner.state[tensor]
+                self._share_numbers(run, state)
                 for one in run.parameters:
                     given = self._given.get(id(one.sharded))
                     if (
@@ -207,7 +222,7 @@ class FlatOptimizer:
                     ):
                         continue
                     made = {name: _part(run, one, value, tensor) for name, value in state.items()}
-                    self._given[id(one.sharded)] = self._outer.state[one.sharded] = made
+                    self._given[id(one.sharded)], self._outer.state[one.sharded] = dict(made), made
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
@@ -233,8 +248,10 @@ def _joined(run: Run, values: list[Any]) -> tuple[Any] | None:
 
 def _part(run: Run, one: FlatParameter, value: Any, tensor: torch.Tensor) -> Any:
     """What a state of a run is for one of its parameters."""
-    if not isinstance(value, torch.Tensor) or value.shape != tensor.shape:
+    if not isinstance(value, torch.Tensor):
         return value
+    if value.shape != tensor.shape:
+        return value.clone()
     low, _ = run.place
     sharded = one.sharded
     parts = [

@@ -10,6 +10,7 @@ local tensors; not while there are hooks on modules within, which would see samp
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -125,8 +126,7 @@ class Arguments:
                     dim, leaves[number] = found[0], _moved(leaf, *found)
                 if leaves[number] is None:
                     return None
-            is_tensor = isinstance(leaf, torch.Tensor)
-            traits.append((dim, type(leaf), leaf.ndim, leaf.dtype) if is_tensor else leaf)
+            traits.append(_traits(leaf, dim, sum(found[1].sizes)))
             dims.append(dim)
         mode = torch.is_grad_enabled(), is_any_autocast_enabled(), settings_of(module)
         return Arguments(leaves, structure, dims, found[1], (mode, structure, tuple(traits)))
@@ -143,6 +143,15 @@ class Arguments:
         ]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return args, kwargs
+
+
+def _traits(leaf: Any, dim: int | None, samples: int) -> Any:
+    """What calls of one kind have in common of an argument: of plain tensors also which sizes broadcast, or are all
+    samples; of floats, such as a rate, that they are floats."""
+    if not isinstance(leaf, torch.Tensor):
+        return float if isinstance(leaf, float) else leaf
+    sizes = () if dim is not None else tuple(size if size in (1, samples) else 0 for size in leaf.shape)
+    return dim, type(leaf), leaf.ndim, leaf.dtype, sizes
 
 
 def _dim_of(tensor: ShardedTensor, cut: BatchCut) -> int | None:
@@ -202,24 +211,28 @@ class LocalCompute:
         return self._known.get(arguments.kind)
 
     def is_untried(self, arguments: Arguments) -> bool:
-        """Whether it is not known yet."""
-        return arguments.kind not in self._known and arguments.kind not in self._found
+        """Whether it is not known yet, and can be tried: where one rank has all samples, all units give the same."""
+        if arguments.kind in self._known or arguments.kind in self._found:
+            return False
+        sizes = arguments.cut.sizes
+        return len(sizes) == 1 or sum(size > 0 for size in sizes) > 1
 
     def begin_step(self) -> None:
-        """What was found in the last step holds from now on; a backward recomputes in the way of its forward."""
+        """What was found in earlier steps holds from now on. No backward may be left that recomputes otherwise."""
         self._known |= self._found
         self._found = {}
 
-    def watch(self) -> Watch:
+    def watch(self, arguments: Arguments) -> Watch:
         """What must stay as it is while the unit runs on sharded tensors, for it to be tried on local ones."""
-        return Watch.now(self._module, self._group)
+        return Watch.now(self._module, self._group, arguments)
 
     def try_locally(self, arguments: Arguments, output: Any, before: Watch, run: Callable[..., Any]) -> None:
         """Find out whether calls of this kind may be local, given what the unit made of the sharded tensors.
 
         Every rank of the group calls it. ``run`` is the unit with plain parameters.
         """
-        dims = None if before != Watch.now(self._module, self._group) else _sample_dims(output, arguments.cut)
+        same = before == Watch.now(self._module, self._group, arguments)
+        dims = _sample_dims(output, arguments.cut) if same else None
 
         def work() -> tuple[None, Fields, bool]:
             alike = dims is not None and self._gives_the_same(arguments, output, run)
@@ -245,25 +258,31 @@ class Watch:
     """What a unit that treats samples one by one leaves as it was."""
 
     sent: int  # calls of the group that sent something
-    random: bytes
+    noise: bytes  # states of generators
     buffers: tuple[int, ...]  # versions
     attributes: tuple[Any, ...]  # which values modules have, and how many are in them
 
+    written: tuple[int, ...]  # versions of the arguments
+
     @staticmethod
-    def now(module: nn.Module, group: ProcessGroup) -> Watch:
+    def now(module: nn.Module, group: ProcessGroup, arguments: Arguments) -> Watch:
         """As it is now."""
         states = [torch.get_rng_state()]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
             states.append(torch.cuda.get_rng_state())
         versions = tuple(buffer._version for buffer in module.buffers())
-        random = b"".join(state.numpy().tobytes() for state in states)
+        numbers: Any = np.random.get_state(legacy=False)  # whatever a unit draws by
+        drawn = random.getstate(), numbers["state"]["pos"], numbers["state"]["key"].tobytes()
+        noise = b"".join(state.numpy().tobytes() for state in states) + repr(drawn).encode()
         attributes = tuple(
             (name, id(value), len(value) if isinstance(value, list | dict | set) else 0)
             for one in module.modules()
             for name, value in vars(one).items()
             if not name.startswith("_")
         )
-        return Watch(group_state(group).history.sent, random, versions, attributes)
+        tensors = [leaf for leaf in pytree.tree_flatten(arguments.local())[0] if isinstance(leaf, torch.Tensor)]
+        written = tuple(tensor._version for tensor in tensors)
+        return Watch(group_state(group).history.sent, noise, versions, attributes, written)
 
 
 def _sample_dims(output: Any, cut: BatchCut) -> tuple[int | None, ...] | None:
@@ -285,7 +304,7 @@ def _is_same(found: Any, expected: Any) -> bool:
     if not isinstance(expected, ShardedTensor):
         return bool(found == expected)
     local = expected._local_tensors()[0]
-    if not isinstance(found, torch.Tensor) or found.shape != local.shape or found.dtype != local.dtype:
+    if type(found) is not torch.Tensor or found.shape != local.shape or found.dtype != local.dtype:
         return False
     try:
         torch.testing.assert_close(found, local.detach(), equal_nan=True)

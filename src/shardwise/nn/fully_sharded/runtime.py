@@ -23,10 +23,11 @@ from shardwise.comm.transfer import Moving
 from shardwise.errors import PlanError
 from shardwise.layout.pictures.words import bytes_text, numbered
 from shardwise.nn.fully_sharded.cuts import Loads
-from shardwise.nn.fully_sharded.flat_memory import FlatMemory, Gradients, Recorded
-from shardwise.nn.fully_sharded.unit import Unit, hook_tensors
+from shardwise.nn.fully_sharded.flat_memory import FlatMemory, Gradients
+from shardwise.nn.fully_sharded.unit import Unit, UnitCall, hook_tensors
 from shardwise.torch_private import current_backward
 
+MOST_PENDING = 4  # forwards without a backward, after which none is expected: their graphs may have been dropped
 MOST_SUMS = 1  # that are under way at once: of so many units, the gradients of all parameters are in memory
 
 
@@ -42,6 +43,7 @@ class FullySharded:
         self._now: list[Unit] = []  # and in this one
         self._sums: deque[tuple[FlatMemory, Moving]] = deque()
         self._reduces = True
+        self._pending = 0  # forwards since the last backward
         self._task: weakref.ref[BackwardTask] | None = None  # of the backward that goes on, the outermost one
         for unit in units:
             self._hook(unit)
@@ -83,27 +85,18 @@ class FullySharded:
         is_forward = current_backward() == -1
         if unit is self._root and is_forward and not unit.is_running():
             self._begin()
-        if is_forward:
+        if is_forward and (unit is self._root or self._root.is_running()):
             self._now.append(unit)
+        elif is_forward:  # a unit is called by itself
+            unit.refresh()
         unit.gather()
-        if is_forward:
+        if is_forward and self._now:
             self._gather_ahead(self._order, len(self._now))
+        found = unit.enter(args, kwargs, self._reduce)
         if is_forward and torch.is_grad_enabled():
-            self._hook_inputs(unit, (args, kwargs))
-        return unit.enter(args, kwargs, self._reduce)
-
-    def _hook_inputs(self, unit: Unit, inputs: Any) -> None:
-        """Free a unit when the gradient of its inputs is there, if no gradient of its parameters has told so before."""
-        call = Recorded()
-        if not unit.wants_grad:
-            unit.frozen_calls.add(call)
-
-        def end(_: torch.Tensor) -> None:
-            unit.frozen_calls.discard(call)
-            if self._in_backward():
-                self._end_unit(unit)
-
-        hook_tensors(inputs, end)
+            call = unit.calls[-1]
+            hook_tensors((args, kwargs), lambda _: self._after_backward(unit, call))
+        return found
 
     def __deepcopy__(self, memo: object) -> FullySharded:
         raise PlanError(
@@ -113,13 +106,13 @@ class FullySharded:
 
     def _begin(self) -> None:
         """A new forward: parameters may have other values than before."""
+        settled = self._pending in (0, MOST_PENDING)
+        self._pending = (0 if settled else self._pending) + torch.is_grad_enabled()
         for unit in self.units:
-            if unit.is_running():  # a forward has failed within
-                unit.restore()
-            unit.discard()
-            unit.local.begin_step()
-            for memory in unit.memories:
-                memory.adopt()
+            unit.restore()  # a forward or a backward may have failed
+            unit.refresh()
+            if settled:
+                unit.local.begin_step()
         self._now, self._task = [], None
         self._sums.clear()
 
@@ -139,27 +132,28 @@ class FullySharded:
             return None
         if not is_forward:  # activations are recomputed: the backward needs the parameters, and frees them
             return unit.leave(output)
+        call = unit.calls[-1]
         try:
             output = unit.leave(output)
         finally:
             unit.restore()
-        is_last = bool(self._order) and unit is self._order[-1]
-        stays = self._keep or unit is self._root or is_last
+        is_last = bool(self._order) and unit is self._order[-1] and self._root.is_running()
+        stays = self._keep or unit is self._root or is_last or unit.leaves_tensors
         if torch.is_grad_enabled():  # without a hook, nobody would gather the unit again
-            stays = not hook_tensors(output, lambda _: self._before_backward(unit)) or stays
+            stays = not hook_tensors(output, lambda _: self._before_backward(unit, call)) or stays
         if not stays or not torch.is_grad_enabled():
             unit.free()
         if unit is self._root:
-            self._order = self._now
+            self._order, self._now = self._now, []
         return output
 
     # Backward --------------------------------------------------------------------------------------------------------
 
-    def _before_backward(self, unit: Unit) -> None:
+    def _before_backward(self, unit: Unit, call: UnitCall) -> None:
         """The gradient of a result of this unit has arrived."""
         self._in_backward()
         unit.gather()
-        unit.enter_backward(self._reduce)
+        unit.enter_backward(call, self._reduce)
         if unit in self._order:
             number = self._order.index(unit)
             self._gather_ahead(self._order[:number][::-1], 0)
@@ -168,37 +162,61 @@ class FullySharded:
         """Have `_finish` called at the end. Gives whether this is the outermost backward: checkpoints nest others."""
         task, outer = current_task(), None if self._task is None else self._task()
         if outer is None:
-            self._task, outer = weakref.ref(task), task
+            self._task, outer = weakref.ref(task, self._fail), task
             task.at_end(self._finish)
         return task is outer
 
     def _reduce(self, memory: FlatMemory, grads: Gradients) -> None:
         """All parameters of a memory have their gradients."""
         if self._in_backward():  # a backward within has come through a part of the unit only
-            self._end_unit(next(unit for unit in self.units if memory in unit.memories))
-        if not self._reduces:
-            memory.add_unreduced(memory.joined(grads))
-            return
+            unit = next(unit for unit in self.units if memory in unit.memories)
+            unit.open -= 1
+            memory.free()
+            if unit.open <= 0:
+                self._end_unit(unit)
+        memory.add_unreduced(grads)
+        if self._reduces:
+            self._begin_sum(memory)
+
+    def _begin_sum(self, memory: FlatMemory) -> None:
         while len(self._sums) >= MOST_SUMS:
             self._finish_first()
-        self._sums.append((memory, memory.begin_reducing(memory.joined(grads))))
+        self._sums.append((memory, memory.begin_reducing()))
+
+    def _after_backward(self, unit: Unit, call: UnitCall) -> None:
+        """The gradient of what a unit was given is there: torch has gone through all that came later.
+
+        A result that is given to the same unit again has hooks of both calls: the backward of the other one may begin.
+        """
+        if self._in_backward() and unit.in_backward is call:
+            self._end_unit(unit)
 
     def _end_unit(self, unit: Unit) -> None:
-        """Free a unit behind its backward, unless another call of it is still to come."""
-        if not unit.is_awaited:
-            unit.restore()
-            unit.free()
+        """Free a unit behind its backward. If it was called twice, the hook of the other result gathers it again."""
+        unit.restore()
+        unit.free()
 
     def _finish_first(self) -> None:
         memory, moving = self._sums.popleft()
         (total,) = moving.wait()
         memory.accumulate(total)
 
+    def _fail(self, _: object) -> None:
+        """The backward has failed: its task is gone, and was not finished."""
+        self._task = None
+        self._sums.clear()
+        for unit in self.units:
+            unit.restore()
+
     def _finish(self) -> None:
         """The backward is over."""
+        for unit in self.units if self._reduces else ():
+            for memory in unit.memories:
+                if memory.is_unreduced:  # of earlier backwards, of a unit that this one did not come through
+                    self._begin_sum(memory)
         while self._sums:
             self._finish_first()
-        self._task = None
+        self._task, self._pending = None, 0
         for unit in self.units:
             unit.restore()
             unit.free()

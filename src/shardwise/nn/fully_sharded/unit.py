@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardwise.errors import PlanError
-from shardwise.nn.fully_sharded.flat_memory import FlatMemory, FlatParameter, Recorded, Reduce
+from shardwise.nn.fully_sharded.flat_memory import FlatMemory, FlatParameter, Reduce
 from shardwise.nn.fully_sharded.local_compute import (
     Arguments,
     LocalCompute,
@@ -40,10 +39,12 @@ class Unit:
         """With a dtype, floating-point arguments are cast to it."""
         self._dtype = dtype
         self.path, self.module, self.memories, self._group = path, module, memories, group
-        self._was_local = False  # in the last forward
+        self._has_views = False  # whether gathered parameters are in the module
+        self.leaves_tensors = False  # whether what it computes leaves it otherwise than by its result
         self.local = LocalCompute(path, module, group)
-        self._calls: list[_Call] = []  # that are under way, one within another
-        self.frozen_calls: WeakSet[Recorded] = WeakSet()  # recorded calls without parameters that want gradients
+        self.calls: list[UnitCall] = []  # that are under way, one within another
+        self.in_backward: UnitCall | None = None  # whose backward came last
+        self.open = 0  # memories that are still to get gradients in the backward of a call
 
     # Memory ----------------------------------------------------------------------------------------------------------
 
@@ -63,21 +64,12 @@ class Unit:
         for memory in self.memories:
             memory.free()
 
-    def discard(self) -> None:
-        """Forget what an interrupted step has left."""
-        self._calls.clear()
+    def refresh(self) -> None:
+        """Before a forward: forget what is gathered, for parameters may have other values and other memory now."""
+        self.calls.clear()
         for memory in self.memories:
             memory.discard()
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether the backward of a call is still to come, or to end."""
-        return bool(self.frozen_calls) or any(memory.is_awaited for memory in self.memories)
-
-    @property
-    def wants_grad(self) -> bool:
-        """Whether any parameter does."""
-        return any(memory.wants_grad for memory in self.memories)
+            memory.adopt()
 
     @property
     def parameters(self) -> Iterator[FlatParameter]:
@@ -90,13 +82,16 @@ class Unit:
         for one, value in zip(self.parameters, values, strict=True):
             for slot in one.slots:
                 put_parameter(slot.owner, slot.name, value)
+        self._has_views = True
 
     def restore(self) -> None:
         """The module has its sharded parameters."""
-        self._put([one.sharded for one in self.parameters])
+        if self._has_views:
+            self._put([one.sharded for one in self.parameters])
+        self._has_views = False
 
-    def _views(self, reduce: Reduce, *, awaits: bool) -> list[torch.Tensor]:
-        return [view for memory in self.memories for view in memory.views(reduce, awaits=awaits)]
+    def _views(self, reduce: Reduce) -> list[torch.Tensor]:
+        return [view for memory in self.memories for view in memory.views(reduce)]
 
     def _replicas(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Gathered parameters as sharded tensors that every rank has whole, for ops on sharded tensors."""
@@ -108,16 +103,16 @@ class Unit:
     def enter(self, args: Any, kwargs: Any, reduce: Reduce) -> tuple[Any, Any]:
         """Put gathered parameters into the module. Gives the arguments that it is to be called with."""
         is_forward = current_backward() == -1
-        if is_forward and not self._calls:
+        if is_forward and not self.calls:
             self._require_own()
         args, kwargs = self._cast(args, kwargs)
-        may_be_local = self.path and not has_inner_hooks(self.module)
-        found = Arguments.of(self.module, self._group, args, kwargs) if may_be_local else None
+        watched = has_inner_hooks(self.module)
+        self.leaves_tensors = self.leaves_tensors or (watched and bool(self.path))
+        found = Arguments.of(self.module, self._group, args, kwargs) if self.path and not watched else None
         dims = None if found is None else self.local.result_dims(found)
-        views = self._views(reduce, awaits=is_forward)
+        views = self._views(reduce)
         untried = found is not None and self.local.is_untried(found) and is_forward
-        self._calls.append(_Call(found, dims, self.local.watch() if untried else None))
-        self._was_local = dims is not None and found is not None
+        self.calls.append(UnitCall(found, dims, self.local.watch(found) if found is not None and untried else None))
         if dims is None or found is None:
             self._put(self._replicas(views))
             return (args, kwargs) if found is None else found.sharded()
@@ -145,36 +140,42 @@ class Unit:
                         f"{slot} was replaced after fully_shard: change its values in place, or shard the model again"
                     )
 
-    def enter_backward(self, reduce: Reduce) -> None:
-        """Put gathered parameters into the module as they were in the forward: activations may be recomputed within."""
+    def enter_backward(self, call: UnitCall, reduce: Reduce) -> None:
+        """Put gathered parameters into the module as they were in a call: activations may be recomputed within."""
+        self.in_backward = call
         with torch.enable_grad():
-            views = self._views(reduce, awaits=False)
-        self._put(views if self._was_local else self._replicas(views))
+            views = self._views(reduce)
+        self._put(views if call.dims is not None else self._replicas(views))
+        self.open = sum(memory.wants_grad for memory in self.memories)
 
     def leave(self, output: Any) -> Any:
         """Put the sharded parameters back. Gives the result of the call as sharded tensors."""
-        call = self._calls.pop()
+        call = self.calls.pop()
+        if call.before is not None and call.arguments is not None:
+            attributes = self.local.watch(call.arguments).attributes
+            self.leaves_tensors = self.leaves_tensors or attributes != call.before.attributes
         if call.dims is not None and call.arguments is not None:
             output = wrapped(output, call.dims, call.arguments.cut)
         elif call.before is not None and call.arguments is not None:
             self.local.try_locally(call.arguments, output, call.before, self._run_locally)
+        call.arguments = None  # a graph refers to the call: no tensor may lead back to the graph
         return output
 
     def is_running(self) -> bool:
         """Whether a call is under way."""
-        return bool(self._calls)
+        return bool(self.calls)
 
     def abort(self) -> None:
         """A call has failed."""
-        if self._calls:
-            self._calls.pop()
+        if self.calls:
+            self.calls.pop().arguments = None
 
     def _run_locally(self, *args: Any, **kwargs: Any) -> Any:
         self._put([view for memory in self.memories for view in memory.split()])
         return self.module.forward(*args, **kwargs)
 
 
-class _Call:
+class UnitCall:
     """A call of a unit that is under way."""
 
     def __init__(self, arguments: Arguments | None, dims: tuple[int | None, ...] | None, before: Watch | None) -> None:

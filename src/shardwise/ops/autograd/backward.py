@@ -139,6 +139,7 @@ def _grad(types: Any, args: Any, kwargs: Any, process_group: Any) -> tuple[Any, 
     leaves = [leaf for each in asked for leaf in each]
     with captured_task(roots, records=records) as task:
         found = iter(torch.autograd.grad(roots, leaves, grads, allow_unused=True, **given))
+    task.finish_work()
     pieces = [_filled([next(found) for _ in each], each) for each in asked]
     shared = [k for k, one in enumerate(inputs) if _adds_up_replicas(one)]
     for k in shared:
