@@ -65,9 +65,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[
         yield loss.item()
 
 
-def train_sharded(world: World, checkpoint: str) -> tuple[int, list[float], int, int]:
-    """On every rank: go on from the checkpoint, if there is one. Gives the first step, losses, elements and bytes."""
-    goes_on, rank = Path(checkpoint).exists(), dist.get_rank()
+def train_sharded(number: int, checkpoint: str) -> tuple[int, list[float], int, int]:
+    """On every rank of a world: go on from the checkpoint, if there is one. Gives the first step, losses, elements and bytes."""
+    world, goes_on, rank = WORLDS[number], Path(checkpoint).exists(), dist.get_rank()
     torch.manual_seed(0)
     with torch.device("meta" if goes_on else "cpu"):  # of a model on meta, only the shards ever take memory
         model = make()
@@ -107,7 +107,10 @@ def main() -> int:
     plain = make()
     twin = list(train(plain, torch.optim.AdamW(plain.parameters()), map(batch, range(WORLDS[-1].until))))
     with tempfile.TemporaryDirectory() as folder:
-        same = [show(w, run_on_ranks(len(w.weights), train_sharded, w, f"{folder}/run"), twin) for w in WORLDS]
+        same = [
+            show(world, run_on_ranks(len(world.weights), train_sharded, number, f"{folder}/run"), twin)
+            for number, world in enumerate(WORLDS)
+        ]
     print("\nUnequal devices: the same training." if all(same) else "\nNOT the same training.")
     return 0 if all(same) else 1
 
