@@ -66,7 +66,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterable[
 
 
 def train_sharded(number: int, checkpoint: str) -> tuple[int, list[float], int, int]:
-    """On every rank of a world: go on from the checkpoint, if there is one. Gives the first step, losses, elements and bytes."""
+    """On every rank of a world: go on from the checkpoint, if any. Gives the first step, losses, elements and bytes."""
     world, goes_on, rank = WORLDS[number], Path(checkpoint).exists(), dist.get_rank()
     torch.manual_seed(0)
     with torch.device("meta" if goes_on else "cpu"):  # of a model on meta, only the shards ever take memory
