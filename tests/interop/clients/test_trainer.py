@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tests.interop.clients.models import llama, same_parameters, sharded, token_
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from shardwise import ShardedTensor
+from shardwise import ShardedTensor, fully_shard
 from shardwise.testing import ranks
 
 IDS = token_ids(rows=8)
@@ -65,6 +66,42 @@ def test_the_trainer_trains_a_model_in_pieces(tmp_path: Path, accumulation: int)
         plain.eval()
         found = trainer.evaluate()["eval_loss"]
         assert found == pytest.approx(float(plain(input_ids=IDS, labels=IDS).loss.detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@ranks(2)
+def test_the_trainer_trains_a_fully_sharded_model(tmp_path: Path, accumulation: int) -> None:
+    """With ranks that have other shares of the parameters than of the samples."""
+    plain = llama()
+    model = fully_shard(copy.deepcopy(plain), weights=[3, 1])
+    with launched():
+        trainer = Trainer(
+            model, arguments(tmp_path, gradient_accumulation_steps=accumulation), train_dataset=ROWS, eval_dataset=ROWS
+        )
+        trainer.train()
+        optimizer, rows = torch.optim.SGD(plain.parameters(), lr=0.1), 4 * accumulation
+        expected = [step(plain, optimizer, IDS.roll(-rows * k, 0)[:rows]) for k in range(3)]
+        logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert logged == pytest.approx(expected, rel=1e-5)
+        same_parameters(model, plain)
+        plain.eval()
+        found = trainer.evaluate()["eval_loss"]
+        assert found == pytest.approx(float(plain(input_ids=IDS, labels=IDS).loss.detach()), rel=1e-5)
+
+
+@ranks(2)
+def test_the_trainer_resumes_a_fully_sharded_model(tmp_path: Path) -> None:
+    """With Adam, in folders that are transformers' own."""
+    with launched():
+        model = fully_shard(llama())
+        options = {"optim": "adamw_torch", "max_steps": 4, "save_steps": 2, "save_strategy": "steps"}
+        Trainer(model, arguments(tmp_path / "run", **options), train_dataset=ROWS).train()
+        again = fully_shard(llama(), weights=[1, 2])
+        trainer = Trainer(again, arguments(tmp_path / "run", **options), train_dataset=ROWS)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-2"))
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoint-4", dtype=torch.float64)
+        same_parameters(model, whole)
+        same_parameters(again, whole)
 
 
 @ranks(2)
