@@ -14,7 +14,7 @@ from shardwise.layout.pictures.colours import colour, ink_on
 from shardwise.layout.pictures.panels import Panel, Panels, panels_of
 from shardwise.layout.pictures.scale import Scale, scale_of
 from shardwise.layout.pictures.svg import Canvas, text_width
-from shardwise.layout.pictures.words import Unit, lengths_text, numbered, ranks_text, size_text
+from shardwise.layout.pictures.words import SizeUnit, lengths_text, numbered, ranks_text, size_text
 
 if TYPE_CHECKING:
     from shardwise.layout.layout import Layout
@@ -32,7 +32,7 @@ MOST_EMPTY = 24  # drawn one by one
 class Details:
     """What boxes are drawn with."""
 
-    unit: Unit
+    unit: SizeUnit
     here: Collection[int] = ()  # rows of the layout that this rank holds
     caption: str = ""  # before the title of each panel
     width: float = WIDEST  # of the only panel
@@ -216,7 +216,7 @@ def _fits(text: str, width: float, size: float) -> bool:
     return text_width(text, size) + 4 <= width
 
 
-def _tooltip(layout: Layout, row: int, unit: Unit) -> str:
+def _tooltip(layout: Layout, row: int, unit: SizeUnit) -> str:
     boxes, volume = layout.boxes, int(layout.boxes.volumes[row])
     share = f", {volume / layout.size.numel():.1%} of the tensor" if volume else ""
     box = describe(boxes.offsets[row], boxes.sizes[row])

@@ -14,7 +14,7 @@ from shardwise.layout.pictures.picture import WIDTH, Picture
 from shardwise.layout.pictures.scale import cut_text
 from shardwise.layout.pictures.shares import EqualShares, ShareRow, equal_shares, place_shares, row_text, shares_drawing
 from shardwise.layout.pictures.svg import Canvas
-from shardwise.layout.pictures.words import Unit, numbered, size_text
+from shardwise.layout.pictures.words import SizeUnit, numbered, size_text
 
 if TYPE_CHECKING:
     from shardwise.layout.layout import Layout
@@ -29,7 +29,7 @@ def layout_picture(
     width: int = WIDTH,
 ) -> Picture:
     """The picture of a layout; the boxes of these rows, which this rank holds, are outlined."""
-    unit = Unit.of(dtype)
+    unit = SizeUnit.of(dtype)
     return Picture(
         f"{kind} {size_text(layout.size)}",
         layout_notes(layout, dtype) + ["outlined: on this rank"] * bool(here),
@@ -42,7 +42,7 @@ def layout_picture(
 def layout_notes(layout: Layout, dtype: torch.dtype | None) -> list[str]:
     """In words: how much there is, in how many shards, and how the drawn dims are cut."""
     boxes = layout.boxes.take(layout.boxes.filled)
-    whole = Unit.of(dtype).phrase(layout.size.numel())
+    whole = SizeUnit.of(dtype).phrase(layout.size.numel())
     kind = f"{str(dtype).removeprefix('torch.')}, " if dtype is not None else ""
     held = place_shares(layout)
     devices = sorted({place.device.type for place in layout.places.distinct[0]})
@@ -61,11 +61,11 @@ def layout_notes(layout: Layout, dtype: torch.dtype | None) -> list[str]:
     return notes
 
 
-def _bars(layout: Layout, unit: Unit) -> Canvas:
+def _bars(layout: Layout, unit: SizeUnit) -> Canvas:
     return shares_drawing([_row(equal, unit) for equal in equal_shares(place_shares(layout))])
 
 
-def _row(equal: EqualShares, unit: Unit) -> ShareRow:
+def _row(equal: EqualShares, unit: SizeUnit) -> ShareRow:
     one, count = equal.one, len(equal.members)
     amount = unit.text(one.elements)
     empty = f" ({one.empty} empty)" if one.empty else ""

@@ -12,7 +12,7 @@ from shardwise.layout.pictures.colours import channels, colour
 from shardwise.layout.pictures.panels import panels_of
 from shardwise.layout.pictures.scale import edges_of, middle_parts
 from shardwise.layout.pictures.shares import equal_shares, place_shares
-from shardwise.layout.pictures.words import Unit, numbered, percent, ranks_text, size_text
+from shardwise.layout.pictures.words import SizeUnit, numbered, percent, ranks_text, size_text
 
 if TYPE_CHECKING:
     from shardwise.layout.layout import Layout
@@ -26,7 +26,7 @@ MOST_DOWN = 16  # parts downwards, besides what is left out between the first an
 
 def layout_as_text(layout: Layout, *, dtype: torch.dtype | None, width: int, colours: bool) -> str:
     """A layout drawn with lines of text, then a table of places: shards, bytes or elements, and share of the tensor."""
-    unit = Unit.of(dtype)
+    unit = SizeUnit.of(dtype)
     kind = f" {str(dtype).removeprefix('torch.')}" if dtype is not None else ""
     whole, shards = unit.phrase(layout.size.numel()), numbered(len(layout), "shard")
     return "\n".join(
@@ -38,7 +38,7 @@ def layout_as_text(layout: Layout, *, dtype: torch.dtype | None, width: int, col
     )
 
 
-def _holders(layout: Layout, unit: Unit, colours: bool) -> list[str]:
+def _holders(layout: Layout, unit: SizeUnit, colours: bool) -> list[str]:
     held = place_shares(layout)
     rows = [(holding.place, holding, 1) for holding in held]
     if len(held) > MOST_PLACES:

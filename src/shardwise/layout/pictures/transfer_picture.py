@@ -15,7 +15,7 @@ from shardwise.layout.pictures.layout_text import layout_as_text
 from shardwise.layout.pictures.picture import WIDTH, Picture
 from shardwise.layout.pictures.subjects import PiecesLike, PlanLike
 from shardwise.layout.pictures.svg import Canvas
-from shardwise.layout.pictures.words import Unit, numbered, percent, ranks_text, size_text
+from shardwise.layout.pictures.words import SizeUnit, numbered, percent, ranks_text, size_text
 
 LAST = 2  # ranks shown after the ranks that are summed up
 
@@ -123,7 +123,7 @@ HEAD = (54.0, 54.0)  # room for the names of senders, and of receivers
 
 def transfer_picture(plan: PlanLike, *, dtype: torch.dtype | None = None, width: int = WIDTH) -> Picture:
     """The picture of a plan, in bytes of this dtype or in elements."""
-    unit = Unit.of(dtype)
+    unit = SizeUnit.of(dtype)
     return Picture(
         f"Transfer of {size_text(plan.src.size)}",
         [transfer_summary(plan, unit)],
@@ -141,7 +141,7 @@ def traffic_picture(
     title: str, notes: Sequence[str], plans: Sequence[tuple[PlanLike, int]], *, width: int = WIDTH
 ) -> Picture:
     """Who sends how much to whom by several plans together, each with the bytes of its elements."""
-    unit = Unit(1)
+    unit = SizeUnit(1)
     return Picture(
         title,
         notes,
@@ -151,7 +151,7 @@ def traffic_picture(
     )
 
 
-def transfer_summary(plan: PlanLike, unit: Unit) -> str:
+def transfer_summary(plan: PlanLike, unit: SizeUnit) -> str:
     """In words: how much moves, between how many ranks."""
     senders, receivers = (len(set(layout.ranks.tolist())) for layout in (plan.src, plan.dst))
     part = percent(plan.moved / max(plan.src.size.numel(), 1))
@@ -159,7 +159,7 @@ def transfer_summary(plan: PlanLike, unit: Unit) -> str:
     return f"{unit.phrase(plan.moved)} move {who}, {part} of the tensor; no plan could move less"
 
 
-def _matrix(traffic: TrafficTable, unit: Unit) -> Canvas:
+def _matrix(traffic: TrafficTable, unit: SizeUnit) -> Canvas:
     """A cell for each sender and receiver, with a bar for how much goes; what stays is dashed."""
     canvas, (broad, high), (left, top) = Canvas(), CELL, HEAD
     alone = np.ix_(*([not party.is_rest for party in side] for side in (traffic.senders, traffic.receivers)))
@@ -190,7 +190,7 @@ def _name(canvas: Canvas, party: Party, x: float, y: float) -> None:
 
 
 def _cell(
-    canvas: Canvas, traffic: TrafficTable, at: tuple[int, int], corner: tuple[float, float], most: int, unit: Unit
+    canvas: Canvas, traffic: TrafficTable, at: tuple[int, int], corner: tuple[float, float], most: int, unit: SizeUnit
 ) -> None:
     sender, receiver = traffic.senders[at[0]], traffic.receivers[at[1]]
     moves, stays = int(traffic.moves[at]), int(traffic.stays[at])
@@ -215,7 +215,7 @@ def _cell(
 
 
 def _text(plan: PlanLike, dtype: torch.dtype | None, width: int, colours: bool) -> str:
-    unit = Unit.of(dtype)
+    unit = SizeUnit.of(dtype)
     before, after = (
         layout_as_text(layout, dtype=dtype, width=width, colours=colours) for layout in (plan.src, plan.dst)
     )
@@ -229,7 +229,7 @@ def _text(plan: PlanLike, dtype: torch.dtype | None, width: int, colours: bool) 
     )
 
 
-def _rows(traffic: TrafficTable, unit: Unit) -> list[str]:
+def _rows(traffic: TrafficTable, unit: SizeUnit) -> list[str]:
     """What goes from each rank (down) to each rank (across); what stays is in brackets."""
     rows = [["", *(f"to {party.name}" for party in traffic.receivers)]]
     for row, sender in enumerate(traffic.senders):

@@ -32,15 +32,15 @@ def count_text(count: int) -> str:
 
 
 @dataclass(frozen=True)
-class Unit:
+class SizeUnit:
     """The unit of amounts: bytes, or elements where no dtype is known."""
 
     itemsize: int | None
 
     @staticmethod
-    def of(dtype: torch.dtype | None) -> Unit:
+    def of(dtype: torch.dtype | None) -> SizeUnit:
         """Bytes of this dtype, or elements."""
-        return Unit(None if dtype is None else dtype.itemsize)
+        return SizeUnit(None if dtype is None else dtype.itemsize)
 
     def text(self, elements: int) -> str:
         """An amount without the word for elements."""
