@@ -5,7 +5,6 @@ Processor time, for nothing travels and other processes shall not count: `python
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 
@@ -15,7 +14,7 @@ from torch import nn
 import shardwise
 from benchmarks.llama import Llama, Shape, training_step
 from benchmarks.table import Row, show
-from benchmarks.timing import Work
+from benchmarks.timing import Work, least_processor_time
 from shardwise.testing import run_on_ranks
 
 SHAPE = Shape(layers=4, width=128, head=32, words=256, batch=2, sequence=32)
@@ -41,13 +40,7 @@ def measure() -> list[Row]:
     rows = []
     for kind in (torch.optim.SGD, torch.optim.AdamW):
         steps = {"shardwise": step_of(kind, shards=True), "plain": step_of(kind, shards=False)}
-        best = dict.fromkeys(steps, float("inf"))
-        for number in range(WARM_UP + STEPS):
-            for name, step in steps.items():
-                begin = time.process_time()
-                step()
-                if number >= WARM_UP:
-                    best[name] = min(best[name], time.process_time() - begin)
+        best = least_processor_time(steps, warm_up=WARM_UP, steps=STEPS)
         rows.append(
             Row(f"transformer of {SHAPE.layers} layers, {kind.__name__}", best, f"≤ {MOST} plain", ("plain", MOST))
         )

@@ -5,7 +5,6 @@ The tensors are so small that this is the cost of the calls: `python -m benchmar
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 
 import shardwise
 from benchmarks.table import Row, show
-from benchmarks.timing import Work
+from benchmarks.timing import Work, least_processor_time
 from shardwise import plans
 from shardwise.testing import run_on_ranks
 
@@ -68,13 +67,7 @@ def measure() -> list[Row]:
     rows = []
     for name, make in MODELS.items():
         steps = {"shardwise": step_of(make, shards=True), "plain": step_of(make, shards=False)}
-        best = dict.fromkeys(steps, float("inf"))
-        for number in range(WARM_UP + STEPS):
-            for contender, step in steps.items():
-                begin = time.process_time()
-                step()
-                if number >= WARM_UP:
-                    best[contender] = min(best[contender], time.process_time() - begin)
+        best = least_processor_time(steps, warm_up=WARM_UP, steps=STEPS)
         rows.append(Row(f"{name}, tensor parallel", best, f"≤ {MOST} plain", ("plain", MOST)))
     return rows
 

@@ -34,6 +34,18 @@ def best_of(contenders: Mapping[str, Work], *, calls: int, repeats: int = 9) -> 
     return best
 
 
+def least_processor_time(contenders: Mapping[str, Work], *, warm_up: int, steps: int) -> dict[str, float]:
+    """The least processor time of a call of each contender; they take turns, after some calls that do not count."""
+    best = dict.fromkeys(contenders, float("inf"))
+    for number in range(warm_up + steps):
+        for name, work in contenders.items():
+            begin = time.process_time()
+            work()
+            if number >= warm_up:
+                best[name] = min(best[name], time.process_time() - begin)
+    return best
+
+
 def best_together(contenders: Mapping[str, Work], repeats: int = 9) -> dict[str, float]:
     """As `best_of`, for collectives: all ranks begin together, and each round ends when the last one is done."""
 

@@ -16,6 +16,7 @@ import shardwise
 from shardwise.nn.fully_sharded import FullySharded
 
 WIDTH, WORDS, LENGTH = 6, 11, 5
+FEW = 256  # bytes: what ranks tell each other of a loss is less
 
 
 class Block(nn.Module):

@@ -12,18 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import ROUNDING
-from tests.nn.fully_sharded.cases import Block, Model, assert_same, batch_of, made, mine, train, twins, whole
+from tests.nn.fully_sharded.cases import FEW, Block, Model, assert_same, batch_of, made, mine, train, twins, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise.errors import PlanError, PlanNameError, RankMismatchError, UnsupportedOpError
+from shardwise.errors import PlanError, PlanNameError, RankMismatchError
 from shardwise.nn.fully_sharded import Precision
 from shardwise.testing import ranks
-
-FEW = 256  # bytes: what ranks tell each other of a loss is less
 
 
 @pytest.mark.parametrize("align", ["elements", "rows", "parameters", 5, {"**.up.weight": "parameters", "table.*": 4}])
@@ -111,102 +108,6 @@ def test_collectives_of_a_step() -> None:
     assert sorted(backward) == ["all-gather"] * 2 + ["reduce-scatter"] * 4
 
 
-class Mixing(Block):
-    """A layer in which samples meet."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """With the mean of all samples."""
-        return super().forward(x - x.mean(0))
-
-
-class Counting(Block):
-    """A layer that looks at the number of samples."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """Without a message."""
-        return super().forward(x) / x.shape[0]
-
-
-class Normed(Block):
-    """A layer with statistics of all samples, which it keeps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batch_norm = nn.BatchNorm1d(5)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """In training."""
-        return super().forward(self.batch_norm(x))
-
-
-@pytest.mark.parametrize("block", [Mixing, Counting, Normed])
-@ranks(3)
-def test_units_in_which_samples_meet_are_right_too(block: type[nn.Module]) -> None:
-    """They run on sharded tensors."""
-    plain, model = twins(lambda: Model(block))
-    train(plain, model, (1, 0, 3))
-    for unit in made(model).units[1:]:
-        assert set(unit.local._known.values()) == {None}
-    for one, other in zip(plain.buffers(), model.buffers(), strict=True):
-        torch.testing.assert_close(whole(other), one, rtol=ROUNDING, atol=ROUNDING)
-
-
-class Leaving(Block):
-    """A layer that leaves a tensor in an attribute."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """For a loss of the model."""
-        self.left = super().forward(x).tanh()
-        return x + self.left
-
-
-class Adding(Model):
-    """A model that reads what its layers leave."""
-
-    def forward(self, ids: Any, labels: Any = None) -> Any:
-        """With a loss of all layers."""
-        return super().forward(ids, labels) + sum(block.left.mean() for block in self.blocks)
-
-
-@ranks(3)
-def test_what_a_unit_leaves_in_attributes_is_of_all_samples() -> None:
-    """So it runs on sharded tensors."""
-    train(*twins(lambda: Adding(Leaving)), (1, 0, 3))
-
-
-class Switched(Block):
-    """A layer in which samples meet from some step on."""
-
-    meets = False
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """By an attribute."""
-        return super().forward(x - x.mean(0) if self.meets else x)
-
-
-@ranks(2)
-def test_a_unit_that_changes_is_tried_again() -> None:
-    """Its attributes are a part of the kind of call."""
-    plain, model = twins(lambda: Model(Switched))
-    for meets in (False, True):
-        for one in (*plain.modules(), *model.modules()):
-            if isinstance(one, Switched):
-                one.meets = meets
-        train(plain, model, (1, 3))
-
-
-@ranks(2)
-def test_hooks_within_a_unit_see_all_samples() -> None:
-    """A unit with such hooks runs on sharded tensors."""
-    plain, model = twins()
-    train(plain, model, (2, 3), steps=2)
-    seen: list[Any] = []
-    for one in (plain, model):
-        one.get_submodule("blocks.1.up").register_forward_hook(lambda *given: seen.append(whole(given[2])))
-    train(plain, model, (2, 3), steps=1)
-    torch.testing.assert_close(seen[1], seen[0], rtol=ROUNDING, atol=ROUNDING)
-
-
 @ranks(2)
 def test_parameters_are_frozen_and_unfrozen() -> None:
     """After the model was sharded, some of a unit and all of one."""
@@ -218,60 +119,6 @@ def test_parameters_are_frozen_and_unfrozen() -> None:
             for name in names:
                 one.get_parameter(name).requires_grad_(wants)
         train(plain, model, (2, 1), steps=2)
-
-
-@ranks(2)
-def test_gradients_of_gradients_are_refused() -> None:
-    """On every rank, in one line."""
-    _, model = twins()
-    ids, labels = (mine(one, (2, 1)) for one in batch_of(0, (2, 1)))
-    with pytest.raises(UnsupportedOpError, match="create_graph"):
-        model(ids, labels).backward(create_graph=True)
-
-
-class Forked(Model):
-    """A model that calls a unit several times, one beside another and one behind another."""
-
-    def forward(self, ids: Any, labels: Any = None) -> Any:
-        """The first and the last block twice."""
-        x = self.table(ids)
-        first, middle, last = self.blocks
-        x = last(first(x) + first(x.flip(1)) * 0.5)
-        scores = self.head(middle(last(x)))
-        return scores if labels is None else nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@ranks(2)
-def test_units_that_are_called_twice(frozen: bool) -> None:
-    """Gradients of all calls are added up, and memory is there until the last backward has read it."""
-
-    def make() -> nn.Module:
-        model = Forked()
-        if frozen:
-            for block in model.blocks[:2]:
-                block.requires_grad_(False)
-        return model
-
-    train(*twins(make), (2, 1))
-
-
-@ranks(2)
-def test_two_forwards_before_the_backwards() -> None:
-    """In either order, with an evaluation between; and one backward twice."""
-    plain, model = twins()
-    batches = [batch_of(step, (2, 1)) for step in range(2)]
-    for order in ((0, 1), (1, 0)):
-        losses = [plain(*one) for one in batches]
-        ours = [model(*(mine(each, (2, 1)) for each in one)) for one in batches]
-        with torch.no_grad():
-            model(mine(batches[0][0], (2, 1)))
-        for number in order:
-            for loss in (losses[number], ours[number]):
-                loss.backward(retain_graph=True)
-        for loss in (losses[0], ours[0]):
-            loss.backward()
-        assert_same(plain, model)
 
 
 @ranks(2)
@@ -297,34 +144,6 @@ def test_copies_are_refused() -> None:
         copy.deepcopy(twins()[1])
 
 
-class Dropping(Block):
-    """A layer with dropout."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """In training only."""
-        return nn.functional.dropout(super().forward(x), 0.4, self.training)
-
-
-@ranks(2)
-def test_dropout_is_that_of_the_whole_batch() -> None:
-    """With all ranks seeded alike."""
-    plain, model = twins(lambda: Model(Dropping))
-    ids, labels = batch_of(0, (2, 3))
-    for _ in range(2):
-        torch.manual_seed(5)
-        expected = plain(ids, labels)
-        torch.manual_seed(5)
-        loss = model(mine(ids, (2, 3)), mine(labels, (2, 3)))
-        torch.testing.assert_close(whole(loss), expected.detach(), rtol=ROUNDING, atol=0)
-        loss.backward()
-    model.eval()
-    plain.eval()
-    with torch.no_grad():
-        for _ in range(2):
-            torch.testing.assert_close(whole(model(mine(ids, (2, 3)))), plain(ids), rtol=ROUNDING, atol=ROUNDING)
-    assert (0,) in made(model).units[1].local._known.values()
-
-
 @ranks(2)
 def test_evaluation_frees_what_it_gathers() -> None:
     """Without gradients, and with gradients that nobody asks for."""
@@ -338,48 +157,6 @@ def test_evaluation_frees_what_it_gathers() -> None:
     gathered = [m._is_gathered for u in made(model).units for m in u.memories]
     assert gathered == [False] * len(gathered)
     train(plain, model, (2, 1))
-
-
-class Recomputing(nn.Module):
-    """A block whose activations are recomputed, in either of torch's ways."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.block, self.reentrant = Block(), reentrant
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """The unit is the block within."""
-        return checkpoint(self.block, x, use_reentrant=self.reentrant)
-
-
-@pytest.mark.parametrize("units", [None, "blocks.*.block"])
-@pytest.mark.parametrize("reentrant", [False, True])
-@ranks(2)
-def test_recomputed_activations(reentrant: bool, units: str | None) -> None:
-    """Checkpoints around units and within them."""
-    plain, model = twins(lambda: Model(lambda: Recomputing(reentrant)), units=units)
-    train(plain, model, (2, 1))
-
-
-@ranks(2)
-def test_accumulation() -> None:
-    """Of several batches: with a sum for each, and with one sum for all."""
-    plain, model = twins()
-    samples = (1, 2)
-    batches = [batch_of(step, samples) for step in range(3)]
-    for ids, labels in batches:
-        plain(ids, labels).backward()
-    for late in (False, True):
-        model.zero_grad()
-        for number, (ids, labels) in enumerate(batches):
-            loss = model(mine(ids, samples), mine(labels, samples))
-            if late and number < 2:
-                with made(model).accumulating(), shardwise.trace() as trace:
-                    loss.backward()
-                assert not [event for event in trace.events if event.kind == "reduce-scatter" and event.sent > FEW]
-            else:
-                loss.backward()
-        assert_same(plain, model)
 
 
 @ranks(2)

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from shardwise.comm.group import CallFingerprint, group_state, rank_array
 from shardwise.comm.transfer import Moving, make_plan, move
 from shardwise.comm.transfer.all_reduce import AllReduce, holding_of
+from shardwise.comm.transfer.local_copies import Done
 from shardwise.errors import PlanError, PropertyError, UnsupportedOpError
 from shardwise.layout import Layout, Places
 from shardwise.layout.geometry import Boxes, IntArray
@@ -237,7 +238,7 @@ class FlatMemory:
         self._summed, self._used = self._used, set()
         dtype = self._sum_dtype or grad.dtype
         grad = grad.to(dtype)
-        summing: Moving = _Ready([grad])
+        summing: Moving = Done([grad])
         if not self._is_alone:
             verb = f"sum the gradients of {self.what}"
             summing = move(self._plan.reverse(), [grad], self._groups.row, dtype=dtype, verb=verb)
@@ -294,17 +295,6 @@ class FlatMemory:
             place = self.shard[low:high].view(tensor.shape)
             place.copy_(tensor)
             tensor.data = place
-
-
-class _Ready:
-    """A transfer that nothing is sent for."""
-
-    def __init__(self, outs: list[torch.Tensor]) -> None:
-        self._outs = outs
-
-    def wait(self) -> list[torch.Tensor]:
-        """The tensors."""
-        return self._outs
 
 
 class _SumOfRows:

@@ -226,16 +226,15 @@ class LocalCompute:
         """What must stay as it is while the unit runs on sharded tensors, for it to be tried on local ones."""
         return Watch.now(self._module, self._group, arguments)
 
-    def try_locally(self, arguments: Arguments, output: Any, before: Watch, run: Callable[..., Any]) -> None:
+    def try_locally(self, arguments: Arguments, output: Any, run: Callable[..., Any] | None) -> None:
         """Find out whether calls of this kind may be local, given what the unit made of the sharded tensors.
 
-        Every rank of the group calls it. ``run`` is the unit with plain parameters.
+        Every rank of the group calls it. ``run`` is the unit with plain parameters; None where it must not run again.
         """
-        same = before == Watch.now(self._module, self._group, arguments)
-        dims = _sample_dims(output, arguments.cut) if same else None
+        dims = None if run is None else _sample_dims(output, arguments.cut)
 
         def work() -> tuple[None, Fields, bool]:
-            alike = dims is not None and self._gives_the_same(arguments, output, run)
+            alike = dims is not None and run is not None and self._gives_the_same(arguments, output, run)
             return None, {"verb": f"try {self._path or 'the model'} on local samples"}, alike
 
         told = in_step_sharing(self._group, work)[1]

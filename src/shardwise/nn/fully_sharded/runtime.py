@@ -39,6 +39,7 @@ class FullySharded:
     ) -> None:
         self.units, self.group, self.loads = units, group, loads
         self._root, self._prefetch, self._keep = units[0], prefetch, keep
+        self._unit_of = {memory: unit for unit in units for memory in unit.memories}
         self._order: list[Unit] = []  # in which units computed in the last forward
         self._now: list[Unit] = []  # and in this one
         self._sums: deque[tuple[FlatMemory, Moving]] = deque()
@@ -169,7 +170,7 @@ class FullySharded:
     def _reduce(self, memory: FlatMemory, grads: Gradients) -> None:
         """All parameters of a memory have their gradients."""
         if self._in_backward():  # a backward within has come through a part of the unit only
-            unit = next(unit for unit in self.units if memory in unit.memories)
+            unit = self._unit_of[memory]
             unit.open -= 1
             memory.free()
             if unit.open <= 0:

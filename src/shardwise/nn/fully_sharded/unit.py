@@ -151,13 +151,13 @@ class Unit:
     def leave(self, output: Any) -> Any:
         """Put the sharded parameters back. Gives the result of the call as sharded tensors."""
         call = self.calls.pop()
-        if call.before is not None and call.arguments is not None:
-            attributes = self.local.watch(call.arguments).attributes
-            self.leaves_tensors = self.leaves_tensors or attributes != call.before.attributes
         if call.dims is not None and call.arguments is not None:
             output = wrapped(output, call.dims, call.arguments.cut)
         elif call.before is not None and call.arguments is not None:
-            self.local.try_locally(call.arguments, output, call.before, self._run_locally)
+            after = self.local.watch(call.arguments)
+            self.leaves_tensors = self.leaves_tensors or after.attributes != call.before.attributes
+            run = self._run_locally if after == call.before else None
+            self.local.try_locally(call.arguments, output, run)
         call.arguments = None  # a graph refers to the call: no tensor may lead back to the graph
         return output
 
