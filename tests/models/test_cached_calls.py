@@ -72,6 +72,17 @@ def test_a_recurrent_model() -> None:
     assert_cached(plain, rows, inputs, lambda model, **given: model(**given))
 
 
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT"])
+@ranks(3)
+def test_a_rank_without_shards(name: str) -> None:
+    """Rank 1 holds nothing of any parameter: anchors stand for them in its programs."""
+
+    def without_rank_1(_: str, parameter: torch.Tensor) -> Any:
+        return shardwise.ChunkShardingSpec(0, ["rank:0/cpu", "rank:2/cpu"]) if parameter.ndim else None
+
+    assert_cached(made(name), without_rank_1, ZOO[name].inputs(), loss_of)
+
+
 class Recommender(nn.Module):
     """Numbers and categories, their products, and a score, as DLRM has them."""
 

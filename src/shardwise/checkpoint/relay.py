@@ -92,8 +92,7 @@ def _read_for(stored: StoredTensor, box: Boxes, verify: bool) -> int:
         there.sizes.tolist(), (low - there.offsets).tolist(), (high - low).tolist(), strict=True
     ):
         if checked:
-            met = Blocks.of(extent, itemsize).meeting(offsets, sizes)
-            found += sum(torch.Size(size).numel() for _, _, size in met)
+            found += Blocks.of(extent, itemsize).elements_meeting(offsets, sizes)
         else:
             reads = Reads.of(extent, itemsize, offsets, sizes)
             found += len(reads.starts) * reads.length

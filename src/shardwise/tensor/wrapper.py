@@ -108,6 +108,11 @@ class Wrapper(TorchFunctionTensor):
             self._root = new_anchor(self._frame.device)
         return self._root
 
+    def _in_graph(self) -> list[torch.Tensor]:
+        """The tensors that stand for this one in the graph of this rank: the local ones, or an anchor, or none."""
+        tensors, anchor = self._local_tensors(), self._anchored()
+        return tensors if tensors or anchor is None else [anchor]
+
     def _require_writable(self) -> None:
         """Raise on every rank if torch would raise on some, or if this is a copy of a view."""
         base = self

@@ -57,6 +57,7 @@ def test_the_blocks_that_a_box_meets(size: tuple[int, ...], most: int, data: st.
     assert [(first, lengths) for _, first, lengths in met] == [blocks.box(number) for number, _, _ in met]
     expected = [k for k in range(blocks.count) if wanted & set(numbers_in(size, *blocks.box(k)))]
     assert sorted(number for number, _, _ in met) == expected
+    assert blocks.elements_meeting(offsets, sizes) == sum(math.prod(lengths) for _, _, lengths in met)
 
 
 def test_an_array_without_elements_has_no_blocks() -> None:

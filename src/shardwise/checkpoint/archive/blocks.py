@@ -85,6 +85,14 @@ class Blocks:
                 length = min(step, self.sizes[self.dim] - begin)
                 yield [*index, begin, *[0] * len(rest)], [*[1] * len(index), length, *rest]
 
+    def elements_meeting(self, offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        """How many elements the blocks have that share elements with a box."""
+        if not self.sizes:
+            return 1
+        first, last = offsets[self.dim] // self.step, (offsets[self.dim] + sizes[self.dim] - 1) // self.step
+        length = min((last + 1) * self.step, self.sizes[self.dim]) - first * self.step
+        return math.prod(sizes[: self.dim]) * length * math.prod(self.sizes[self.dim + 1 :])
+
     def meeting(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, list[int], list[int]]]:
         """The blocks that share elements with a box: the number, the offsets and the sizes of each."""
         if not self.sizes:

@@ -218,8 +218,8 @@ class _Arguments(NamedTuple):
 
     def _add_sharded(self, cls: type, value: ShardedTensorBase) -> ProcessGroup | None:
         tensors = value._tensors if value._shards is None else value._local_tensors()
-        if not tensors or value._anchor is not None:
-            raise Uncacheable("this rank holds no shard of an argument")
+        if not tensors:
+            return self._add_without_shards(cls, value)
         frame, single = value._frame, len(tensors) == 1
         records = self.grad and (tensors[0].requires_grad if single else value.requires_grad)
         # The replicas of a leaf share their gradient.
@@ -231,6 +231,20 @@ class _Arguments(NamedTuple):
             (
                 *(cls, frame.key or frame.make_key(), records, is_leaf),
                 *(activation, value._copy_of_view, value._strides, cached),
+            )
+        )
+        return frame.process_group
+
+    def _add_without_shards(self, cls: type, value: ShardedTensorBase) -> ProcessGroup | None:
+        """An argument of which this rank holds no shard; an anchor stands for it in the graph."""
+        frame, anchor = value._frame, value._anchored()
+        records = self.grad and value.requires_grad
+        cached = None if value._cached_move is None else cached_layout(value)
+        self.tensors.extend([] if anchor is None else [anchor])
+        self.parts.extend(
+            (
+                *(cls, frame.key or frame.make_key(), records, records and value.is_leaf, anchor is not None),
+                *(is_activation(value), value._copy_of_view, value._strides, cached),
             )
         )
         return frame.process_group

@@ -45,6 +45,7 @@ class Argument(NamedTuple):
 
     path: str  # where it is, as a Python expression
     local_count: int | None  # of local tensors; None for a plain tensor
+    has_anchor: bool = False  # which stands for local tensors in the graph where there are none
 
 
 class ProgramStep(NamedTuple):
@@ -84,8 +85,14 @@ class Result(NamedTuple):
     frame: Frame
     like: int | None  # the argument whose frame the result takes, in the result's dtype
     slots: list[int]  # the local tensors
+    anchor: int | None  # the slot of the anchor, of a result without local tensors that is recorded
     fields: dict[str, Any]  # of the wrapper
     base: int | None  # the argument that the result is a view of
+
+    def renumbered(self, numbers: dict[int, int]) -> Result:
+        """The same result where the slots have other numbers."""
+        anchor = None if self.anchor is None else numbers[self.anchor]
+        return self._replace(slots=[numbers[slot] for slot in self.slots], anchor=anchor)
 
 
 class Program:
@@ -208,10 +215,10 @@ def _function_of(program: Program) -> Callable[[Any, Any], Any]:
 def _write_arguments(writer: _Writer, program: Program) -> None:
     """Give each argument a name, and a slot to each of its local tensors."""
     number = 0
-    for k, (path, local_count) in enumerate(program.arguments):
+    for k, (path, local_count, has_anchor) in enumerate(program.arguments):
         writer.add(f"a{k} = {path}")
-        if local_count is None:
-            writer.add(f"t{number} = a{k}")
+        if local_count is None or has_anchor:
+            writer.add(f"t{number} = a{k}{'._anchored()' if has_anchor else ''}")
             number += 1
         else:
             slots = "".join(f"t{number + k}, " for k in range(local_count))
@@ -253,6 +260,8 @@ def _write_result(writer: _Writer, k: int, result: Result | SameArgument) -> Non
     writer.add(f"r{k} = make({writer.constant(result.cls)}, {size}, dtype={dtype}, device={device})")
     writer.add(f"r{k}._frame = {whole}")
     writer.add(f"r{k}._tensors = [{', '.join(f't{slot}' for slot in result.slots)}]")
+    if result.anchor is not None:
+        writer.add(f"r{k}._wants_grad, r{k}._anchor = True, t{result.anchor}")
     for name, value in result.fields.items():
         writer.add(f"r{k}.{name} = {writer.constant(value)}")
     if result.base is not None:

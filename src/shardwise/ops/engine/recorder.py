@@ -114,7 +114,7 @@ class Recorder(TorchFunctionMode):
         self.messages = 0  # that steps have sent
         self._paused = False
         for tensor in self.arguments:
-            for one in tensor._local_tensors() if isinstance(tensor, ShardedTensorBase) else [tensor]:
+            for one in tensor._in_graph() if isinstance(tensor, ShardedTensorBase) else [tensor]:
                 self._new_slot(one)
         self.local_count = len(self.tensors)
         for tensor in self.arguments:
@@ -221,7 +221,8 @@ class Recorder(TorchFunctionMode):
             return self._refusal
         if not results or len(known) < len(results):
             return "a result is no sharded tensor, or made of tensors that no step has made"
-        needed = {number for one in known if isinstance(one, Result) for number in one.slots}
+        made = [one for one in known if isinstance(one, Result)]
+        needed = {number for one in made for number in (*one.slots, one.anchor) if number is not None}
         steps: list[ProgramStep] = []
         for step in reversed(self.steps):
             if step.communicates or step.writes or needed.intersection(step.outputs):
@@ -235,10 +236,7 @@ class Recorder(TorchFunctionMode):
             for number in step.outputs:
                 numbers[number] = len(numbers)
             renumbered.append(step.renumbered(numbers))
-        placed = [
-            one._replace(slots=[numbers[number] for number in one.slots]) if isinstance(one, Result) else one
-            for one in known
-        ]
+        placed = [one.renumbered(numbers) if isinstance(one, Result) else one for one in known]
         return Program(list(map(_argument, self.paths, self.arguments)), renumbered, placed, container)
 
     def _result(self, one: Any) -> Result | SameArgument | None:
@@ -248,14 +246,15 @@ class Recorder(TorchFunctionMode):
         if same is not None:
             return SameArgument(same)
         slots = [self.slots[id(tensor)] for tensor in one._tensors if self.has_slot(tensor)]
-        usual = not one._wants_grad and not one._pinned and one._anchor is None and one._shards is None
-        if not slots or len(slots) < len(one._tensors) or not usual:
+        anchor = None if one._anchor is None else self.slots.get(id(one._anchor))
+        usual = one._wants_grad == (anchor is not None) and not one._pinned and one._shards is None
+        if len(slots) < len(one._frame.rows) or (anchor is None) != (one._anchor is None) or not usual:
             return None
         if vars(one).keys() - USUAL_FIELDS - set(COPIED_FIELDS):
             return None
         like = next((k for k, tensor in enumerate(self.arguments) if _has_frame_of(tensor, one)), None)
         fields = {name: value for name in COPIED_FIELDS if (value := getattr(one, name))}
-        return Result(type(one), one._frame, like, slots, fields, self._base(one))
+        return Result(type(one), one._frame, like, slots, anchor, fields, self._base(one))
 
     def _base(self, one: ShardedTensorBase) -> int | None:
         """The number of the argument that a tensor is a view of."""
@@ -269,7 +268,10 @@ class Recorder(TorchFunctionMode):
 
 
 def _argument(path: str, tensor: torch.Tensor) -> Argument:
-    return Argument(path, len(tensor._local_tensors()) if isinstance(tensor, ShardedTensorBase) else None)
+    if not isinstance(tensor, ShardedTensorBase):
+        return Argument(path, None)
+    count = len(tensor._local_tensors())
+    return Argument(path, count, has_anchor=not count and tensor._anchored() is not None)
 
 
 def _form_of(result: Any) -> Form:

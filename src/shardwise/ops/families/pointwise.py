@@ -140,6 +140,8 @@ def _register(op: Op, *, in_place: bool) -> None:
                 columns.append(None)
         if kwargs and any(isinstance(value, torch.Tensor) or name in SLOW_KEYWORDS for name, value in kwargs.items()):
             return call_decomposed(op, args, kwargs)
+        if not tensors and op in FLOAT_WRITES and _writes_nothing(args):
+            return first
         shares = layout.has_replicas and _grad_enabled()  # replicas of a leaf share their gradient
         if not tensors or shares or (in_place and _must_not_write_view(op, first, args)):
             return call_decomposed(op, args, kwargs)
@@ -160,6 +162,25 @@ def _register(op: Op, *, in_place: bool) -> None:
 
     registry.built_in[op] = handler
     IGNORES_VALUES.add(op)
+
+
+# Writes of optimizers, which no floating point operands of one dtype can make fail.
+FLOAT_WRITES = {
+    getattr(torch.Tensor, f"{name}_") for name in ("add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp")
+}
+
+
+def _writes_nothing(args: Sequence[Any]) -> bool:
+    """Whether a write into an argument without local shards is done: it is not recorded, and fails on no rank."""
+    first = args[0]
+    alike = all(
+        one.dtype == first.dtype if isinstance(one, torch.Tensor) else isinstance(one, float | int) for one in args
+    )
+    return (
+        alike
+        and first.dtype.is_floating_point
+        and not any(isinstance(one, torch.Tensor) and one.requires_grad and _grad_enabled() for one in args)
+    )
 
 
 def _where(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
