@@ -339,5 +339,5 @@ def test_mistakes() -> None:
         assert all(type(one) is nn.Parameter for one in model.parameters())
     with pytest.raises(RankMismatchError):
         shardwise.fully_shard(Model(layers=2 + dist.get_rank()))
-    with pytest.raises(PlanError, match="plain parameters"):
+    with pytest.raises(PlanError, match="sharded already"):
         shardwise.fully_shard(shardwise.fully_shard(Model()))

@@ -13,14 +13,16 @@ from shardwise.comm.agreement import in_step
 from shardwise.comm.group import Fields
 from shardwise.errors import PlanError
 from shardwise.layout.specs.chunking import parse_weights
-from shardwise.nn.fully_sharded.building import UnitBuilder, entries_of
-from shardwise.nn.fully_sharded.cuts import ELEMENTS, Align, FlatEntry, Loads
+from shardwise.nn.fully_sharded.building import Held, UnitBuilder, held_by_rows
+from shardwise.nn.fully_sharded.cuts import ELEMENTS, Align, Loads
 from shardwise.nn.fully_sharded.flat_memory import Precision
 from shardwise.nn.fully_sharded.rank_groups import RankGroups
 from shardwise.nn.fully_sharded.runtime import FullySharded
 from shardwise.nn.fully_sharded.unit_choice import UnitChoice, choose_units
 from shardwise.nn.plain_tensors import make_plain_alike
 from shardwise.nn.sharding_plan import ModuleTree
+from shardwise.nn.sharding_plan.steps import each_parameter
+from shardwise.tensor import ShardedTensor
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -65,43 +67,48 @@ def fully_shard(
     On a ``mesh`` of two axes, the ranks along the second one share out the parameters, and there are replicas along the
     first; each rank has samples of its own all the same. ``weights`` is for the ranks along the second axis.
 
+    A model that was sharded along one axis of a mesh of two, as by ``plans.tensor_parallel(model, mesh["tp"])``, is
+    shared out further along the other one with ``mesh=mesh["dp"]``: the ranks of a line of that axis, which had the
+    same boxes, keep a part of each. Batches are cut along that axis, too.
+
     Parameters get the values of the group's rank ``src_rank``, as in `shard_module`. Of a model on ``meta``, only the
     shards are ever allocated.
     """
-    groups = RankGroups.of(mesh, process_group)
+    tree = ModuleTree(model)
+    sharded = [one for _, one in each_parameter(tree) if isinstance(one, ShardedTensor)]
+    groups = RankGroups.within(mesh, sharded[0]._process_group) if sharded else RankGroups.of(mesh, process_group)
     group = groups.everyone
 
-    def work() -> tuple[tuple[list[UnitChoice], dict[str, FlatEntry], Loads], Fields]:
+    def work() -> tuple[tuple[list[UnitChoice], dict[str, Held], list[Loads]], Fields]:
         if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
             raise PlanError(f"prefetch is how many units are gathered ahead; found {prefetch!r:.80}")
-        choices = choose_units(ModuleTree(model), units)
-        entries = entries_of(choices, align)
-        loads = Loads.of(None if weights is None else parse_weights(weights, groups.parts), groups.parts)
+        if any(one._process_group is not group for one in sharded):
+            raise PlanError("the parameters of this model are sharded over several process groups")
+        choices = choose_units(tree, units)
+        held = held_by_rows(choices, align, groups)
+        shares = None if weights is None else parse_weights(weights, groups.parts)
+        loads = [
+            Loads.of(shares, groups.parts) for _ in range(max((len(one.boxes) for one in held.values()), default=1))
+        ]
         options = {
-            "weights": loads.shares,
+            "weights": loads[0].shares,
             "prefetch": prefetch,
             "keep": keep,
             "precision": precision,
             "ranks": groups.ranks.tolist(),
         }
-        fields = {f"unit {one.path or 'of the rest'}": _outline(one, entries) for one in choices}
-        return (choices, entries, loads), {
-            "verb": "fully_shard",
-            "src_rank": src_rank,
-            "precision": precision,
-            "ranks": groups.ranks.tolist(),
-            **options,
-            **fields,
-        }
+        fields = {f"unit {one.path or 'of the rest'}": _outline(one, held) for one in choices}
+        return (choices, held, loads), {"verb": "fully_shard", "src_rank": src_rank, **options, **fields}
 
-    choices, entries, loads = in_step(group, work)
-    made = UnitBuilder(entries, loads, groups, precision or Precision(), src_rank, offload).units(choices)
+    choices, held, loads = in_step(group, work)
+    made = UnitBuilder(held, loads, groups, precision or Precision(), src_rank, offload).units(choices)
     make_plain_alike(model, src_rank, group)
-    FullySharded(model, made, group, loads, prefetch=prefetch, keep=keep)
+    own = loads[groups.row_number if len(loads) > 1 else 0]
+    FullySharded(model, made, group, own, prefetch=prefetch, keep=keep)
     return model
 
 
-def _outline(choice: UnitChoice, entries: Mapping[str, FlatEntry]) -> str:
+def _outline(choice: UnitChoice, held: Mapping[str, Held]) -> str:
     """What must be the same on every rank."""
     found = ((name, slots[0].get()) for name, slots in choice.parameters.items())
-    return str([(*entries[name], one.dtype, one.requires_grad, one.is_meta) for name, one in found])
+    return str([(name, held[name].entries, one.dtype, one.requires_grad, one.is_meta) for name, one in found])

@@ -76,6 +76,13 @@ class Loads:
         over = [have / (share * total) for have, share in zip(self.elements, self.shares, strict=True) if share * total]
         return float(max(over, default=Fraction(1))) - 1
 
+    def with_dealt(self, sizes: Mapping[str, int], ranks: Mapping[str, int]) -> Loads:
+        """The loads after entries of these sizes are given to these ranks."""
+        found = Loads(self.shares, list(self.elements))
+        for name, size in sizes.items():
+            found.elements[ranks[name]] += size
+        return found
+
     def add(self, edges: Sequence[int]) -> None:
         """One more flat memory that is cut at these edges."""
         for rank, (begin, end) in enumerate(pairwise(edges)):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -25,22 +26,25 @@ from shardwise.comm.transfer.all_reduce import AllReduce, holding_of
 from shardwise.comm.transfer.local_copies import Done
 from shardwise.errors import PlanError, PropertyError, UnsupportedOpError
 from shardwise.layout import Layout, Places
-from shardwise.layout.geometry import Boxes, IntArray
+from shardwise.layout.geometry import Boxes
 from shardwise.layout.specs.chunking import sized_axis
-from shardwise.nn.fully_sharded.cuts import FlatEntry, boxes_of
+from shardwise.nn.fully_sharded.cuts import Box, FlatEntry, boxes_of
 from shardwise.nn.fully_sharded.rank_groups import RankGroups
 from shardwise.nn.sharding_plan.tree import ModuleSlot
 from shardwise.tensor import ShardedTensor
+from shardwise.tensor.frame import Frame
 
 
 @dataclass(frozen=True)
 class FlatParameter:
     """A parameter in flat memory: where the model uses it, and which shards this rank has of it."""
 
-    entry: FlatEntry
+    name: str
+    entries: tuple[FlatEntry, ...]  # in the flat memory of this rank's row
     slots: tuple[ModuleSlot, ...]
     sharded: ShardedTensor  # the parameter of the model while the unit does not compute
     stretches: tuple[tuple[int, int], ...]  # where each of this rank's boxes lies in the rank's stretch
+    gathered: Frame | None  # of the gathered parameter, if another plan has cut it; None: every rank has it whole
 
 
 Gradients = Sequence[torch.Tensor | None]
@@ -55,27 +59,33 @@ class Precision:
     gradients: torch.dtype | None = None
 
 
-def layout_of(
-    entry: FlatEntry, begin: int, edges: Sequence[int], ranks: IntArray, device_type: str
-) -> tuple[Layout, list[int]]:
-    """The boxes of a parameter that begins at a place of flat memory, and where each begins in its rank's stretch.
+class Stretches:
+    """The boxes of a parameter on the ranks that share it out, and where each begins in the stretch of its rank."""
 
-    The ranks are rows, each of which has all boxes.
-    """
-    offsets, sizes, owners, starts = [], [], [], []
-    for number, (low, high) in enumerate(pairwise(edges)):
-        first, last = max(low - begin, 0), min(high - begin, entry.elements)
-        at = begin + first - low
-        for box in boxes_of(entry.shape, first, last):
-            offsets.append(box[0])
-            sizes.append(box[1])
-            owners.append(number)
-            starts.append(at)
-            at += torch.Size(box[1]).numel()
-    rows = len(ranks)
-    boxes = Boxes.parse(offsets * rows, sizes * rows, len(entry.shape))
-    places = Places.on_ranks(ranks[:, owners].reshape(-1), device_type)
-    return Layout.of(entry.shape, boxes, places), starts * rows
+    def __init__(self) -> None:
+        self._offsets: list[tuple[int, ...]] = []
+        self._sizes: list[tuple[int, ...]] = []
+        self._ranks: list[int] = []
+        self.starts: list[int] = []
+
+    def add(self, box: Box, begin: int, edges: Sequence[int], ranks: Sequence[int]) -> None:
+        """A box of the parameter that begins at a place of the flat memory of these ranks, cut at these edges."""
+        first_index, shape = box
+        for rank, (low, high) in zip(ranks, pairwise(edges), strict=True):
+            first, last = max(low - begin, 0), min(high - begin, torch.Size(shape).numel())
+            at = begin + first - low
+            for offsets, sizes in boxes_of(shape, first, last):
+                self._offsets.append(tuple(a + b for a, b in zip(first_index, offsets, strict=True)))
+                self._sizes.append(sizes)
+                self._ranks.append(rank)
+                self.starts.append(at)
+                at += torch.Size(sizes).numel()
+
+    def layout(self, size: Sequence[int], device_type: str) -> Layout:
+        """The layout of the parameter."""
+        boxes = Boxes.parse(self._offsets, self._sizes, len(size))
+        places = Places.on_ranks(np.array(self._ranks, dtype=np.int64), device_type)
+        return Layout.of(size, boxes, places)
 
 
 class FlatMemory:
@@ -107,6 +117,7 @@ class FlatMemory:
         self.gathered_dtype, self._sum_dtype = precision.parameters or dtype, precision.gradients
         home = torch.device("cpu") if offload else device
         self.shard = torch.empty(sizes[groups.part], dtype=dtype, device=home, pin_memory=home.type != device.type)
+        self._entries = entries
         self._sizes = [entry.elements for entry in entries]
         self._sizes.append(total - sum(self._sizes))  # the rest is padding
         self._is_alone = groups.parts == 1 and self.gathered_dtype == dtype and home == device
@@ -193,8 +204,8 @@ class FlatMemory:
         self._unreduced, self._used = None, set()
 
     def views(self, reduce: Reduce) -> list[torch.Tensor]:
-        """Each parameter in the gathered buffer; if recorded, their gradients are reduced together."""
-        wanted = [one.sharded.requires_grad for one in self.parameters]
+        """Each entry in the gathered buffer; if recorded, the gradients of all of them are reduced together."""
+        wanted = [one.sharded.requires_grad for one in self.parameters for _ in one.entries]
         if any(wanted) and torch.is_grad_enabled():
             return list(_gathered(self, reduce, wanted, self._anchor))
         return self.split()
@@ -205,12 +216,12 @@ class FlatMemory:
         return any(one.sharded.requires_grad for one in self.parameters)
 
     def split(self) -> list[torch.Tensor]:
-        """The parameters, as tensors over the memory of the gathered buffer, with version counters of their own."""
+        """The entries, as tensors over the memory of the gathered buffer, with version counters of their own."""
         parts = self._whole.data.split_with_sizes(self._sizes)
-        return [part.view(one.entry.shape).data for part, one in zip(parts, self.parameters, strict=False)]
+        return [part.view(entry.shape).data for part, entry in zip(parts, self._entries, strict=False)]
 
     def joined(self, grads: Gradients) -> torch.Tensor:
-        """The gradients of all parameters one behind another; zeros where there are none."""
+        """The gradients of all entries one behind another; zeros where there are none."""
         sizes = zip(grads, self._sizes, strict=False)
         parts = [self._zeros(size) if grad is None else grad.reshape(-1) for grad, size in sizes]
         return torch.cat([*parts, self._zeros(self._sizes[-1])])
@@ -229,7 +240,8 @@ class FlatMemory:
         """Keep the gradients of this rank's samples until they are summed, with those of earlier backwards."""
         joined = self.joined(grads)
         self._unreduced = joined if self._unreduced is None else self._unreduced + joined
-        self._used |= {number for number, grad in enumerate(grads) if grad is not None}
+        owners = [number for number, one in enumerate(self.parameters) for _ in one.entries]
+        self._used |= {number for number, grad in zip(owners, grads, strict=True) if grad is not None}
 
     def begin_reducing(self) -> Moving:
         """Begin to sum the gradients of all ranks, each rank's stretch for that rank. Every rank calls it."""
@@ -281,7 +293,7 @@ class FlatMemory:
             tensors = one.sharded._local_tensors()
             if one.sharded.dtype != self.dtype:
                 raise PlanError(
-                    f"{one.entry.name!r} is {one.sharded.dtype} now and was {self.dtype} when the model was fully "
+                    f"{one.name!r} is {one.sharded.dtype} now and was {self.dtype} when the model was fully "
                     "sharded: convert the model before, or give a precision"
                 )
             if any(

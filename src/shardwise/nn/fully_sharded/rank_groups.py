@@ -39,6 +39,22 @@ class RankGroups:
             return RankGroups(everyone, everyone, None, ranks[None])
         return RankGroups(everyone, mesh.get_group(1), mesh.get_group(0) if len(ranks) > 1 else None, ranks)
 
+    @staticmethod
+    def within(mesh: DeviceMesh | None, everyone: ProcessGroup) -> RankGroups:
+        """For a model that is cut along one axis of a mesh already: rows along another axis of the same mesh."""
+        root = None if mesh is None else mesh._get_root_mesh()
+        if mesh is None or root is None or mesh.ndim != 1 or root.ndim != 2 or not mesh.mesh_dim_names:
+            raise PlanError(
+                "parameters of this model are sharded already: fully_shard shares them out along the other axis of a "
+                "mesh of two axes, as in fully_shard(model, mesh=mesh['dp'])"
+            )
+        names = root.mesh_dim_names or ()
+        along = names.index(mesh.mesh_dim_names[0])
+        ranks = mesh_ranks(root)
+        ranks = ranks if along == 1 else ranks.T
+        column = root.get_group(1 - along) if len(ranks) > 1 else None
+        return RankGroups(everyone, mesh.get_group(), column, np.ascontiguousarray(ranks))
+
     @property
     def parts(self) -> int:
         """Into how many parts parameters are cut."""
@@ -48,3 +64,8 @@ class RankGroups:
     def part(self) -> int:
         """The number of this rank's part."""
         return int(np.argwhere(self.ranks == dist.get_rank())[0, 1])
+
+    @property
+    def row_number(self) -> int:
+        """The number of this rank's row."""
+        return int(np.argwhere(self.ranks == dist.get_rank())[0, 0])

@@ -228,7 +228,7 @@ class FullySharded:
         lines = [f"fully sharded over {numbered(self.group.size(), 'rank')}, in {numbered(len(self.units), 'unit')}"]
         width = max(len(unit.path) for unit in self.units[1:]) if len(self.units) > 1 else 0
         for unit in [*self.units[1:], self._root]:
-            counts = [one.entry.elements for one in unit.parameters]
+            counts = [one.sharded.numel() for one in unit.parameters]
             size = bytes_text(sum(memory.bytes_gathered for memory in unit.memories))
             name = unit.path or "the rest"
             what = f"{len(counts):4d} parameters  {sum(counts):14,d} elements  {size:>10} gathered"

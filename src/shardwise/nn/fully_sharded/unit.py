@@ -35,9 +35,11 @@ class Unit:
         memories: Sequence[FlatMemory],
         group: ProcessGroup,
         dtype: torch.dtype | None,
+        *,
+        may_compute_locally: bool,
     ) -> None:
         """With a dtype, floating-point arguments are cast to it."""
-        self._dtype = dtype
+        self._dtype, self._may_compute_locally = dtype, may_compute_locally
         self.path, self.module, self.memories, self._group = path, module, memories, group
         self._has_views = False  # whether gathered parameters are in the module
         self.leaves_tensors = False  # whether what it computes leaves it otherwise than by its result
@@ -94,9 +96,16 @@ class Unit:
         return [view for memory in self.memories for view in memory.views(reduce)]
 
     def _replicas(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Gathered parameters as sharded tensors that every rank has whole, for ops on sharded tensors."""
-        frames = (whole_frame(self._group, view.shape, view.dtype, view.device) for view in views)
-        return [ShardedTensor._of_locals(frame, [view]) for frame, view in zip(frames, views, strict=True)]
+        """Gathered parameters for ops on sharded tensors: every rank has them whole, or as another plan cut them."""
+        made: list[torch.Tensor] = []
+        left = iter(views)
+        for one in self.parameters:
+            locals_ = [next(left) for _ in one.entries]
+            frame = one.gathered
+            if frame is None:
+                frame = whole_frame(self._group, locals_[0].shape, locals_[0].dtype, locals_[0].device)
+            made.append(ShardedTensor._of_locals(frame, locals_))
+        return made
 
     # A call ----------------------------------------------------------------------------------------------------------
 
@@ -108,7 +117,8 @@ class Unit:
         args, kwargs = self._cast(args, kwargs)
         watched = has_inner_hooks(self.module)
         self.leaves_tensors = self.leaves_tensors or (watched and bool(self.path))
-        found = Arguments.of(self.module, self._group, args, kwargs) if self.path and not watched else None
+        is_candidate = self.path and not watched and self._may_compute_locally
+        found = Arguments.of(self.module, self._group, args, kwargs) if is_candidate else None
         dims = None if found is None else self.local.result_dims(found)
         views = self._views(reduce)
         untried = found is not None and self.local.is_untried(found) and is_forward
