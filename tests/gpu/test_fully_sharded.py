@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.nn.fully_sharded.cases import Block, Model, assert_same, batch_of, made, mine, train, twins, whole
+from tests.nn.fully_sharded.test_tensor_parallel import train_both_ways
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
@@ -51,6 +52,14 @@ def test_one_rank() -> None:
     """Nothing is gathered."""
     with torch.device("cuda"):
         train(*twins(), (3,))
+
+
+@pytest.mark.parametrize("samples", [(2, 2), (3, 0)])
+@ranks(4, backend="nccl")
+def test_tensor_parallel_models(samples: tuple[int, int]) -> None:
+    """Cut along both axes of a mesh."""
+    with torch.device("cuda"):
+        train_both_ways(samples)
 
 
 class Recomputing(Block):

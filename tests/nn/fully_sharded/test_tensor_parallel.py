@@ -45,6 +45,11 @@ def both_ways(make: Callable[[], nn.Module], mesh: DeviceMesh, **options: Any) -
 @ranks(4)
 def test_training(samples: tuple[int, int]) -> None:
     """In unequal numbers of samples: values and gradients are those of the plain model after each step."""
+    train_both_ways(samples)
+
+
+def train_both_ways(samples: tuple[int, int]) -> None:
+    """Some steps on a mesh of four ranks, compared with the plain model."""
     mesh = mesh_of(2, 2)
     plain, model = both_ways(Model, mesh, weights=[2, 1], units="blocks.*")
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, model)]

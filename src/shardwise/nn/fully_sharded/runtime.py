@@ -107,6 +107,8 @@ class FullySharded:
 
     def _begin(self) -> None:
         """A new forward: parameters may have other values than before."""
+        if self._task is not None:  # which its end would have removed
+            self._fail(None)
         settled = self._pending in (0, MOST_PENDING)
         self._pending = (0 if settled else self._pending) + torch.is_grad_enabled()
         for unit in self.units:
@@ -203,9 +205,10 @@ class FullySharded:
         memory.accumulate(total)
 
     def _fail(self, _: object) -> None:
-        """The backward has failed: its task is gone, and was not finished."""
+        """The backward has failed: its task was not finished. Gradients that are not summed yet are parts of a step."""
         self._task = None
         self._sums.clear()
+        self.forget_unreduced()
         for unit in self.units:
             unit.restore()
 

@@ -141,6 +141,8 @@ def _register(op: Op, *, in_place: bool) -> None:
         if kwargs and any(isinstance(value, torch.Tensor) or name in SLOW_KEYWORDS for name, value in kwargs.items()):
             return call_decomposed(op, args, kwargs)
         if not tensors and op in FLOAT_WRITES and _writes_nothing(args):
+            first._require_writable()
+            count_write(first)
             return first
         shares = layout.has_replicas and _grad_enabled()  # replicas of a leaf share their gradient
         if not tensors or shares or (in_place and _must_not_write_view(op, first, args)):
