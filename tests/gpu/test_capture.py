@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -165,6 +166,39 @@ def test_torchs_own_context() -> None:
         found.append(local(loss)[0].detach().item())
     assert found == sorted(found, reverse=True)
     assert found[0] > found[-1]
+
+
+@pytest.mark.filterwarnings("ignore:.*cuBLAS.*", "ignore:.*AccumulateGrad.*")
+@pytest.mark.parametrize("world", [1, 2])
+def test_graphed_callables(world: int) -> None:
+    """`torch.cuda.make_graphed_callables` of a module: values and gradients of new inputs."""
+    ranks(world, backend="nccl")(_graphed)()
+
+
+def _graphed() -> None:
+    warnings.filterwarnings("ignore", message=".*(cuBLAS|AccumulateGrad).*")
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)).cuda().double()
+    model = copy.deepcopy(plain)
+    places = {"0.weight": chunks(0), "0.bias": chunks(0), "2.weight": chunks(1)}
+    shardwise.shard_module(model, shardwise.ShardingPlan(places))
+    sample = torch.randn(8, WIDTH, device="cuda", dtype=torch.float64, requires_grad=True)
+    graphed = torch.cuda.make_graphed_callables(model, (sample,))
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(8, WIDTH, device="cuda", dtype=torch.float64, requires_grad=True)
+        for one in (plain, model):
+            one.zero_grad()
+        expected = plain(x)
+        (grad,) = torch.autograd.grad(expected.square().sum(), x, retain_graph=True)
+        expected.square().sum().backward(inputs=list(plain.parameters()))
+        made: Any = graphed(x)
+        made.square().sum().backward()
+        torch.testing.assert_close(made.full_tensor(), expected)
+        torch.testing.assert_close(x.grad, grad)
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            found: Any = ours.grad
+            torch.testing.assert_close(found if type(found) is torch.Tensor else found.full_tensor(), theirs.grad)
 
 
 @ranks(2, backend="nccl")

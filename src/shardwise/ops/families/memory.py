@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from shardwise.patching import replace_now
 from shardwise.tensor.dispatch import Distributed, op_name, registry
 from shardwise.torch_private import JITERATOR, jiterator_launch
 
-# Not `data_ptr`, which is 0: torch's checkpoints recognise tensors without memory by it.
+# Not `data_ptr`, see below.
 ADDRESSES = ("untyped_storage", "storage", "_typed_storage", "__dlpack__", "__dlpack_device__")
 
 
@@ -51,6 +52,20 @@ def _launch_on_memory(code: Any, name: Any, by_reference: Any, count: Any, tenso
     return jiterator_launch(code, name, by_reference, count, tensors, *args)
 
 
+def _data_ptr(types: Any, args: Any, kwargs: Any, process_group: Any) -> int:
+    """0, by which torch's `deepcopy` and checkpoints recognise tensors without memory of their own.
+
+    `torch.cuda.make_graphed_callables` leaves out a copy between tensors of the same address. It gets the address of
+    the first local shard; where there is none, nothing is copied either.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("shardwise."):
+        frame = frame.f_back
+    if frame.f_globals.get("__name__") != torch.cuda.graphs.__name__:
+        return 0
+    return next((local.data_ptr() for local in args[0]._local_tensors() if local.numel()), 0)
+
+
 def _share_memory(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     """Move this rank's shards to shared memory."""
     for local in args[0]._local_tensors():
@@ -69,5 +84,6 @@ if jiterator_launch is not None:  # not dispatched, and an invalid address would
     replace_now(*JITERATOR, _launch_on_memory)
 for _name in ADDRESSES:
     _refuse(_name)
+registry.built_in[torch.Tensor.data_ptr] = _data_ptr
 registry.built_in[torch.Tensor.share_memory_] = _share_memory
 registry.built_in[torch.Tensor.is_shared] = _is_shared
