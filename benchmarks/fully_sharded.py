@@ -133,6 +133,36 @@ def measure(shape: Shape, blocks: int) -> dict[str, Found]:
     return found
 
 
+def measure_muon(shape: Shape, blocks: int) -> dict[str, float]:
+    """A step of Muon on matrices that lie whole on ranks, beside AdamW and Muon on the same matrices as plain ones."""
+    warnings.simplefilter("ignore")
+    adamw = ours(shape)
+    model: Any = shardwise.fully_shard(start(shape), align={"blocks.*": "parameters"})
+    contender = Contender(
+        model, lambda batch: shardwise.from_local(batch.chunk(dist.get_world_size())[dist.get_rank()]), shape
+    )
+    for one in (adamw, contender):
+        for _ in range(3):
+            one.step()
+        one.gradients()
+    matrices = [one for one in model.blocks.parameters() if one.ndim == 2]
+    plain = [local.detach().clone().requires_grad_() for one in matrices for local in one._local_tensors()]
+    for one in plain:
+        one.grad = torch.rand_like(one)
+    muons = torch.optim.Muon(matrices, lr=1e-3), torch.optim.Muon(plain, lr=1e-3) if plain else None
+    works: dict[str, Callable[[], object]] = {
+        "shardwise": muons[0].step,
+        "matrices": lambda: None if muons[1] is None else muons[1].step(),
+        "AdamW": adamw.optimizer.step,
+    }
+    for work in works.values():
+        work()
+    found = best_of(
+        {name: functools.partial(synchronised, work) for name, work in works.items()}, calls=1, repeats=blocks
+    )
+    return {"shardwise": found["shardwise"], "AdamW and matrices": found["AdamW"] + found["matrices"]}
+
+
 def peak_of(contender: Contender) -> float | None:
     """The most memory of a step above that between steps, on any rank."""
     if device_here().type == "cpu":
@@ -185,6 +215,12 @@ def run(shape: Shape = SMALL, backend: str = "gloo", ranks: int = 4, blocks: int
     if "shares" in found:
         uneven = {"shardwise": found["shares"].step, "even": ours.step}
         rows.append(Row(f"the same in shares 2 : 1 : 1 : 1, {where}", uneven, "≤ 1.1 even", ("even", 1.1)))
+    muon = run_on_ranks(ranks, measure_muon, shape, blocks, timeout=550, fresh=True, backend=backend)[0]
+    what, budget = f"Muon on whole matrices, fully sharded, {where}", "≤ 1.1 AdamW and matrices"
+    rows.append(Row(what, muon, budget, ("AdamW and matrices", 1.1)))
+    print(
+        "\n  " + ", ".join(f"{name}: {duration(seconds)}" for name, seconds in {what: 0.0, **muon}.items() if seconds)
+    )
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from tests.interop.clients.models import same_gradients, same_parameters, token_
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shardwise import ShardedOptimizer, ShardedTensor, load, save
+from shardwise import ShardedOptimizer, ShardedTensor, fully_shard, load, save
 from shardwise.errors import CheckpointError
 from shardwise.testing import ranks
 
@@ -57,6 +58,32 @@ def test_prepared_training_is_that_of_the_twin(shuffle: bool) -> None:
         same_parameters(model, plain)
         logits = accelerator.gather_for_metrics(prepared(**batch).logits)
         torch.testing.assert_close(logits, plain(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+@ranks(2)
+def test_fully_sharded_models(accumulated: int) -> None:
+    """`prepare` takes one; gradients may be accumulated, clipped, and are those of all batches together."""
+    with launched():
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
+        plain = twins()[1]
+        model = fully_shard(copy.deepcopy(plain), weights=[1, 2])
+        ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain))
+        model, ours, loader = accelerator.prepare(model, ours, DataLoader(ROWS, batch_size=2))
+        for number, batch in enumerate(loader):
+            ids = accelerator.gather(batch["input_ids"])
+            (plain(input_ids=ids, labels=ids).loss / accumulated).backward()
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                if (number + 1) % accumulated == 0:
+                    same_gradients(model, plain)
+                    nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    theirs.step()
+                    theirs.zero_grad()
+                ours.step()
+                ours.zero_grad()
+        same_parameters(model, plain)
 
 
 @ranks(2)
