@@ -137,7 +137,7 @@ def measure_muon(shape: Shape, blocks: int) -> dict[str, float]:
     """A step of Muon on matrices that lie whole on ranks, beside AdamW and Muon on the same matrices as plain ones."""
     warnings.simplefilter("ignore")
     adamw = ours(shape)
-    model: Any = shardwise.fully_shard(start(shape), align={"blocks.*": "parameters"})
+    model: Any = shardwise.fully_shard(start(shape), align={"blocks.*.*.*.weight": "parameters"})
     contender = Contender(
         model, lambda batch: shardwise.from_local(batch.chunk(dist.get_world_size())[dist.get_rank()]), shape
     )

@@ -70,6 +70,40 @@ def test_optimizers(name: str) -> None:
                 assert not value.ndim or isinstance(found[key], shardwise.ShardedTensor)
 
 
+@ranks(3)
+def test_muon() -> None:
+    """Matrices that lie whole on one rank are stepped there as plain ones: no op on sharded tensors, no message.
+
+    Muon computes in bfloat16, so the plain twin gets the same gradients to the last bit.
+    """
+    plain, model = twins(weights=[2, 1, 0], align={"blocks.*.*.weight": "parameters"})
+    pairs = [
+        (one, theirs)
+        for (name, one), theirs in zip(model.named_parameters(), plain.parameters(), strict=True)
+        if name.startswith("blocks") and one.ndim == 2
+    ]
+    rate = 0.1
+    optimizers = [torch.optim.Muon([pair[k] for pair in pairs], lr=rate) for k in range(2)]
+    for step in range(3):
+        ids, labels = batch_of(step, (2, 0, 1))
+        model(mine(ids, (2, 0, 1)), mine(labels, (2, 0, 1))).backward()
+        for ours, theirs in pairs:
+            grad: Any = ours.grad
+            theirs.grad = grad.full_tensor()
+        with shardwise.trace() as trace:
+            optimizers[0].step()
+        assert not trace.events
+        assert not trace.ops
+        optimizers[1].step()
+        model.zero_grad()
+        for ours, theirs in pairs:
+            values: Any = ours.detach()
+            torch.testing.assert_close(values.full_tensor(), theirs.detach(), rtol=0, atol=rate * 2**-7)
+            state = optimizers[0].state[ours]["momentum_buffer"]
+            torch.testing.assert_close(state.full_tensor(), optimizers[1].state[theirs]["momentum_buffer"])
+    assert len(flat(optimizers[0]).param_groups[0]["params"]) == len(pairs)
+
+
 @ranks(2)
 def test_groups_and_schedules() -> None:
     """Parameters of a unit in several groups, with rates that change."""

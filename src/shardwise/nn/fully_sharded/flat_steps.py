@@ -4,6 +4,8 @@ An optimizer that treats elements one by one does to a stretch of flat memory wh
 before a step of such an optimizer, the stretches of fully sharded parameters are stepped by an optimizer of the same
 class and options on plain tensors, and the step itself skips these parameters. The states are flat, too; the optimizer
 has them as sharded tensors, which are views, so that they are saved, loaded and moved as ever.
+
+Muon looks at whole matrices. It steps those that lie whole on one rank as plain ones, on that rank.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ BY_ELEMENT = (
     torch.optim.Rprop,
 )
 
+BY_MATRIX = (torch.optim.Muon,)
+
 _in_memory = WeakIdKeyDictionary()  # parameter → its memory, which refers to the parameter, and its number there
 _stepped: WeakKeyDictionary[Optimizer, FlatOptimizer] = WeakKeyDictionary()
 
@@ -61,13 +65,14 @@ _installed: list[Any] = []
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in _stepped:
         _stepped[optimizer].restore()
-    if type(optimizer) not in BY_ELEMENT or len(args) > 1 or kwargs.get("closure") is not None:
+    if type(optimizer) not in BY_ELEMENT + BY_MATRIX or len(args) > 1 or kwargs.get("closure") is not None:
         return
     if getattr(optimizer, "grad_scale", None) is not None:
         return
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return  # they come after this hook, and look at gradients and parameters
-    runs = [_runs(group["params"]) for group in optimizer.param_groups]
+    by_matrix = type(optimizer) in BY_MATRIX
+    runs = [_runs(group["params"], by_matrix=by_matrix) for group in optimizer.param_groups]
     if any(runs):
         if optimizer not in _stepped:
             _stepped[optimizer] = FlatOptimizer(optimizer)
@@ -85,6 +90,19 @@ class Run:
 
     memory: FlatMemory
     parameters: tuple[FlatParameter, ...]
+    is_matrix: bool = False  # of one parameter, which keeps its shape
+
+    def part_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """These parameters in a tensor that lies as the rank's stretch does."""
+        low, high = self.place
+        return self.shaped(flat[low:high])
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """The same elements as a matrix; without rows where the rank has nothing of it."""
+        if not self.is_matrix:
+            return flat
+        rows, *rest = self.parameters[0].sharded.shape
+        return flat.view(rows if flat.numel() else 0, *rest)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -93,8 +111,8 @@ class Run:
         return (stretches[0][0], stretches[-1][1]) if stretches else (0, 0)
 
 
-def _runs(parameters: Sequence[torch.Tensor]) -> list[Run]:
-    """The runs of those parameters of a group that have flat gradients."""
+def _runs(parameters: Sequence[torch.Tensor], *, by_matrix: bool) -> list[Run]:
+    """The runs of those parameters of a group that have flat gradients; of matrices, those that lie on one rank."""
     chosen: dict[FlatMemory, set[int]] = {}
     for parameter in parameters:
         found: Any = _in_memory.get(parameter)  # type: ignore[no-untyped-call] # torch's
@@ -104,10 +122,20 @@ def _runs(parameters: Sequence[torch.Tensor]) -> list[Run]:
     runs: list[Run] = []
     for memory, wanted in chosen.items():
         flat = [number in wanted and memory.has_flat_grad(one) for number, one in enumerate(memory.parameters)]
+        if by_matrix:
+            matrices = [one for is_flat, one in zip(flat, memory.parameters, strict=True) if is_flat and _is_whole(one)]
+            runs += [Run(memory, (one,), is_matrix=True) for one in matrices]
+            continue
         for is_flat, some in groupby(zip(flat, memory.parameters, strict=True), lambda pair: pair[0]):
             if is_flat:
                 runs.append(Run(memory, tuple(one for _, one in some)))
     return runs
+
+
+def _is_whole(one: FlatParameter) -> bool:
+    """Whether no box is a part of the parameter only. The same on every rank."""
+    layout = one.sharded._layout
+    return one.sharded.ndim == 2 and bool((layout.boxes.sizes[layout.pattern.filled] == layout.size).all())
 
 
 class FlatOptimizer:
@@ -132,8 +160,7 @@ class FlatOptimizer:
         for group, tensors in zip(runs, self._tensors, strict=True):
             for run, tensor in zip(group, tensors, strict=True):
                 assert run.memory.grad is not None
-                low, high = run.place
-                tensor.grad = run.memory.grad[low:high]
+                tensor.grad = run.part_of(run.memory.grad)
         step_without_hooks(self._inner, None)
         self._give_states()
         self._hidden = [group["params"] for group in self._outer.param_groups]
@@ -180,7 +207,7 @@ class FlatOptimizer:
             self._inner = None
             return False
         self._runs = runs
-        self._tensors = [[run.memory.shard[slice(*run.place)].detach() for run in group] for group in runs]
+        self._tensors = [[run.part_of(run.memory.shard).detach() for run in group] for group in runs]
         groups = [
             {name: value for name, value in outer.items() if name not in ("params", "param_names")}
             | {"params": tensors}
@@ -237,7 +264,8 @@ def _joined(run: Run, values: list[Any]) -> tuple[Any] | None:
         ):
             return None
         parts = [local.reshape(-1) for value in values for local in value._local_tensors()]
-        return (torch.cat(parts) if parts else torch.empty(0, dtype=values[0].dtype, device=run.memory.shard.device),)
+        empty = torch.empty(0, dtype=values[0].dtype, device=run.memory.shard.device)
+        return (run.shaped(torch.cat(parts) if parts else empty),)
     if any(isinstance(value, ShardedTensor) for value in values):
         return None
     if all(isinstance(value, torch.Tensor) for value in values):
@@ -255,7 +283,7 @@ def _part(run: Run, one: FlatParameter, value: Any, tensor: torch.Tensor) -> Any
     low, _ = run.place
     sharded = one.sharded
     parts = [
-        value[begin - low : end - low].view(local.shape)
+        value.view(-1)[begin - low : end - low].view(local.shape)
         for local, (begin, end) in zip(sharded._local_tensors(), one.stretches, strict=True)
     ]
     return ShardedTensor._wrap(Parts(sharded._frame.with_dtype(value.dtype), parts))
