@@ -1,8 +1,11 @@
 # Two commands do everything on a machine with Python 3.11, pip and make: `make demo` and `make test`.
+# The first installs what the library needs, within a minute or two; the others add what tests, docs and clients need.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO_READY := $(VENV)/.demo-ready
 READY := $(VENV)/.ready
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
 # Ranks and scripts start many Pythons: what one has compiled the others read, and what none imports nobody compiles.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -19,13 +22,19 @@ help:
 	@echo "make pictures  draw the pictures of the documentation, in docs/pictures"
 	@echo "make clean  remove the virtual environment and every cache"
 
-$(READY): pyproject.toml constraints.txt
+$(DEMO_READY): pyproject.toml constraints.txt
+	@echo "installing shardwise and torch into $(VENV), once; that takes about a minute ..."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "setting up $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[cli,clients,dev,docs,storage]'
+	@$(INSTALL) --editable .
 	@touch $@
 
-demo: $(READY)
+$(READY): pyproject.toml constraints.txt
+	@echo "installing what tests, docs and clients need into $(VENV), once; that takes some minutes ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(INSTALL) --editable '.[cli,clients,dev,docs,storage]'
+	@touch $(DEMO_READY) $@
+
+demo: $(DEMO_READY)
 	@$(BIN)/python examples/train_anywhere.py
 
 lint: $(READY)

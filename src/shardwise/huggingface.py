@@ -1,5 +1,5 @@
 """Folders of Hugging Face, written and read in pieces."""
 
-from shardwise.interop.huggingface import load_pretrained, save_pretrained
+from shardwise.interop.huggingface import load, load_pretrained, save_pretrained
 
-__all__ = ["load_pretrained", "save_pretrained"]
+__all__ = ["load", "load_pretrained", "save_pretrained"]

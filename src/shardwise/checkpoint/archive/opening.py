@@ -40,6 +40,7 @@ def format_of(storage: Storage, names: Sequence[str] | None = None, *, file: str
         (Format.DCP, dcp),
         (Format.TORCHSNAPSHOT, torchsnapshot),
         (Format.SAFETENSORS, safetensors_folder),
+        (Format.TORCH_FILE, torch_save),
     ):
         if module.is_here(names):
             return format_
@@ -66,8 +67,8 @@ def read_foreign(storage: Storage, kind: Format, *, file: str | None = None) -> 
         return torchsnapshot.build_index(storage)
     if kind is Format.SAFETENSORS:
         return safetensors_folder.build_index(storage, file)
-    if kind is Format.TORCH_FILE and file is not None:
-        return torch_save.build_index(storage, file)
+    if kind is Format.TORCH_FILE:
+        return torch_save.build_folder_index(storage) if file is None else torch_save.build_index(storage, file)
     raise CheckpointError(f"'{storage}' is not a folder of a foreign format, but {kind.value}")
 
 

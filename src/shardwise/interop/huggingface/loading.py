@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from shardwise.checkpoint.archive import Archive
-from shardwise.checkpoint.archive.formats import safetensors_folder
+from shardwise.checkpoint.archive import Archive, Index
+from shardwise.checkpoint.archive.formats import safetensors_folder, torch_save
 from shardwise.checkpoint.filling import Filling
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.storage import Storage, storage_at
@@ -50,8 +51,8 @@ def load_pretrained(
 
     def find() -> tuple[Archive, Fields, None]:
         storage = storage_at(folder)
-        archive = Archive(storage, safetensors_folder.build_index(storage))
-        _require_fit(archive, stored_tensors(model), strict=strict)
+        archive = Archive(storage, weights_index(storage))
+        _require_fit(archive, stored_tensors(model), _ignored_names(model), strict=strict)
         return archive, {"verb": "load_pretrained", "names": sorted(archive.index.tensors)}, None
 
     archive, _ = ranks.in_step(find)
@@ -65,12 +66,26 @@ def load_pretrained(
         filling.fill()
 
 
-def _require_fit(archive: Archive, wanted: Mapping[str, Any], *, strict: bool) -> None:
+def weights_index(storage: Storage) -> Index:
+    """The index of a folder's weights: its safetensors files, else those of `torch.save`."""
+    names = storage.names()
+    if torch_save.is_here(names) and not safetensors_folder.is_here(names):
+        return torch_save.build_folder_index(storage)
+    return safetensors_folder.build_index(storage)
+
+
+def _ignored_names(model: nn.Module) -> re.Pattern[str] | None:
+    """Names that older folders have and the model does not need, by its own account."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+    return re.compile("|".join(patterns)) if patterns else None
+
+
+def _require_fit(archive: Archive, wanted: Mapping[str, Any], ignored: re.Pattern[str] | None, *, strict: bool) -> None:
     """Raise one error that lists all differences."""
     there = archive.index.tensors
     known = {id(wanted[name]) for name in there if name in wanted}  # a folder has only one name of a tied tensor
     missing = [name for name, tensor in wanted.items() if name not in there and id(tensor) not in known]
-    unexpected = [name for name in there if name not in wanted]
+    unexpected = [name for name in there if name not in wanted and not (ignored and ignored.search(name))]
     lines = _line("missing in the folder", missing) + _line("not in the model", unexpected) if strict else []
     different = [
         f"'{name}' is of size {tuple(wanted[name].shape)} in the model and {tuple(stored.size)} in the folder"

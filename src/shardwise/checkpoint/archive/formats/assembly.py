@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
 from shardwise.checkpoint.archive.stored import DTYPES, FileLocation, StoredTensor, whole_on_rank
-from shardwise.checkpoint.storage.protocol import OpenFile, Storage
+from shardwise.checkpoint.storage.protocol import OpenFile, Storage, read_file
 from shardwise.errors import CheckpointError, LayoutError
 from shardwise.layout import Layout
 from shardwise.layout.geometry import Boxes
@@ -69,6 +70,29 @@ def require_file_name(name: object) -> str:
     if "\0" in name or "\\" in name or any(part in ("", ".", "..") for part in name.split("/")):
         raise CheckpointError(f"{_shown(name)} is no name of a file within the folder")
     return name
+
+
+def parse_json(text: bytes, what: str) -> dict[str, Any]:
+    """The dict that a text is as JSON."""
+    try:
+        words = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is damaged: it is not JSON ({error})") from error
+    if not isinstance(words, dict):
+        raise CheckpointError(f"{what} is damaged: it is not a dict")
+    return words
+
+
+def read_weight_map(storage: Storage, index: str) -> Mapping[str, str]:
+    """The file of each tensor, from the index of a folder of Hugging Face."""
+    what = f"'{index}' of '{storage}'"
+    weight_map = parse_json(read_file(storage, index, most=2**30), what).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{what} is damaged: it has no weight_map")
+    for name in weight_map.values():
+        if "/" in require_file_name(name):
+            raise CheckpointError(f"{what} names '{name:.100}', which is no file of the folder")
+    return weight_map
 
 
 def _shown(name: object) -> str:

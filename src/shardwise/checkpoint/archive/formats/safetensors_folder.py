@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,11 +14,12 @@ from shardwise.checkpoint.archive.formats.assembly import (
     NumberedFiles,
     assemble_tensor,
     parse_counts,
-    require_file_name,
+    parse_json,
+    read_weight_map,
 )
 from shardwise.checkpoint.archive.stored import FileLocation, Index, StoredTensor
 from shardwise.checkpoint.archive.tensor_file import DTYPES, ID, MAX_HEADER, METADATA
-from shardwise.checkpoint.storage.protocol import Storage, read_file, read_range
+from shardwise.checkpoint.storage.protocol import Storage, read_range
 from shardwise.errors import CheckpointError
 
 FORMAT = "safetensors"
@@ -56,7 +56,7 @@ def build_index(storage: Storage, file: str | None = None) -> Index:
         wanted: Sequence[str] = [file]
     else:
         names = storage.names()
-        weight_map = _weight_map(storage) if INDEX in names else None
+        weight_map = read_weight_map(storage, INDEX) if INDEX in names else None
         if weight_map is not None:
             wanted = sorted(set(weight_map.values()))
         else:
@@ -71,18 +71,6 @@ def build_index(storage: Storage, file: str | None = None) -> Index:
             _require_as_listed(weight_map, found, storage)
         tensors = {name: _tensor(name, tensor, files) for name, tensor in found.items()}
     return Index(digest.hexdigest(), files.sizes, tensors, dict(tensors), FORMAT)
-
-
-def _weight_map(storage: Storage) -> Mapping[str, str]:
-    what = f"'{INDEX}' of '{storage}'"
-    words = _parsed(read_file(storage, INDEX, most=2**30), what)
-    weight_map = words.get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{what} is damaged: it has no weight_map")
-    for name in weight_map.values():
-        if "/" in require_file_name(name):
-            raise CheckpointError(f"{what} names '{name:.100}', which is no file of the folder")
-    return weight_map
 
 
 def _require_as_listed(weight_map: Mapping[str, str], found: Mapping[str, _TensorRecord], storage: Storage) -> None:
@@ -100,7 +88,7 @@ def _add(name: str, files: NumberedFiles, found: dict[str, _TensorRecord]) -> by
     if not 0 < length <= min(file.size - 8, MAX_HEADER):
         raise CheckpointError(f"'{name}' is not a safetensors file: its header does not fit into {file.size:,} bytes")
     text = read_range(file, 8, length)
-    words = _parsed(text, f"the header of '{name}'")
+    words = parse_json(text, f"the header of '{name}'")
     metadata = words.pop(METADATA, None) or {}
     if not isinstance(metadata, dict) or ID in metadata:
         raise CheckpointError(f"'{name}' is part of a checkpoint of shardwise: give the folder, with its index")
@@ -152,15 +140,5 @@ def _cuts(text: Any, name: str) -> Mapping[str, Any] | None:
         return None
     if not isinstance(text, str):
         raise CheckpointError(f"the header of '{name}' is garbled")
-    words = _parsed(text.encode(), f"the header of '{name}'")
+    words = parse_json(text.encode(), f"the header of '{name}'")
     return {key: entry.get(OFFSETS) if isinstance(entry, dict) else 0 for key, entry in words.items()}
-
-
-def _parsed(text: bytes, what: str) -> dict[str, Any]:
-    try:
-        words = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is damaged: it is not JSON ({error})") from error
-    if not isinstance(words, dict):
-        raise CheckpointError(f"{what} is damaged: it is not a dict")
-    return words

@@ -1,16 +1,18 @@
-"""The format of `torch.save`: as a file, or as a range of bytes within another file. No code in a file is run."""
+"""The format of `torch.save`: as a file, as a range of bytes within another file, or as a folder of such files, which
+Hugging Face's libraries used to write. No code in a file is run."""
 
 from __future__ import annotations
 
 import hashlib
 import io
 import math
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.checkpoint.archive.formats.assembly import parse_counts, require_plain_values
+from shardwise.checkpoint.archive.formats.assembly import parse_counts, read_weight_map, require_plain_values
 from shardwise.checkpoint.archive.formats.nested import TensorNames, with_stored_tensors
 from shardwise.checkpoint.archive.formats.safe_pickle import GlobalName, PersistentId, PickledCall, read_pickle
 from shardwise.checkpoint.archive.formats.zip_directory import ZipDirectory
@@ -163,12 +165,35 @@ def _is_row_major(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 FORMAT = "torch.save"
+ONE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 MOST_BYTES = 2**40  # of a file that is read into memory because it cannot be mapped
 
 
 def is_torch_file(file: OpenFile) -> bool:
     """Whether a file begins as those of `torch.save` do: as a zip archive, or in the old format as a pickle."""
     return file.size >= 4 and (read_range(file, 0, 4) == b"PK\3\4" or read_range(file, 0, 2) == b"\x80\x02")
+
+
+def is_here(names: Collection[str]) -> bool:
+    """Whether a folder with these files holds weights of Hugging Face in the format of `torch.save`."""
+    return ONE in names or INDEX in names
+
+
+def build_folder_index(storage: Storage) -> Index:
+    """The index of a folder of Hugging Face: of the files in its own index, else of `pytorch_model.bin`."""
+    if INDEX not in storage.names():
+        return build_index(storage, ONE)
+    weight_map = read_weight_map(storage, INDEX)
+    parts = [build_index(storage, name) for name in sorted(set(weight_map.values()))]
+    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
+    for name, file in weight_map.items():
+        if name not in tensors:
+            raise CheckpointError(
+                f"'{storage}' is damaged: '{INDEX}' says that '{name:.200}' is in '{file}'; it is not"
+            )
+    index = hashlib.blake2b("".join(part.id for part in parts).encode(), digest_size=8).hexdigest()
+    sizes = {name: size for part in parts for name, size in part.files.items()}
+    return Index(index, sizes, tensors, dict(tensors), FORMAT)
 
 
 def build_index(storage: Storage, name: str) -> Index:
