@@ -48,6 +48,7 @@ autosummary_generate = False
 html_theme = "furo"
 html_title = f"shardwise {release}"
 html_static_path = ["_static"]
+html_logo = html_favicon = "_static/logo.svg"
 html_css_files = ["site.css"]
 html_js_files = ["site.js"]
 html_copy_source = False

@@ -14,13 +14,14 @@ import shardwise
 # What other tests run, which look at more than this one does.
 ELSEWHERE = {
     ("quickstart.md", "first.py"): "test_quickstart.py",
+    ("tutorials/fine-tune.md", "data.py"): "test_fine_tune.py",
     ("models.md", SCRIPT): "models/test_page.py",
     ("performance.md", SCRIPT): "comm/test_tracing.py",
     ("migrating.md", "train.py"): "test_readme.py",
     ("howto/lightning.md", "train.py"): "interop/clients/test_lightning.py",
 }
 PAGES = [Page(path.relative_to(DOCS).as_posix()) for path in sorted(DOCS.glob("**/*.md")) if "_build" not in path.parts]
-OTHERS = {page for page, _ in ELSEWHERE} - {"migrating.md"}
+OTHERS = {page for page, _ in ELSEWHERE} - {"migrating.md", "tutorials/fine-tune.md"}
 WITH_CODE = [page for page in PAGES if page.files and page.name not in OTHERS]
 
 
