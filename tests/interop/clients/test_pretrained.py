@@ -151,6 +151,16 @@ def test_the_dtype_is_the_folders_unless_one_is_given(tmp_path: Path, dtype: Any
 
 
 @ranks(2)
+def test_fully_sharded_training_has_a_name(tmp_path: Path) -> None:
+    """As `plans.FullyShard()`: the parameters are parts of flat memory, gathered block by block."""
+    plain = _made("llama")
+    _save(plain, tmp_path, "safetensors")
+    model = load(tmp_path, "fully_shard")
+    assert len(model.fully_sharded.units) == 3
+    same_parameters(model, plain)
+
+
+@ranks(2)
 def test_another_class_or_configuration_may_be_given(tmp_path: Path) -> None:
     """An Auto class chooses by the configuration."""
     plain = _made("llama").model
