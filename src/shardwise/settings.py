@@ -100,6 +100,7 @@ class Settings:
     process_group: Any = None
     validate: bool = True
     strict: bool = False  # whether ranks also compare before every op
+    compares_first: bool = True  # whether values of plain operands are compared in the first calls of a kind
     gather_budget: int = MIB
     own_batches: bool = False  # whether plain inputs of linear and embeddings are each rank's own
     own_draws: bool = False  # whether each rank draws for its shards as for plain tensors of their sizes

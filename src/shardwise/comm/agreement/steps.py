@@ -40,6 +40,7 @@ from shardwise.comm.peers import (
     failure_of,
     find_verdict,
     mark_known,
+    mismatch_error,
     notify_of_failure,
     require_usable,
 )
@@ -377,7 +378,7 @@ def _verdict(reports: list[Any], ranks: tuple[int, ...]) -> Exception:
     for rank, (*_, theirs, _) in zip(ranks, reports, strict=True):
         for number, entry in before.items():
             if number in theirs and theirs[number]["digest"] != entry["digest"]:
-                return RankMismatchError(difference(int(number), (ranks[0], before), (rank, theirs)))
+                return mismatch_error(difference(int(number), (ranks[0], before), (rank, theirs)))
     for rank, (fields, *_, other) in zip(ranks, reports, strict=True):
         for name in [*first, *fields]:
             mine, theirs = first.get(name, "nothing"), fields.get(name, "nothing")

@@ -5,6 +5,7 @@ from shardwise.comm.peers.heartbeats import Heartbeats
 from shardwise.comm.peers.lost import raise_lost
 from shardwise.comm.peers.lost_ranks import ranks_gone, who_is_gone
 from shardwise.comm.peers.status import (
+    PLAIN_VALUE,
     check_peers,
     difference,
     end_epoch,
@@ -13,6 +14,7 @@ from shardwise.comm.peers.status import (
     given_up,
     mark_known,
     mark_unusable,
+    mismatch_error,
     notify_of_failure,
     require_usable,
 )
@@ -21,6 +23,7 @@ from shardwise.comm.peers.watchdog import NOT_BEGUN, abort_group, is_watched, wa
 
 __all__ = [
     "NOT_BEGUN",
+    "PLAIN_VALUE",
     "BackgroundRun",
     "Heartbeats",
     "StoreChannel",
@@ -34,6 +37,7 @@ __all__ = [
     "is_watched",
     "mark_known",
     "mark_unusable",
+    "mismatch_error",
     "notify_of_failure",
     "raise_lost",
     "ranks_gone",

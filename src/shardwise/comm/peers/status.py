@@ -19,11 +19,12 @@ from torch.distributed import ProcessGroup
 from shardwise.comm.group import CallHistory, CallRecord, group_state, ranks_of, store_of
 from shardwise.comm.peers.lost_ranks import loss
 from shardwise.comm.peers.store_channel import StoreChannel
-from shardwise.errors import RankMismatchError, TransferError, same_kind
+from shardwise.errors import PlainValueError, RankMismatchError, TransferError, same_kind
 
 MOST_READ = 16  # ranks whose status is read at a time, of those that are waited for
 LOOKS = 0.01  # seconds between two looks at how many ranks have come
 NEWLINE = "\n"
+PLAIN_VALUE = "is a plain tensor, which must be the same on every rank"  # in the name of a field with its values
 E = TypeVar("E", bound=BaseException)
 _choice = random.Random()  # of its own: looking must not change what users draw
 
@@ -168,7 +169,10 @@ def difference(number: int, one: History, other: History) -> str:
     text = f"ranks {first} and {second} are out of step: rank {first} {verb} in {here['call']}, "
     text += f"rank {second} in {there['call']}"
     if here["call"] == there["call"] or _name(here) == _name(there):
-        text += _fields(first, here["fields"], second, there["fields"])
+        what = _fields(first, here["fields"], second, there["fields"])
+        if PLAIN_VALUE in what:
+            return f"{here['call']}{what}"
+        text += what
     if not still:
         text += f"; now rank {first} is in {now[0]['call']}, rank {second} in {now[1]['call']}"
     return text if known or not number else f"{text} (and they differ before, in calls that are not kept)"
@@ -189,15 +193,29 @@ def _fields(first: int, mine: dict[str, str], second: int, theirs: dict[str, str
         here, there = mine.get(name, "nothing"), theirs.get(name, "nothing")
         if here != there:
             name, _, advice = name.partition(": ")
+            if name.endswith(PLAIN_VALUE):
+                return f": {_plain_difference(name, first, here, second, there)}. {advice[0].upper()}{advice[1:]}"
             text = f": {name}={here} on rank {first}, {name}={there} on rank {second}"
             return f"{text}; {advice}" if advice else text
     return ""
 
 
+def _plain_difference(name: str, first: int, here: str, second: int, there: str) -> str:
+    """The same of a plain operand, of which a field tells size, dtype and something of the values."""
+    sizes = [text[: text.index(")") + 1] for text in (here, there) if ")" in text]
+    differs = f": it is {sizes[0]} on rank {first}, {sizes[1]} on rank {second}" if len(set(sizes)) > 1 else ""
+    return f"{name}, but on rank {second} it differs from that on rank {first}{differs}"
+
+
+def mismatch_error(text: str) -> RankMismatchError:
+    """The error of ranks that are out of step."""
+    return PlainValueError(text) if PLAIN_VALUE in text else RankMismatchError(text)
+
+
 def error_of(verdict: list[Any], ranks: tuple[int, ...]) -> Exception:
     """That all these ranks raise for a verdict."""
     kind, *rest = verdict
-    error = failure_of(*rest) if kind == "failure" else RankMismatchError(rest[0])
+    error = failure_of(*rest) if kind == "failure" else mismatch_error(rest[0])
     return mark_known(error, ranks)
 
 

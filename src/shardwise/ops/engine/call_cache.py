@@ -25,6 +25,7 @@ from shardwise import settings
 from shardwise.comm.group import group_state, is_capturing, traffic
 from shardwise.comm.tracing import record
 from shardwise.ops.engine.call import is_pure, outer_function
+from shardwise.ops.engine.plain_values import note_plain_values
 from shardwise.ops.engine.program import Program
 from shardwise.ops.engine.recorder import Recorder, active, recording_call
 from shardwise.ops.engine.steps import DrawRandom
@@ -74,11 +75,15 @@ def cached_call(op: Any, args: Sequence[Any], kwargs: dict[str, Any], slow_path:
     if program is not None:
         if program.__class__ is str:
             return _run_uncached(op, args, kwargs, slow_path, program)
+        if program.compares_values:
+            program.compares_values = not note_plain_values(op, args, kwargs)
         return program.run(args, kwargs)
     if is_capturing():  # the states of generators cannot be compared
         return slow_path(op, args, kwargs)
-    if record.running and outer_function.called is None:
-        record.note_uncached(op, "the first call of its kind")
+    if outer_function.called is None:
+        note_plain_values(op, args, kwargs)
+        if record.running:
+            record.note_uncached(op, "the first call of its kind")
     result, program = _record(op, args, kwargs, slow_path)
     if not state.is_ended:
         state.programs[key] = program
@@ -100,8 +105,10 @@ def cached_handler(op: Any, slow_path: Callable[..., Any]) -> Handler:
 def _run_uncached(
     op: Any, args: Sequence[Any], kwargs: dict[str, Any], slow_path: Callable[..., Any], reason: str
 ) -> Any:
-    if record.running and outer_function.called is None:
-        record.note_uncached(op, reason)
+    if outer_function.called is None:
+        note_plain_values(op, args, kwargs)
+        if record.running:
+            record.note_uncached(op, reason)
     return slow_path(op, args, kwargs)
 
 

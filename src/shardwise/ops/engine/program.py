@@ -98,7 +98,7 @@ class Result(NamedTuple):
 class Program:
     """The steps of all calls with one cache key."""
 
-    __slots__ = ("_function", "arguments", "communicates", "container", "results", "steps")
+    __slots__ = ("_function", "arguments", "communicates", "compares_values", "container", "results", "steps")
 
     def __init__(
         self,
@@ -106,9 +106,13 @@ class Program:
         steps: Sequence[ProgramStep],
         results: Sequence[Result | SameArgument],
         container: Callable[[list[Any]], Any] | None,  # of several results; None for a single result
+        *,
+        nested: bool,
     ) -> None:
+        """Nested: the call is within another one."""
         self.arguments, self.steps, self.results, self.container = arguments, steps, results, container
         self.communicates = any(step.communicates for step in steps)
+        self.compares_values = not nested and any(one.local_count is None for one in arguments)  # of plain operands
         self._function: Callable[[Any, Any], Any] | None = None
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

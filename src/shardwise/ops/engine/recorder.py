@@ -237,7 +237,9 @@ class Recorder(TorchFunctionMode):
                 numbers[number] = len(numbers)
             renumbered.append(step.renumbered(numbers))
         placed = [one.renumbered(numbers) if isinstance(one, Result) else one for one in known]
-        return Program(list(map(_argument, self.paths, self.arguments)), renumbered, placed, container)
+        return Program(
+            list(map(_argument, self.paths, self.arguments)), renumbered, placed, container, nested=self.nested
+        )
 
     def _result(self, one: Any) -> Result | SameArgument | None:
         if not isinstance(one, ShardedTensorBase):
