@@ -200,6 +200,7 @@ for _path, _purpose in {
     "torch.Tensor._is_zerotensor": "materialise gradients that autograd left without memory",
     "torch.Tensor._backward_hooks": "tell whether a leaf has hooks",
     "torch.Tensor._post_accumulate_grad_hooks": "tell whether a leaf has hooks",
+    "torch.Tensor._values": "unscale sparse gradients, which need not be coalesced",
     "torch.autograd.graph.Node._sequence_nr": "tell which op made a node",
     "torch.autograd.Function._backward_cls": "watch what the context of a custom Function saves",
     "torch.ops.aten.add.Tensor._schema": "find the arguments and results of an op",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from shardwise_command.completion import SHELLS
+from shardwise_command.suggestions import one_of
 from shardwise_command.usage import Formatter, Parser, add_memory, add_overwrite, add_selection, byte_count, command
 
 FORMATS = ("shardwise", "safetensors", "torch", "dcp")
@@ -21,8 +24,8 @@ CODES = """\
 exit codes: 0 all is well; 1 the answer is no (damage, differences, a failed self-test); 2 wrong usage or an error"""
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line, whose result has the name of the command as ``command``."""
+def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser of the whole command line, and that of each command; the result has its name as ``command``."""
     parser = Parser("shardwise", description=ABOUT, epilog=CODES, formatter_class=Formatter)
     parser.add_argument("--version", action="version", version=f"shardwise {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -34,7 +37,8 @@ def make_parser() -> argparse.ArgumentParser:
     _add_extract(commands)
     _add_merge(commands)
     _add_doctor(commands)
-    return parser
+    _add_completion(commands)
+    return parser, commands.choices
 
 
 def _version() -> str:
@@ -83,12 +87,14 @@ def _add_diff(commands: Any) -> None:
         commands,
         "diff",
         says="compare two checkpoints: names, sizes, dtypes, values",
-        more="They may be of different formats; 'model/a.b' and 'model.a.b' are the same name. Values are the same if "
-        "|a - b| <= atol + rtol * |b|, and nan is nan; without tolerances, if they are equal. Exit code 1 if anything "
-        "differs.",
+        more="They may be of different formats; 'model/a.b' and 'model.a.b' are the same name, and a tied tensor that "
+        "one of them holds under fewer names is the same tensor. Values are the same if |a - b| <= atol + rtol * |b|, "
+        "and nan is nan; without tolerances, if they are equal. Listed are the largest relative differences first, by "
+        "the norms of a - b and of b; integers and scalars come after weights. Exit code 1 if anything differs.",
         examples="""
             shardwise diff run/1000 run/2000
-            shardwise diff run/1000 exported/ --rename 'model/*=*' --only 'model/*' --rtol 1e-2
+            shardwise diff run/1000 exported/ --only-a 'model/*' --rename-a 'model/*=*' --rtol 1e-2
+            shardwise diff run/1000 run/2000 --only '*.weight' --top 5
             shardwise diff a.pt b.safetensors --json
         """,
     )
@@ -97,7 +103,9 @@ def _add_diff(commands: Any) -> None:
     parser.add_argument("--rtol", type=_tolerance, default=0.0, help="relative tolerance (default: 0)")
     parser.add_argument("--atol", type=_tolerance, default=0.0, help="absolute tolerance (default: 0)")
     parser.add_argument("--top", type=int, default=20, metavar="N", help="show the N largest differences (default: 20)")
-    add_selection(parser)
+    add_selection(parser, of=" of A or of B")
+    for side in ("a", "b"):
+        add_selection(parser, of=f" of {side.upper()}", suffix=f"-{side}")
     add_memory(parser)
 
 
@@ -147,7 +155,9 @@ def _add_convert(commands: Any) -> None:
     )
     parser.add_argument("source", metavar="A", help="the checkpoint, of any format")
     parser.add_argument("target", metavar="B", help="where to write the new one")
-    parser.add_argument("--to", required=True, choices=FORMATS, help="the format of the new one")
+    parser.add_argument(
+        "--to", required=True, choices=FORMATS, type=one_of(FORMATS, "format"), help="the format of the new one"
+    )
     parser.add_argument("--dtype", metavar="DTYPE", help="of all floating-point tensors, such as bf16 or float32")
     parser.add_argument(
         "--max-shard-size",
@@ -213,6 +223,22 @@ def _add_doctor(commands: Any) -> None:
         """,
     )
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="of the self-test; 0: none (default: 2)")
+
+
+def _add_completion(commands: Any) -> None:
+    parser = command(
+        commands,
+        "completion",
+        says="print a script by which a shell completes commands, options and paths",
+        more="It is made by shtab, which the extra 'cli' installs.",
+        examples="""
+            shardwise completion bash > ~/.local/share/bash-completion/completions/shardwise
+            shardwise completion zsh > ~/.zfunc/_shardwise
+            shardwise completion fish > ~/.config/fish/completions/shardwise.fish
+        """,
+        json=False,
+    )
+    parser.add_argument("shell", choices=SHELLS, type=one_of(SHELLS, "shell"), help="the shell")
 
 
 def _mesh(text: str) -> tuple[int, ...]:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from shardwise_command.commands import make_parser
+from shardwise_command.completion import print_completion
+from shardwise_command.suggestions import require_known_words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, and give the exit code."""
+    parser, commands = make_parser()
+    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        options = make_parser().parse_args(argv)
+        require_known_words(parser, commands, words)
+        options = parser.parse_args(words)
     except SystemExit as ending:  # argparse has printed the help, the version or an error
         return int(ending.code or 0)
+    if options.command == "completion":
+        return print_completion(parser, commands, options.shell)
     from shardwise.tools.cli.running import run_command  # imports torch
 
     return run_command(options)

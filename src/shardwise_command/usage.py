@@ -19,6 +19,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=min(shutil.get_terminal_size().columns - 2, NARROW))
+        self._action_max_length = 14  # room for every command: argparse does not count how far they are indented
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = re.split(r"\n(?=[ \n])|(?<=:)\n", text)  # joins the lines of a paragraph
@@ -30,11 +31,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit."""
-        self.exit(2, f"shardwise: {message}; see '{self.prog} --help'\n")
+        see = " See" if message.endswith("?") else "; see"
+        self.exit(2, f"shardwise: {message}{see} '{self.prog} --help'\n")
 
 
-def command(commands: Any, name: str, *, says: str, more: str, examples: str) -> argparse.ArgumentParser:
-    """Add a command, with ``--json``."""
+def command(
+    commands: Any, name: str, *, says: str, more: str, examples: str, json: bool = True
+) -> argparse.ArgumentParser:
+    """Add a command, with ``--json`` unless it has no answer to print so."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=says,
@@ -42,28 +46,30 @@ def command(commands: Any, name: str, *, says: str, more: str, examples: str) ->
         epilog="examples:\n" + "\n".join(f"  {line.strip()}" for line in examples.strip().splitlines()),
         formatter_class=Formatter,
     )
-    parser.add_argument("--json", action="store_true", help="print JSON on stdout, and nothing else")
+    if json:
+        parser.add_argument("--json", action="store_true", help="print JSON on stdout, and nothing else")
     parser.set_defaults(command=name)
     return parser
 
 
-def add_selection(parser: argparse.ArgumentParser, *, rename: bool = True) -> None:
-    """Add the options that select and rename entries."""
+def add_selection(parser: argparse.ArgumentParser, *, rename: bool = True, of: str = "", suffix: str = "") -> None:
+    """Add the options that select and rename entries; ``of`` says of which checkpoint, where there are two."""
+    more = ", * standing for anything; may be given several times" if not suffix else ""
     parser.add_argument(
-        "--only",
+        f"--only{suffix}",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="only entries whose names match, * standing for anything; may be given several times",
+        help=f"only entries{of} whose names match{more}",
     )
     if rename:
+        more = ": each * of NEW is what that of OLD stood for; the first that matches holds" if not suffix else ""
         parser.add_argument(
-            "--rename",
+            f"--rename{suffix}",
             action="append",
             default=[],
             metavar="OLD=NEW",
-            help="give names that match another one: each * of NEW is what that of OLD stood for; the first that "
-            "matches holds",
+            help=f"give names{of} that match another one{more}",
         )
 
 

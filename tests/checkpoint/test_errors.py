@@ -92,7 +92,10 @@ FILE = r"rank-00002\.[0-9a-f]{16}\.safetensors"
 GAP = [[0, 0, 2, 6], [2, 0, 2, 6], [4, 0, 2, 6], [6, 0, 1, 5]]
 DAMAGES: dict[str, tuple[Any, str]] = {
     "a file is cut off": (of_rank_2(cut_off), f"its file '{FILE}' is cut off or changed"),
-    "a file is missing": (of_rank_2(os.remove), f"could not open .*{FILE}': No such file"),
+    "a file is missing": (
+        of_rank_2(os.remove),
+        rf"could not open .*{FILE}': No such file|its file '{FILE}' is missing",
+    ),
     "a header is garbled": (of_rank_2(garble_header), f"'{FILE}' is not a safetensors file"),
     "a file is of another checkpoint": (of_rank_2(swap), f"file '{FILE}' does not belong to this checkpoint"),
     "an empty file": (of_rank_2(lambda file: os.truncate(file, 0)), "cut off or changed, it has 0 bytes"),

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from shardwise.checkpoint.archive import Archive, StoredTensor, open_archive, read_index
+from shardwise.checkpoint.archive import Archive, Index, StoredTensor, open_archive, read_index
 from shardwise.checkpoint.archive.blocks import Blocks
 from shardwise.checkpoint.archive.slabs import slabs_of
 from shardwise.checkpoint.storage import Storage
-from shardwise.errors import CheckpointError, DamageError
+from shardwise.errors import CheckpointError, DamageError, FileGoneError
 from shardwise.layout.geometry import Boxes
 
 PART = 16 * 2**20  # bytes read at a time
 MOST_LISTED = 20
+MOST_NAMED = 3  # tensors of a broken file
+ADVICE = re.compile(r"\. Copy (it|the file) again, or take another checkpoint$")
 
 
 @dataclass(frozen=True)
@@ -45,33 +48,50 @@ def verify(path: str | os.PathLike[str] | Storage, *, on_read: Callable[[int], o
     with open_archive(path) as archive:
         archive.on_read = on_read
         index = archive.index
-        damage = [*_damaged_files(archive), *_damaged_tensors(archive)]
+        broken = dict(_broken_files(archive))
+        damage = [*(f"{what}; {_held_by(name, index)}" for name, what in broken.items())]
+        damage += dict.fromkeys(_damaged_tensors(archive, broken))
         if damage and read_index(path).id != index.id:  # the checkpoint was replaced meanwhile
             return verify(path, on_read=on_read)
         if damage:
-            shown = "\n  ".join(dict.fromkeys(damage[:MOST_LISTED]))
+            shown = "\n  ".join(damage[:MOST_LISTED])
             more = f"\n  and {len(damage) - MOST_LISTED} more" if len(damage) > MOST_LISTED else ""
             raise DamageError(f"'{archive.storage}' is damaged:\n  {shown}{more}")
         total = sum(stored.nbytes for stored in index.tensors.values())
         return Verified(index.format, len(index.tensors), len(index.files), total, index.sums is not None)
 
 
-def _damaged_files(archive: Archive) -> Iterator[str]:
-    """What is wrong with the sizes and headers of files."""
+def _broken_files(archive: Archive) -> Iterator[tuple[str, str]]:
+    """The files of which nothing can be read, and why: they are missing, or of another size, or without a header."""
     for name in archive.index.files:
         try:
             archive.header(name) if archive.index.sums is not None else archive.file(name)
+        except FileGoneError:
+            yield name, f"its file '{name}' is missing"
         except CheckpointError as error:
-            yield _short(error, archive)
+            yield name, _short(error, archive)
 
 
-def _damaged_tensors(archive: Archive) -> Iterator[str]:
-    """What is wrong with the bytes of tensors. Small ones are read together, and one by one if that fails."""
+def _held_by(file: str, index: Index) -> str:
+    """In words: the tensors that have a part in a file."""
+    held = [name for name, stored in index.tensors.items() if file in index.files_of(stored)]
+    more = f" and {len(held) - MOST_NAMED:,} more" if len(held) > MOST_NAMED else ""
+    shown = ", ".join(f"'{name:.200}'" for name in held[:MOST_NAMED])
+    return f"in it: {shown}{more}" if held else "no tensor lies in it"
+
+
+def _damaged_tensors(archive: Archive, broken: Container[str]) -> Iterator[str]:
+    """What is wrong with the bytes of tensors in files that can be read.
+
+    Small tensors are read together, and one by one if that fails.
+    """
     batch: list[tuple[StoredTensor, Boxes]] = []
     total = 0
     for stored in archive.index.tensors.values():
         for row in stored.layout.pattern.filled.tolist():
             try:
+                if archive.file_of(stored, row) in broken:
+                    continue
                 archive.locate(stored, row)
             except CheckpointError as error:
                 yield _short(error, archive)
@@ -109,4 +129,4 @@ def _damaged_parts(archive: Archive, parts: Sequence[tuple[StoredTensor, Boxes]]
 def _short(error: CheckpointError, archive: Archive) -> str:
     """The error without the words that all of them share."""
     message = str(error).removeprefix(f"'{archive.storage}' is damaged").lstrip(":, ")
-    return message.removesuffix(". Copy the file again, or take another checkpoint")
+    return ADVICE.sub("", message)

@@ -229,7 +229,10 @@ def test_safetensors_that_cannot_be(tmp_path: Path) -> None:
         ({"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}, "numbers from 0"),
         ({"dtype": "F32", "shape": [-2], "data_offsets": [0, -8]}, "numbers from 0"),
         ({"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]}, "numbers from 0"),
-        ({"dtype": "F32", "shape": [2], "data_offsets": [2**60, 2**60 + 8]}, "does not speak of all"),
+        (
+            {"dtype": "F32", "shape": [2], "data_offsets": [2**60, 2**60 + 8]},
+            "header speaks of",
+        ),
         ({"dtype": "F32", "shape": [2], "data_offsets": [0]}, "should have"),
         ({"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}, "at most 64"),
         ({"dtype": "distributed", "shape": [2], "data_offsets": [0, 8]}, "unknown"),

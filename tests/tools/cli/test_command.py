@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.tools.cli import main
 from shardwise.tools.cli.running import COMMANDS
 
 ROOT = Path(__file__).parents[3]
@@ -27,12 +28,37 @@ def run(line: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("line", ["--help", *(f"{command} --help" for command in COMMANDS)])
+@pytest.mark.parametrize("line", ["--help", *(f"{command} --help" for command in (*COMMANDS, "completion"))])
 def test_help_does_not_import_torch(line: str) -> None:
     """Of the program and of every command."""
     code, out, err = run(line)
     assert (code, err) == (0, "")
     assert out.startswith(f"usage: shardwise {line.removesuffix('--help')}".rstrip())
+
+
+def test_completion_of_a_shell_does_not_import_torch_and_knows_commands_options_and_paths(tmp_path: Path) -> None:
+    """bash completes by the script that is printed; zsh and fish have scripts, too."""
+    code, script, err = run("completion bash")
+    assert (code, err) == (0, "")
+    (tmp_path / "script").write_text(script)
+    (tmp_path / "checkpoint").mkdir()
+    asks = [("shardwise", "conv"), ("shardwise", "diff", "--rename-"), ("shardwise", "inspect", "check")]
+    asks += [("shardwise", "convert", "--to", "safe")]
+    for words, wanted in zip(asks, ("convert", "--rename-a", "checkpoint", "safetensors"), strict=True):
+        line = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; COMPREPLY=(); _shtab_shardwise"
+        call = ["bash", "-c", f'source ./script; {line}; echo "${{COMPREPLY[@]}}"']
+        found = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, check=True)
+        assert wanted in found.stdout.split()
+    for shell in ("zsh", "fish"):
+        code, script, err = run(f"completion {shell}")
+        assert (code, err, "reshard" in script, "mesh" in script) == (0, "", True, True)
+
+
+def test_completion_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the library that generates the scripts is missing."""
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    assert capsys.readouterr().err == "shardwise: completion needs shtab: pip install 'shardwise[cli]'\n"
 
 
 def test_the_version_does_not_import_torch() -> None:
@@ -44,16 +70,25 @@ def test_the_version_does_not_import_torch() -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("frobnicate", f"argument COMMAND: invalid choice: frobnicate (choose from {', '.join(COMMANDS)})"),
-        ("", "the following arguments are required: COMMAND"),
-        ("diff a b --frobnicate", "unrecognized arguments: --frobnicate"),
-        ("merge a b --max-memory 4GiB --frobnicate", "unrecognized arguments: --frobnicate"),
+        ("frob", f"there is no command 'frob': there are {', '.join(COMMANDS)}, completion; see 'shardwise"),
+        ("inspct a", "there is no command 'inspct': did you mean 'inspect'? See 'shardwise"),
+        ("--versoin", "there is no option '--versoin': did you mean '--version'? See 'shardwise"),
+        ("", "the following arguments are required: COMMAND; see 'shardwise"),
+        ("inspect a --layuts", "there is no option '--layuts': did you mean '--layouts'? See 'shardwise inspect"),
+        ("reshard a b --rnaks=2", "there is no option '--rnaks': did you mean '--ranks'? See 'shardwise reshard"),
+        ("verify a --frobnicate", "there is no option '--frobnicate': there are --help, --json; see 'shardwise verify"),
+        ("inspect a -x", "unrecognized arguments: -x; see 'shardwise"),
+        (
+            "convert a b --to safetensor",
+            "argument --to: 'safetensor' is no format: did you mean 'safetensors'? See 'shardwise convert",
+        ),
+        ("completion bsh", "argument shell: 'bsh' is no shell: did you mean 'bash'? See 'shardwise completion"),
     ],
 )
 def test_usage_errors_do_not_import_torch(line: str, says: str) -> None:
-    """They are one line; Python's versions differ in quotes."""
+    """They are one line, and suggest what was meant, even where an option that is missing would be the next error."""
     code, out, err = run(line)
-    assert (code, out, err.replace("'", "")) == (2, "", f"shardwise: {says}; see shardwise --help\n")
+    assert (code, out, err) == (2, "", f"shardwise: {says} --help'\n")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,40 @@ def test_inspect_shows_one_tensor_and_what_a_pattern_matches(cli: Cli, saved: st
     assert "also called  model/layers.0.weight" in cli("inspect", saved, "--tensor", "model/head.weight")[1]
     _, out, _ = cli("inspect", saved, "--only", "model/*.bias", "--only", "st*", "--json")
     assert (list(json.loads(out)["tensors"]), list(json.loads(out)["values"])) == (["model/layers.1.bias"], ["step"])
+
+
+def test_inspect_shows_files_that_are_missing_or_cut_off(
+    cli: Cli, saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the file, in the header, in JSON and by the exit code; all else is shown as it was written."""
+    monkeypatch.setenv("COLUMNS", "160")
+    assert cli("inspect", saved)[0] == 0
+    bad = shutil.copytree(saved, tmp_path / "bad")
+    first, second, third, _ = sorted(bad.glob("rank-*"))
+    size = first.stat().st_size
+    os.truncate(first, 100)
+    second.unlink()
+    with third.open("ab") as file:
+        file.write(b"more")
+    code, out, err = cli("inspect", bad)
+    assert (code, err) == (1, "")
+    assert "; 3 damaged\n" in out
+    lines = {line.split()[0]: line for line in out.splitlines() if line.startswith("rank-")}
+    assert lines[first.name].endswith(f"cut off: 100 of {size:,} bytes are there")
+    assert lines[second.name].endswith("missing")
+    assert "changed: " in lines[third.name]
+    assert "model/layers.1.weight" in out
+    files = json.loads(cli("inspect", bad, "--json")[1])["files"]
+    assert [file["damage"] is None for file in files.values()] == [False, False, False, True]
+
+
+def test_commands_agree_on_the_number_of_tensors(cli: Cli, saved: str) -> None:
+    """A tensor with two names is one tensor under two names, for every command, and its bytes count once."""
+    assert "6 tensors under 7 names, 7.6 KiB" in cli("inspect", saved)[1]
+    assert "6 tensors, 7.6 KiB" in cli("verify", saved)[1]
+    assert "6 tensors under 7 names, 7.6 KiB" in cli("diff", saved, saved)[1]
+    assert "6 tensors under 7 names, 7.6 KiB" in cli("reshard", saved, "new", "--ranks", 2)[1]
+    assert "6 tensors under 7 names, 7.6 KiB" in cli("convert", saved, "whole.pt", "--to", "torch")[1]
+    assert "6 tensors, 7.6 KiB" in cli("convert", saved, "folder", "--to", "safetensors")[1]
+    assert "6 tensors, 7.6 KiB" in cli("inspect", "folder")[1]
+    assert json.loads(cli("inspect", saved, "--json")[1])["distinct_tensors"] == 6

@@ -36,6 +36,30 @@ def test_verify_lists_all_damage_and_exits_with_1(cli: Cli, saved: str, tmp_path
         assert "is damaged: [10:20, 0:24] of tensor 'model/layers.0.weight'" in err
     os.remove(next(bad.glob("rank-00003*")))
     assert cli("verify", bad)[1].count("\n") == 4
+    shutil.copy(next(Path(saved).glob("rank-00003*")), bad)
     os.truncate(bad / "index.json", 90)
     code, out, _ = cli("verify", bad)
     assert (code, "is not JSON" in out) == (1, True)
+
+
+def test_verify_says_once_what_is_wrong_with_a_file(cli: Cli, saved: str, tmp_path: Path) -> None:
+    """One line for a file, with the tensors in it, however many boxes it has; a foreign file that is cut off, too."""
+    bad = shutil.copytree(saved, tmp_path / "bad")
+    first, second = sorted(bad.glob("rank-*"))[:2]
+    os.truncate(first, 100)
+    second.unlink()
+    code, out, _ = cli("verify", bad)
+    whole = (Path(saved) / first.name).stat().st_size
+    assert (code, out.splitlines()[0]) == (1, f"{bad} is damaged:")
+    assert [line.split("; in it: ")[0] for line in out.splitlines()[1:]] == [
+        f"  its file '{first.name}' is cut off or changed, it has 100 bytes and was written with {whole:,}",
+        f"  its file '{second.name}' is missing",
+    ]
+    assert "in it: 'model/layers.0.weight', 'model/layers.1.weight'" in out
+    assert cli("convert", saved, "hf", "--to", "safetensors")[0] == 0
+    file = Path("hf/model.safetensors")
+    size = file.stat().st_size
+    os.truncate(file, size - 10)
+    code, out, _ = cli("verify", "hf")
+    assert (code, f"it has {size - 10:,} bytes and its header speaks of {size:,}" in out) == (1, True)
+    assert cli("verify", "nowhere")[0] == 2

@@ -8,7 +8,7 @@
 """
 
 from shardwise.checkpoint.archive.archive import Archive
-from shardwise.checkpoint.archive.opening import open_archive, read_index
+from shardwise.checkpoint.archive.opening import find_checkpoint, open_archive, read_index
 from shardwise.checkpoint.archive.stored import FileLocation, Index, StoredTensor
 
-__all__ = ["Archive", "FileLocation", "Index", "StoredTensor", "open_archive", "read_index"]
+__all__ = ["Archive", "FileLocation", "Index", "StoredTensor", "find_checkpoint", "open_archive", "read_index"]

@@ -57,6 +57,13 @@ class Archive:
         self._open.move_to_end(name)
         return found
 
+    def file_of(self, stored: StoredTensor, row: int) -> str | None:
+        """The name of the file that holds a box of a tensor; None if the box is in memory."""
+        if stored.locations is None:
+            return self.index.names[int(stored.layout.ranks[row])]
+        location = stored.locations[row]
+        return location.file if isinstance(location, FileLocation) else None
+
     def locate(self, stored: StoredTensor, row: int) -> FileLocation | torch.Tensor:
         """Where a box of a tensor lies. Checks everything about its file but the bytes of tensors."""
         if stored.locations is not None:
@@ -72,7 +79,8 @@ class Archive:
             return FileLocation(name, position, header.sums(key))
         except DamageError as error:
             what = f"{describe(offsets, sizes)} of tensor '{stored.name}'"
-            raise DamageError(f"'{self.storage}' is damaged, {what} cannot be read: {error}") from error
+            reason = str(error).removeprefix(f"'{self.storage}' is damaged: ")
+            raise DamageError(f"'{self.storage}' is damaged, {what} cannot be read: {reason}") from error
 
     def header(self, name: str) -> Header:
         """The header of a file in shardwise's own format."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
 import os
 from collections.abc import Sequence
@@ -45,7 +46,9 @@ def format_of(storage: Storage, names: Sequence[str] | None = None, *, file: str
         if module.is_here(names):
             return format_
     if not names and not storage.folders():
-        raise CheckpointError(f"there is no checkpoint at '{storage}': nothing is there")
+        near = _near(storage)
+        hint = f"; did you mean '{near}'?" if near else ""
+        raise CheckpointError(f"there is no checkpoint at '{storage}': nothing is there{hint}")
     listed = [*names, *(f"{folder}/" for folder in storage.folders())]
     more = f" and {len(listed) - MOST_LISTED} more" if len(listed) > MOST_LISTED else ""
     steps = [folder for folder in storage.folders() if folder.startswith("step-")]
@@ -57,6 +60,15 @@ def format_of(storage: Storage, names: Sequence[str] | None = None, *, file: str
         f"'{storage}' is no checkpoint of a known format ({', '.join(kind.value for kind in Format)}); it holds "
         f"{', '.join(listed[:MOST_LISTED])}{more}. Of a torch.save file, give the path of the file itself"
     )
+
+
+def _near(storage: Storage) -> Path | None:
+    """A path with a similar name, beside a path of which there is nothing."""
+    if not isinstance(storage, LocalStorage) or storage.path.exists():
+        return None
+    beside = LocalStorage(storage.path.parent)
+    found = difflib.get_close_matches(storage.path.name, [*beside.folders(), *beside.names()], n=1)
+    return storage.path.parent / found[0] if found else None
 
 
 def read_foreign(storage: Storage, kind: Format, *, file: str | None = None) -> Index:
@@ -104,13 +116,21 @@ def open_archive(path: str | os.PathLike[str] | Storage) -> Archive:
     ...     archive.read_box(archive.index.tensors["bias"], [1], [2])
     tensor([1., 2.])
     """
-    storage, file = _place(path)
-    names = None if file is not None else storage.names()
-    ours = names is not None and any(OWN_FILE.fullmatch(name) for name in names)  # even if the index is missing
-    kind = Format.OWN if ours else format_of(storage, names, file=file)
+    storage, file, kind = find_checkpoint(path)
     if kind is Format.OWN:
         return Archive(storage, parse_index(index_text(storage), storage))
     return Archive(storage, read_foreign(storage, kind, file=file))
+
+
+def find_checkpoint(path: str | os.PathLike[str] | Storage) -> tuple[Storage, str | None, Format]:
+    """The folder of a checkpoint, the file in it if the path is that of a file, and the format.
+
+    Raises where there is no checkpoint of a known format. A damaged checkpoint is found, too.
+    """
+    storage, file = _place(path)
+    names = None if file is not None else storage.names()
+    ours = names is not None and any(OWN_FILE.fullmatch(name) for name in names)  # even if the index is missing
+    return storage, file, Format.OWN if ours else format_of(storage, names, file=file)
 
 
 def _place(path: str | os.PathLike[str] | Storage) -> tuple[Storage, str | None]:

@@ -93,6 +93,14 @@ class Console:
                 parts = [part[number] if number < len(part) else "" for part in cells]
                 self.line(_row(columns, parts, widths))
 
+    def listing(self, title: str, items: Sequence[str], most: int, style: str = "yellow") -> None:
+        """Print a title and, in lines that fit, the first of the items, and how many more there are."""
+        self.line(title, style)
+        more = f" and {len(items) - most:,} more" if len(items) > most else ""
+        text = ", ".join(items[:most]) + more
+        for line in textwrap.wrap(text, self.width - 2, break_on_hyphens=False, break_long_words=False):
+            self.line(f"  {line}")
+
     def note(self, text: str) -> None:
         """Print a remark on stderr."""
         print(f"shardwise: {text}", file=sys.stderr)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,8 +16,7 @@ from shardwise.checkpoint.name_patterns import compile_pattern
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.layout import Grid, Layout
 from shardwise.layout.pictures.words import numbered
-
-MOST_NAMED = 5  # names in one error
+from shardwise.tools.cli.near_names import unknown_name
 
 
 class UsageError(ShardwiseError, ValueError):
@@ -69,12 +68,15 @@ class Contents:
         """The values by name."""
         return {entry_name(path): value for path, value in self.values.items()}
 
+    @cached_property
+    def distinct(self) -> list[StoredTensor]:
+        """The tensors, tied ones once."""
+        return list({id(held.stored): held.stored for held in self.tensors.values()}.values())
+
     @property
     def nbytes(self) -> int:
         """The bytes of all tensors, tied ones once."""
-        return sum(
-            stored.nbytes for stored in {id(held.stored): held.stored for held in self.tensors.values()}.values()
-        )
+        return sum(stored.nbytes for stored in self.distinct)
 
     def selected(self, only: Sequence[str]) -> Contents:
         """The entries that match any of the patterns; each pattern must match something."""
@@ -92,18 +94,21 @@ class Contents:
 
         return Contents(kept(self.tensors), kept(self.values))
 
-    def renamed(self, rules: Sequence[str]) -> Contents:
-        """The entries renamed by rules ``old=new``: the first match counts, and each rule must match something."""
+    def renamed(self, rules: Sequence[str], *, need_match: bool = True) -> Contents:
+        """The entries renamed by rules ``old=new``: the first match counts.
+
+        Raises where a rule matches nothing, unless ``need_match`` is False.
+        """
         if not rules:
             return self
-        parsed = [(rule, *_rename_rule(rule)) for rule in rules]
-        used = set()
+        if need_match:
+            require_rename_rules([self], rules)
+        parsed = list(map(_rename_rule, rules))
 
         def new(path: Path) -> Path:
-            for rule, old, parts in parsed:
+            for old, parts in parsed:
                 found = old.fullmatch(entry_name(path))
                 if found is not None:
-                    used.add(rule)
                     stars = [*found.groups()[: len(parts) - 1], ""]
                     name = "".join(part + star for part, star in zip(parts, stars, strict=True))
                     return tuple(name.split("/"))
@@ -112,7 +117,7 @@ class Contents:
         pairs = [(path, new(path)) for path in (*self.tensors, *self.values)]
         by_new: dict[str, Path] = {}
         for path, after in pairs:
-            if not all(after):
+            if "" in after:
                 raise UsageError(
                     f"'{entry_name(path)}' would get the name '{entry_name(after)}', which has an empty part"
                 )
@@ -122,9 +127,6 @@ class Contents:
                     f"'{entry_name(after)}'"
                 )
             by_new[entry_name(after)] = path
-        for rule in rules:
-            if rule not in used:
-                raise UsageError(f"--rename '{rule}' matches nothing; {some_names([entry_name(p) for p, _ in pairs])}")
         names = dict(pairs)
         return Contents({names[p]: h for p, h in self.tensors.items()}, {names[p]: v for p, v in self.values.items()})
 
@@ -149,13 +151,31 @@ class Contents:
         return state
 
 
+def tensors_text(tensors: int, names: int) -> str:
+    """How many tensors there are, tied ones once, and under how many names if those are more."""
+    return numbered(tensors, "tensor") + (f" under {numbered(names, 'name')}" if names != tensors else "")
+
+
 def require_matches(all_of: Sequence[Contents], only: Sequence[str]) -> None:
     """Raise unless each pattern matches something in one of the contents."""
     known = [name for contents in all_of for name in (*contents.by_name, *contents.values_by_name)]
     for text in only:
         rule = compile_pattern(text)
         if not any(rule.fullmatch(name) for name in known):
-            raise UsageError(f"nothing matches '{text}'; {some_names(known)}")
+            raise UsageError(f"nothing matches '{text}'; {unknown_name(text, known)}")
+
+
+def require_rename_rules(all_of: Sequence[Contents], rules: Sequence[str]) -> None:
+    """Raise unless each rule ``old=new`` matches something in one of the contents that no rule before it does."""
+    names = [name for contents in all_of for name in (*contents.by_name, *contents.values_by_name)]
+    known, rest = list(names), names
+    for text in rules:
+        old, _ = _rename_rule(text)
+        left = [name for name in rest if not old.fullmatch(name)]
+        if len(left) == len(rest):
+            hint = unknown_name(text.partition("=")[0], known)
+            raise UsageError(f"--rename '{text}' matches nothing; {hint}")
+        rest = left
 
 
 def merge_contents(all_of: Sequence[tuple[str, Contents]]) -> Contents:
@@ -173,15 +193,6 @@ def merge_contents(all_of: Sequence[tuple[str, Contents]]) -> Contents:
         tensors.update(contents.tensors)
         values.update(contents.values)
     return all_of[0][1] if len(all_of) == 1 else Contents(tensors, values)
-
-
-def some_names(names: Iterable[str]) -> str:
-    """Names for an error message."""
-    known = list(names)
-    if not known:
-        return "there are no entries"
-    more = f" and {len(known) - MOST_NAMED:,} more" if len(known) > MOST_NAMED else ""
-    return f"there are {', '.join(known[:MOST_NAMED])}{more}"
 
 
 def _rename_rule(rule: str) -> tuple[re.Pattern[str], list[str]]:
@@ -231,11 +242,11 @@ def layout_summary(layout: Layout) -> str:
     return numbered(count, "box")
 
 
-def bytes_by_file(index: Index, tensors: Mapping[str, StoredTensor]) -> tuple[list[int], list[int]]:
+def bytes_by_file(index: Index, tensors: Sequence[StoredTensor]) -> tuple[list[int], list[int]]:
     """For each file, the bytes of these tensors in it, and the number of tensors."""
     held = np.zeros(max(len(index.files), 1), dtype=np.int64)
     counts = np.zeros_like(held)
-    for tensor in tensors.values():
+    for tensor in tensors:
         files, volumes = tensor.layout.ranks, tensor.layout.pattern.all_volumes
         np.add.at(held, files, volumes * tensor.dtype.itemsize)
         counts[np.unique(files[volumes > 0])] += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from shardwise.checkpoint.archive import open_archive
-from shardwise.layout.pictures.words import bytes_text, numbered
 from shardwise.tools.cli.console import Console
 from shardwise.tools.cli.contents import Contents
 from shardwise.tools.cli.reshard import print_files
@@ -44,10 +43,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
                 files = write_safetensors_file(rewriting, options.target, rewriting.dotted())
             else:
                 files = write_safetensors_folder(rewriting, options.target, options.max_shard_size)
-    count, nbytes = len(rewriting.tensors), rewriting.nbytes
+    count, _, nbytes = rewriting.count(kind)
     answer = {"path": options.target, "format": kind, "tensors": count, "nbytes": nbytes, "files": files}
     left_out = rewriting.note_left_out(console) if kind == "safetensors" else {}
     console.give({**answer, **left_out})
     print_files(files, console)
-    console.line(f"wrote {numbered(count, 'tensor')}, {bytes_text(nbytes)}, to {options.target}", "green")
+    console.line(f"wrote {rewriting.summary(kind)}, to {options.target}", "green")
     return 0

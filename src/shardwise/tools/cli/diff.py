@@ -4,226 +4,193 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-import torch
-
 from shardwise.checkpoint.archive import open_archive
-from shardwise.checkpoint.archive.blocks import Blocks
 from shardwise.checkpoint.archive.stored import dtype_name
 from shardwise.layout.pictures.words import bytes_text, numbered, size_text
 from shardwise.tools.cli.console import Column, Console, names, numbers
-from shardwise.tools.cli.contents import Contents, HeldTensor
+from shardwise.tools.cli.contents import Contents, HeldTensor, require_matches, require_rename_rules, tensors_text
+from shardwise.tools.cli.pairing import Pairing, Side
+from shardwise.tools.cli.tensor_difference import Difference, compare
 
-WORKSPACE = 40  # bytes for each compared element, beyond the two that are read
-MOST_NAMES = 20  # listed of those on one side only
-
-
-@dataclass
-class Difference:
-    """The difference between the values of two tensors."""
-
-    elements: int = 0  # that differ by more than the tolerance
-    largest: float = 0.0
-    relative: float = 0.0
-    at: list[int] | None = None  # the index of the largest difference
-    worst: float = -1.0
+MOST_NAMES = 12  # listed of those on one side only
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Run the command. ``--only`` and ``--rename`` apply to A; B's entries are matched by name."""
+    """Run the command."""
     with open_archive(options.a) as first, open_archive(options.b) as second:
-        here = Contents.of(first).selected(options.only).renamed(options.rename)
-        there = Contents.of(second)
-        mine, theirs = _matched(here.by_name, there.by_name)
-        values = _matched(here.values_by_name, there.values_by_name)
-        only_here = [name for name in (*mine, *values[0]) if name not in theirs and name not in values[1]]
-        only_there = [name for name in (*theirs, *values[1]) if name not in mine and name not in values[0]]
-        if options.only:
-            only_there = []
-        common = [name for name in mine if name in theirs]
-        shapes = {name: (mine[name].stored.size, theirs[name].stored.size) for name in common}
-        shapes = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
-        dtypes = {name: (mine[name].stored.dtype, theirs[name].stored.dtype) for name in common}
-        dtypes = {name: pair for name, pair in dtypes.items() if pair[0] != pair[1]}
-        total = sum(mine[name].stored.nbytes for name in common if name not in shapes)
-        found: dict[str, Difference] = {}
-        with console.progress("comparing", total) as on_read:
-            for name in common:
-                if name not in shapes:
-                    pair = mine[name], theirs[name]
-                    difference = compare(*pair, options.rtol, options.atol, options.max_memory, on_read)
-                    if difference.elements:
-                        found[name] = difference
-        plain = {
-            name: (value, values[1][name])
-            for name, value in values[0].items()
-            if name in values[1] and not _same(value, values[1][name])
-        }
-        kinds = [
-            name
-            for name in (*mine, *values[0])
-            if (name in mine) != (name in theirs) and _is_on_both(name, mine, theirs, values)
-        ]
-    different = bool(only_here or only_there or shapes or dtypes or found or plain or kinds)
-    report = _Report(options, only_here, only_there, shapes, dtypes, found, plain, kinds, mine, total)
-    report.give(console, different, len(common))
-    return int(different)
+        whole = Contents.of(first), Contents.of(second)
+        parts = whole[0].selected(options.only_a), whole[1].selected(options.only_b)
+        require_matches(whole, options.only)
+        require_rename_rules(parts, options.rename)
+        for contents, rules in zip(parts, (options.rename_a, options.rename_b), strict=True):
+            require_rename_rules([contents], rules)
+        a, b = (
+            Side.of(contents, [*own, *options.rename])
+            for contents, own in zip(parts, (options.rename_a, options.rename_b), strict=True)
+        )
+        report = _Report(options, Pairing.of(a, b, options.only))
+        with console.progress("comparing", report.nbytes) as on_read:
+            for pair in report.distinct:
+                found = compare(*pair, options.rtol, options.atol, options.max_memory, on_read)
+                report.differences[_key(pair)] = found
+        report.left_out = tuple(
+            len(before.tensors) + len(before.values) - len(after.tensors) - len(after.values) + more
+            for before, after, more in zip(whole, parts, report.pairing.left_out, strict=True)
+        )
+    report.give(console)
+    return int(report.is_different)
 
 
-def _is_on_both(name: str, mine: Any, theirs: Any, values: Any) -> bool:
-    return (name in mine or name in values[0]) and (name in theirs or name in values[1])
+def _key(pair: tuple[HeldTensor, HeldTensor]) -> tuple[int, int]:
+    """The same for tied names of both sides."""
+    return id(pair[0].stored), id(pair[1].stored)
 
 
-def compare(
-    mine: HeldTensor, theirs: HeldTensor, rtol: float, atol: float, max_memory: int, on_read: Callable[[int], object]
-) -> Difference:
-    """Compare two tensors of the same size, one part at a time."""
-    size, result = mine.stored.size, Difference()
-    if not size.numel():
-        return result
-    itemsize = max(mine.stored.dtype.itemsize, theirs.stored.dtype.itemsize)
-    most = max(max_memory // (2 * itemsize + WORKSPACE), 1)
-    for offsets, sizes in Blocks.of(size, itemsize).parts(most):
-        one = mine.archive.read_box(mine.stored, offsets, sizes)
-        other = theirs.archive.read_box(theirs.stored, offsets, sizes)
-        _compare_part(one, other, rtol, atol, offsets, result)
-        on_read(one.nbytes)
-    return result
-
-
-def _compare_part(
-    one: torch.Tensor, other: torch.Tensor, rtol: float, atol: float, offsets: list[int], result: Difference
-) -> None:
-    if one.dtype == other.dtype and torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)):
-        return
-    a, b = _comparable(one, other)
-    both_nan = torch.isnan(a) & torch.isnan(b)
-    apart = (a - b).abs().to(torch.float64)
-    apart[both_nan | (a == b)] = 0  # inf - inf is nan
-    if not (a.is_complex() or one.is_floating_point() or other.is_floating_point()):
-        unequal = one.to(torch.int64) != other.to(torch.int64)
-        apart[unequal & (apart == 0)] = 1  # large integers that are equal as floats
-    apart[torch.isnan(apart)] = math.inf
-    scale = b.abs().to(torch.float64)
-    finite = torch.isfinite(scale)
-    beyond = torch.where(finite, apart > atol + rtol * torch.where(finite, scale, 0.0), apart > 0)
-    count = int(beyond.sum())
-    if not count:
-        return
-    result.elements += count
-    apart = torch.where(beyond, apart, 0.0)
-    largest = float(apart.max())
-    if largest > result.worst:
-        flat = int(apart.argmax())
-        index = torch.unravel_index(torch.tensor(flat), tuple(apart.shape)) if apart.ndim else ()
-        result.at = [int(k) + offset for k, offset in zip(index, offsets, strict=True)]
-        result.worst = result.largest = largest
-    relative = torch.where(beyond & (scale > 0), apart / scale, 0.0)
-    result.relative = max(result.relative, float(relative.max()))
-
-
-def _comparable(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in a dtype that holds their difference."""
-    if one.is_complex() or other.is_complex():
-        return one.to(torch.complex128), other.to(torch.complex128)
-    return one.to(torch.float64), other.to(torch.float64)
-
-
-@dataclass
 class _Report:
-    """Prints the differences."""
+    """The differences, and how they are printed."""
 
-    options: argparse.Namespace
-    only_here: list[str]
-    only_there: list[str]
-    shapes: dict[str, tuple[torch.Size, torch.Size]]
-    dtypes: dict[str, tuple[torch.dtype, torch.dtype]]
-    found: dict[str, Difference]
-    plain: dict[str, tuple[Any, Any]]
-    kinds: list[str]
-    tensors: Mapping[str, HeldTensor]
-    compared: int
+    def __init__(self, options: argparse.Namespace, pairing: Pairing) -> None:
+        self.options, self.pairing = options, pairing
+        self.differences: dict[tuple[int, int], Difference] = {}
+        self.left_out: tuple[int, ...] = (0, 0)
+        pairs = {name: (one.stored, other.stored) for name, (one, other) in pairing.tensors.items()}
+        self.sizes = {name: (one.size, two.size) for name, (one, two) in pairs.items() if one.size != two.size}
+        self.dtypes = {name: (one.dtype, two.dtype) for name, (one, two) in pairs.items() if one.dtype != two.dtype}
+        self.state = {name: pair for name, pair in pairing.values.items() if not _same(*pair)}
 
-    def give(self, console: Console, different: bool, common: int) -> None:
-        a, b = self.options.a, self.options.b
+    @cached_property
+    def distinct(self) -> list[tuple[HeldTensor, HeldTensor]]:
+        """The pairs of tensors whose values are compared, each once."""
+        pairs = [pair for name, pair in self.pairing.tensors.items() if name not in self.sizes]
+        return list({_key(pair): pair for pair in pairs}.values())
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of A that are compared."""
+        return sum(mine.stored.nbytes for mine, _ in self.distinct)
+
+    @cached_property
+    def values(self) -> dict[str, Difference]:
+        """The tensors whose values differ, in order: weights before counters, and by relative difference."""
+        pairs = {name: pair for name, pair in self.pairing.tensors.items() if name not in self.sizes}
+        found = {name: self.differences[_key(pair)] for name, pair in pairs.items()}
+        different = {name: one for name, one in found.items() if one.elements}
+        order = sorted(different, key=lambda name: (_is_counter(pairs[name][0].stored), -different[name].relative))
+        return {name: different[name] for name in order}
+
+    @property
+    def is_different(self) -> bool:
+        """Whether anything is."""
+        return any((*self.pairing.only, self.sizes, self.dtypes, self.values, self.state, self.pairing.mixed))
+
+    def give(self, console: Console) -> None:
+        """Print everything."""
+        (only_a, only_b), (tied_a, tied_b) = self.pairing.only, self.pairing.tied
         console.give(
             {
-                "different": different,
-                "only_in_a": self.only_here,
-                "only_in_b": self.only_there,
-                "sizes": {name: [list(one), list(other)] for name, (one, other) in self.shapes.items()},
+                "different": self.is_different,
+                "only_in_a": only_a,
+                "only_in_b": only_b,
+                "tied_only_in_a": tied_a,
+                "tied_only_in_b": tied_b,
+                "left_out_of_a": self.left_out[0],
+                "left_out_of_b": self.left_out[1],
+                "sizes": {name: [list(one), list(other)] for name, (one, other) in self.sizes.items()},
                 "dtypes": {name: [dtype_name(one), dtype_name(other)] for name, (one, other) in self.dtypes.items()},
                 "values": {
                     name: {
                         "elements": one.elements,
-                        "of": self.tensors[name].stored.size.numel(),
+                        "of": self._numel(name),
                         "largest": one.largest,
                         "relative": one.relative,
                         "at": one.at,
                     }
-                    for name, one in self.found.items()
+                    for name, one in self.values.items()
                 },
-                "state": {name: list(pair) for name, pair in self.plain.items()},
-                "tensor_in_one_value_in_the_other": self.kinds,
+                "state": {name: list(pair) for name, pair in self.state.items()},
+                "tensor_in_one_value_in_the_other": self.pairing.mixed,
             }
         )
-        for where, only in ((a, self.only_here), (b, self.only_there)):
+        paths = self.options.a, self.options.b
+        for path, only in zip(paths, self.pairing.only, strict=True):
             if only:
-                more = f" and {len(only) - MOST_NAMES:,} more" if len(only) > MOST_NAMES else ""
-                console.line(f"only in {where}: {', '.join(only[:MOST_NAMES])}{more}", "yellow")
-        for name in self.kinds:
+                console.listing(f"only in {path}, {numbered(len(only), 'name')}:", only, MOST_NAMES)
+        for name in self.pairing.mixed:
             console.line(f"{name}: a tensor in one, a value in the other", "yellow")
-        rows = [[name, size_text(one, "×"), size_text(other, "×")] for name, (one, other) in self.shapes.items()]
+        rows = [[name, size_text(one, "×"), size_text(other, "×")] for name, (one, other) in self.sizes.items()]
         rows += [[name, dtype_name(one), dtype_name(other)] for name, (one, other) in self.dtypes.items()]
         if rows:
             console.table([names(), Column("A"), Column("B")], rows)
-        if self.found:
-            self._values(console)
-        if self.plain:
-            rows = [[name, repr(one), repr(other)] for name, (one, other) in self.plain.items()]
+        if self.values:
+            self._print_values(console)
+        if self.state:
+            rows = [[name, repr(one), repr(other)] for name, (one, other) in self.state.items()]
             console.table([names("value"), Column("A", wide=True), Column("B", wide=True)], rows)
-        if different:
-            counts = [(len(self.only_here) + len(self.only_there), "name"), (len(self.shapes), "size")]
-            counts += [(len(self.dtypes), "dtype"), (len(self.found), "tensor"), (len(self.plain), "value")]
-            console.line(f"{numbered(common, 'tensor')} in both, {bytes_text(self.compared)} compared")
-            console.line("different: " + ", ".join(numbered(count, noun) for count, noun in counts if count), "red")
+        self._print_remarks(console)
+        self._print_result(console)
+
+    def _numel(self, name: str) -> int:
+        return self.pairing.tensors[name][0].stored.size.numel()
+
+    def _print_values(self, console: Console) -> None:
+        shown = dict(list(self.values.items())[: max(self.options.top, 0)])
+        rows = []
+        for name, one in shown.items():
+            share = f"{one.elements / self._numel(name):.2%}"
+            where = "[" + ", ".join(map(str, one.at or [])) + "]"
+            rows.append([name, f"{one.relative:.3g}", f"{one.largest:.3g}", f"{one.elements:,}", share, where])
+        columns = [names(), numbers("relative"), numbers("largest |a-b|")]
+        console.table([*columns, numbers("elements"), numbers(""), Column("at")], rows)
+        rest = [one for name, one in self.values.items() if name not in shown]
+        if rest:
+            largest = max(one.relative for one in rest)
+            words = f"{numbered(len(rest), 'tensor')} more, of relative difference {largest:.3g} at most"
+            console.line(f"… and {words}: --top {len(self.values)} shows all")
+
+    def _print_remarks(self, console: Console) -> None:
+        """Names that were not compared, and why."""
+        paths = self.options.a, self.options.b
+        for path, tied in zip(paths, self.pairing.tied, strict=True):
+            if tied:
+                known = [f"{name} (tied to {other})" for name, other in tied.items()]
+                console.listing(f"tied in {path}, and under one name in the other:", known, MOST_NAMES, "")
+        parts = [f"{numbered(n, 'name')} of {path}" for n, path in zip(self.left_out, paths, strict=True) if n]
+        if parts:
+            console.line(f"left out, as --only says: {', '.join(parts)}")
+        near = self.pairing.common_prefix()
+        if near is not None:
+            which, prefix, count = near
+            console.line(
+                f"{numbered(count, 'name')} would match without '{prefix}': "
+                f"--only-{which} '{prefix}*' --rename-{which} '{prefix}*=*'"
+            )
+
+    def _print_result(self, console: Console) -> None:
+        common = self.pairing.tensors
+        count = tensors_text(len({_key(pair) for pair in common.values()}), len(common))
+        if self.is_different:
+            only = sum(map(len, self.pairing.only))
+            counts = [(only, "name"), (len(self.sizes), "size"), (len(self.dtypes), "dtype")]
+            words = [numbered(count, noun) for count, noun in counts if count]
+            words += [tensors_text(len({_key(common[name]) for name in self.values}), len(self.values))] * bool(
+                self.values
+            )
+            counts = [(len(self.state), "value"), (len(self.pairing.mixed), "kind")]
+            words += [numbered(count, noun) for count, noun in counts if count]
+            console.line(f"in both: {count}; {bytes_text(self.nbytes)} compared")
+            console.line("different: " + ", ".join(words), "red")
         else:
             within = "the same" if not (self.options.rtol or self.options.atol) else "the same within the tolerance"
-            console.line(f"{within}: {numbered(common, 'tensor')}, {bytes_text(self.compared)}", "green")
-
-    def _values(self, console: Console) -> None:
-        largest = sorted(self.found.items(), key=lambda entry: -entry[1].largest)
-        rows = []
-        for name, one in largest[: max(self.options.top, 0)]:
-            share = f"{one.elements / self.tensors[name].stored.size.numel():.2%}"
-            where = "[" + ", ".join(map(str, one.at or [])) + "]"
-            rows.append([name, f"{one.largest:.3g}", f"{one.relative:.3g}", f"{one.elements:,}", share, where])
-        columns = [
-            names(),
-            numbers("largest |a-b|"),
-            numbers("relative"),
-            numbers("elements"),
-            numbers(""),
-            Column("at"),
-        ]
-        console.table(columns, rows)
-        if len(largest) > len(rows):
-            console.line(f"… and {numbered(len(largest) - len(rows), 'tensor')} more: --top {len(largest)}")
+            console.line(f"{within}: {count}, {bytes_text(self.nbytes)}", "green")
 
 
-def _matched(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both by the names of the first; names that differ only in slashes and dots are the same."""
-    dotted: dict[str, str] = {}
-    for name in mine:
-        dotted.setdefault(name.replace("/", "."), name)
-    renamed = {}
-    for name, entry in theirs.items():
-        like = dotted.get(name.replace("/", "."), name)
-        renamed[name if name in mine or like in theirs else like] = entry
-    return dict(mine), renamed
+def _is_counter(stored: Any) -> bool:
+    """Whether a tensor counts something, as the steps of an optimizer do: integers, and scalars."""
+    is_number = stored.dtype.is_floating_point or stored.dtype.is_complex
+    return not is_number or not stored.size
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -24,7 +24,7 @@ from shardwise.testing import RankFailure, run_on_ranks
 from shardwise.tools.cli.console import Column, Console, names, numbers
 
 PACKAGES = ("shardwise", "torch", "numpy", "safetensors", "xxhash")
-EXTRAS = ("rich", "fsspec", "s3fs", "gcsfs", "transformers", "accelerate", "peft")
+EXTRAS = ("rich", "shtab", "fsspec", "s3fs", "gcsfs", "transformers", "accelerate", "peft")
 FEW_FILES = 1024  # a checkpoint of many ranks needs hundreds
 LITTLE = 64 * 2**20  # bytes of shared memory; data loaders and NCCL need more
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from shardwise.checkpoint.archive import open_archive
-from shardwise.layout.pictures.words import bytes_text, numbered
 from shardwise.tools.cli.console import Console
 from shardwise.tools.cli.contents import Contents, UsageError
 from shardwise.tools.cli.rewriting import Rewriting
@@ -30,7 +29,5 @@ def run(options: argparse.Namespace, console: Console) -> int:
     names = [tensor.name for tensor in rewriting.tensors]
     left_out = rewriting.note_left_out(console)
     console.give({"path": options.target, "tensors": names, "nbytes": rewriting.nbytes, **left_out})
-    console.line(
-        f"wrote {numbered(len(names), 'tensor')}, {bytes_text(rewriting.nbytes)}, to {options.target}", "green"
-    )
+    console.line(f"wrote {rewriting.summary('safetensors')}, to {options.target}", "green")
     return 0

@@ -6,7 +6,6 @@ import argparse
 from contextlib import ExitStack
 
 from shardwise.checkpoint.archive import open_archive
-from shardwise.layout.pictures.words import bytes_text, numbered
 from shardwise.tools.cli.console import Console
 from shardwise.tools.cli.contents import Contents, merge_contents, require_matches
 from shardwise.tools.cli.rewriting import Rewriting
@@ -32,7 +31,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
                 write_safetensors_file(rewriting, options.target)
             else:
                 write_checkpoint(rewriting, options.target, whole_layouts(rewriting), 1)
-    count, left_out = len(rewriting.tensors), rewriting.note_left_out(console) if is_file else {}
-    console.give({"path": options.target, "tensors": count, "nbytes": rewriting.nbytes, **left_out})
-    console.line(f"wrote {numbered(count, 'tensor')}, {bytes_text(rewriting.nbytes)}, to {options.target}", "green")
+    kind = "safetensors" if is_file else "shardwise"
+    (count, _, nbytes), left_out = rewriting.count(kind), rewriting.note_left_out(console) if is_file else {}
+    console.give({"path": options.target, "tensors": count, "nbytes": nbytes, **left_out})
+    console.line(f"wrote {rewriting.summary(kind)}, to {options.target}", "green")
     return 0

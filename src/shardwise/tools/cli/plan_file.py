@@ -19,7 +19,8 @@ from shardwise.checkpoint.name_patterns import compile_pattern
 from shardwise.errors import ShardwiseError
 from shardwise.layout import Layout
 from shardwise.layout.specs import ChunkShardingSpec, GridShardingSpec
-from shardwise.tools.cli.contents import UsageError, some_names
+from shardwise.tools.cli.contents import UsageError
+from shardwise.tools.cli.near_names import unknown_name
 
 Plan = dict[str, Any]
 DEFAULT_PLAN: Plan = {}  # no entries: all tensors along dim 0
@@ -58,8 +59,8 @@ def plan_layouts(plan: Plan, sizes: Mapping[str, torch.Size], mesh: Sequence[int
                 f"the plan says {json.dumps(rule)} of '{name}' by '{text or 'default'}': {error}"
             ) from error
     if unused:
-        missed = ", ".join(f"'{text}'" for text in sorted(unused))
-        raise UsageError(f"no tensor matches {missed} of the plan; {some_names(sizes)}")
+        missed = [f"'{text}' ({unknown_name(text, sizes)})" for text in sorted(unused)]
+        raise UsageError(f"no tensor matches {', '.join(missed)} of the plan file")
     return layouts
 
 

@@ -34,8 +34,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         }
     )
     print_files(files, console)
-    written = f"{numbered(len(rewriting.tensors), 'tensor')}, {bytes_text(rewriting.nbytes)}"
-    console.line(f"wrote {written} for {numbered(math.prod(options.mesh), 'rank')} to {options.target}", "green")
+    ranks = numbered(math.prod(options.mesh), "rank")
+    console.line(f"wrote {rewriting.summary('shardwise')}, for {ranks} to {options.target}", "green")
     return 0
 
 

@@ -13,9 +13,9 @@ from shardwise.checkpoint.archive.blocks import Blocks
 from shardwise.checkpoint.archive.memory import tensor_buffer
 from shardwise.checkpoint.archive.state_tree import Node, NodeKind, entry_name
 from shardwise.checkpoint.archive.stored import DTYPES
-from shardwise.layout.pictures.words import numbered
+from shardwise.layout.pictures.words import bytes_text, numbered
 from shardwise.tools.cli.console import Console
-from shardwise.tools.cli.contents import Contents, HeldTensor, UsageError, refuse_objects
+from shardwise.tools.cli.contents import Contents, HeldTensor, UsageError, refuse_objects, tensors_text
 
 COPIES = 3  # of each part that is read, in memory at once: as read, converted, and in blocks
 DTYPE_ALIASES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16"}
@@ -83,6 +83,21 @@ class Rewriting:
         first = {tensor.name for tensor in self.tensors}
         names = [entry_name(path) for path, node in self.tree.walk() if node.kind is NodeKind.TENSOR]
         return [name for name in names if name not in first]
+
+    def count(self, format_: str) -> tuple[int, int, int]:
+        """What is written in a format: tensors, names and bytes. Safetensors drops further names, DCP has copies."""
+        tensors, more, nbytes = len(self.tensors), len(self.tied), self.nbytes
+        if format_ == "safetensors":
+            return tensors, tensors, nbytes
+        if format_ == "dcp":
+            nodes = [node for _, node in self.tree.walk() if node.kind is NodeKind.TENSOR]
+            return len(nodes), len(nodes), sum(self.tensor(node).nbytes for node in nodes)
+        return tensors, tensors + more, nbytes
+
+    def summary(self, format_: str) -> str:
+        """The same in words."""
+        tensors, names, nbytes = self.count(format_)
+        return f"{tensors_text(tensors, names)}, {bytes_text(nbytes)}"
 
     def note_left_out(self, console: Console) -> dict[str, list[str]]:
         """Print what a file of tensors only leaves out; gives it for JSON."""

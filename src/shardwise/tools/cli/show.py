@@ -7,11 +7,19 @@ from typing import Any
 
 from shardwise.checkpoint.archive import Archive, StoredTensor, open_archive
 from shardwise.checkpoint.archive.stored import FileLocation, dtype_name
+from shardwise.errors import FileGoneError
 from shardwise.layout.geometry import describe
 from shardwise.layout.pictures import draw
 from shardwise.layout.pictures.words import bytes_text, numbered, size_text
 from shardwise.tools.cli.console import Column, Console, names, numbers
-from shardwise.tools.cli.contents import Contents, UsageError, bytes_by_file, layout_summary, some_names
+from shardwise.tools.cli.contents import (
+    Contents,
+    UsageError,
+    bytes_by_file,
+    layout_summary,
+    tensors_text,
+)
+from shardwise.tools.cli.near_names import unknown_name
 
 MOST_BOXES = 64  # listed for one tensor
 LONGEST_VALUE = 60  # characters
@@ -24,22 +32,45 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if options.tensor is not None:
             _show_tensor(archive, contents, options.tensor, console)
         else:
-            _show_all(archive, options.path, contents.selected(options.only), options.layouts, console)
+            return _show_all(archive, options.path, contents.selected(options.only), options.layouts, console)
     return 0
 
 
-def _show_all(archive: Archive, path: str, contents: Contents, layouts: bool, console: Console) -> None:
+def _broken_files(archive: Archive) -> dict[str, str]:
+    """The files that are missing or of another size than was written, in words. Others' formats have no such record."""
+    broken = {}
+    for name, size in archive.index.files.items() if archive.index.sums is not None else ():
+        try:
+            file = archive.storage.open(name)
+        except FileGoneError:
+            broken[name] = "missing"
+            continue
+        if file.size < size:
+            broken[name] = f"cut off: {file.size:,} of {size:,} bytes are there"
+        elif file.size > size:
+            broken[name] = f"changed: {file.size:,} bytes are there, and {size:,} were written"
+        file.close()
+    return broken
+
+
+def _show_all(archive: Archive, path: str, contents: Contents, layouts: bool, console: Console) -> int:
     index, stored = archive.index, {name: held.stored for name, held in contents.by_name.items()}
-    distinct = {str(id(tensor)): tensor for tensor in stored.values()}
-    held, counts = bytes_by_file(index, distinct)
+    held, counts = bytes_by_file(index, contents.distinct)
+    broken = _broken_files(archive)
     console.give(
         {
             "path": path,
             "format": index.format,
             "id": index.id,
             "nbytes": contents.nbytes,
+            "distinct_tensors": len(contents.distinct),
             "files": {
-                name: {"nbytes": size, "tensors": counts[k], "tensor_nbytes": held[k]}
+                name: {
+                    "nbytes": size,
+                    "tensors": counts[k],
+                    "tensor_nbytes": held[k],
+                    "damage": broken.get(name),
+                }
                 for k, (name, size) in enumerate(index.files.items())
             },
             "tensors": {
@@ -57,19 +88,25 @@ def _show_all(archive: Archive, path: str, contents: Contents, layouts: bool, co
     )
     facts = [("checkpoint", path), ("format", index.format)]
     facts += [("id", index.id)] if index.id else []
-    tied = len(stored) - len(distinct)
-    also = f" ({numbered(tied, 'name')} of a tensor that has another one, too)" if tied else ""
-    facts += [("tensors", f"{numbered(len(stored), 'tensor')}{also}, {bytes_text(contents.nbytes)}")]
-    facts += [("files", f"{numbered(len(index.files), 'file')}, {bytes_text(sum(index.files.values()))}")]
+    count = tensors_text(len(contents.distinct), len(stored))
+    facts += [("tensors", f"{count}, {bytes_text(contents.nbytes)}")]
+    wrong = f"; {len(broken)} damaged" if broken else ""
+    facts += [("files", f"{numbered(len(index.files), 'file')}, {bytes_text(sum(index.files.values()))}{wrong}")]
     console.facts(facts)
     if index.files:
         console.line()
         largest, longest = max(held) or 1, 12 if console.width > 100 else 6
         rows = [
-            [name, bytes_text(size), str(counts[k]), bytes_text(held[k]), _bar(held[k] / largest, longest)]
+            [
+                name,
+                bytes_text(size),
+                str(counts[k]),
+                bytes_text(held[k]),
+                broken.get(name) or _bar(held[k] / largest, longest),
+            ]
             for k, (name, size) in enumerate(index.files.items())
         ]
-        console.table([names("file"), numbers("bytes"), numbers("tensors"), numbers("of them"), Column("")], rows)
+        console.table([names("file"), numbers("bytes"), numbers("tensors"), numbers("of them"), names("")], rows)
     if stored:
         console.line()
         columns = [names(), Column("dtype"), Column("size"), numbers("bytes"), Column("in files"), numbers("per box")]
@@ -85,6 +122,7 @@ def _show_all(archive: Archive, path: str, contents: Contents, layouts: bool, co
             console.line()
             console.line(name, "bold")
             console.line(draw(tensor.layout, dtype=tensor.dtype).text(width=min(console.width - 8, 72)))
+    return int(bool(broken))
 
 
 def _row(name: str, tensor: StoredTensor) -> list[str]:
@@ -98,8 +136,7 @@ def _row(name: str, tensor: StoredTensor) -> list[str]:
 
 def _show_tensor(archive: Archive, contents: Contents, name: str, console: Console) -> None:
     if name not in contents.by_name:
-        close = [known for known in contents.by_name if name in known] or list(contents.by_name)
-        raise UsageError(f"'{archive.storage}' has no tensor '{name}'; {some_names(close)}")
+        raise UsageError(f"'{archive.storage}' has no tensor '{name}'; {unknown_name(name, contents.by_name)}")
     tensor = contents.by_name[name].stored
     boxes, found = tensor.layout.boxes, []
     rows: list[int] = tensor.layout.pattern.filled.tolist()

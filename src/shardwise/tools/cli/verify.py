@@ -6,30 +6,27 @@ import argparse
 from typing import Any
 
 from shardwise.checkpoint import verify
-from shardwise.checkpoint.archive import open_archive
-from shardwise.checkpoint.archive.index_file import INDEX
-from shardwise.checkpoint.storage import storage_at
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.archive import find_checkpoint, open_archive
+from shardwise.errors import CheckpointError, DamageError
 from shardwise.layout.pictures.words import bytes_text, numbered
 from shardwise.tools.cli.console import Console
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Run the command."""
-    answer: dict[str, Any] = {"path": options.path}
+    answer: dict[str, Any] = {"path": options.path, "format": find_checkpoint(options.path)[-1].value}
     try:
         with open_archive(options.path) as archive:
             index = archive.index
         total = sum(stored.nbytes for stored in index.tensors.values())
-        answer |= {"format": index.format, "tensors": len(index.tensors), "files": len(index.files), "nbytes": total}
+        answer |= {"tensors": len(index.tensors), "files": len(index.files), "nbytes": total}
         with console.progress("verifying", total) as on_read:
             verified = verify(options.path, on_read=on_read)
     except CheckpointError as error:
-        if "format" not in answer and INDEX not in storage_at(options.path).names():
-            raise  # no checkpoint of shardwise
         damage = [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]
         console.give({**answer, "whole": False, "damage": damage})
-        console.line(f"{options.path} is damaged:", "red")
+        what = "is damaged" if isinstance(error, DamageError) else "cannot be read"
+        console.line(f"{options.path} {what}:", "red")
         for line in damage:
             console.line(f"  {line}")
         return 1

@@ -20,7 +20,7 @@ from shardwise.checkpoint.archive.formats.assembly import (
 from shardwise.checkpoint.archive.stored import FileLocation, Index, StoredTensor
 from shardwise.checkpoint.archive.tensor_file import DTYPES, ID, MAX_HEADER, METADATA
 from shardwise.checkpoint.storage.protocol import Storage, read_range
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, DamageError
 
 FORMAT = "safetensors"
 SUFFIX = ".safetensors"
@@ -103,8 +103,13 @@ def _add(name: str, files: NumberedFiles, found: dict[str, _TensorRecord]) -> by
         if (tensor.dtype, tensor.ndim) != (dtype, len(chunk.sizes)):
             raise CheckpointError(f"'{key:.200}' is of another dtype or number of dims in '{tensor.file}' and '{name}'")
         tensor.chunks.append(chunk)
-    if 8 + length + end != file.size:
-        raise CheckpointError(f"'{name}' is damaged: its header does not speak of all its {file.size:,} bytes")
+    if 8 + length + end > file.size:
+        raise DamageError(
+            f"'{name}' is damaged: it is cut off or changed, it has {file.size:,} bytes and its header speaks of "
+            f"{8 + length + end:,}. Copy it again, or take another checkpoint"
+        )
+    if 8 + length + end < file.size:
+        raise DamageError(f"'{name}' is damaged: its header does not speak of all its {file.size:,} bytes")
     return text
 
 
