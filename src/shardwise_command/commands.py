@@ -146,9 +146,11 @@ def _add_convert(commands: Any) -> None:
         "torchsnapshot and torch.save. Written are: shardwise; safetensors, a folder as Hugging Face has it (or one "
         "file, if B ends with .safetensors), which holds tensors only, with dots in their names; torch, a file of "
         "torch.save; dcp, a folder of torch.distributed.checkpoint. A checkpoint of shardwise gets one file: 'reshard' "
-        "cuts it.",
+        "cuts it. A safetensors folder is loaded by from_pretrained if names are those of the model and --config gives "
+        "its configuration; what is missing is said.",
         examples="""
-            shardwise convert run/1000 exported --to safetensors --only 'model/*' --rename 'model/*=*' --dtype bf16
+            shardwise convert run/1000 exported --to safetensors --only 'model/*' --rename 'model/*=*' --config base/
+            shardwise convert exported half --to safetensors --dtype bf16
             shardwise convert old.pt run/0 --to shardwise --rename '*=model/*'
             shardwise convert dcp-folder whole.pt --to torch
         """,
@@ -159,6 +161,11 @@ def _add_convert(commands: Any) -> None:
         "--to", required=True, choices=FORMATS, type=one_of(FORMATS, "format"), help="the format of the new one"
     )
     parser.add_argument("--dtype", metavar="DTYPE", help="of all floating-point tensors, such as bf16 or float32")
+    parser.add_argument(
+        "--config",
+        metavar="FOLDER",
+        help="copy config.json and the tokenizer from this folder of a model (default: from A, if they are there)",
+    )
     parser.add_argument(
         "--max-shard-size",
         type=byte_count,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 
 SHELLS = ("bash", "zsh", "fish")
-PATHS = {"path", "a", "b", "source", "sources", "target", "plan"}  # arguments that are paths
+PATHS = {"path", "a", "b", "source", "sources", "target", "plan", "config"}  # arguments that are paths
 
 
 def print_completion(

@@ -63,3 +63,34 @@ def test_extract_and_merge_put_whole_tensors_into_one_place(cli: Cli, saved: str
     holds("both", both)
     code, _, err = cli("merge", saved, "both", "third")
     assert (code, "'model/layers.0.weight' is in" in err, os.path.exists("third")) == (2, True, False)
+
+
+def test_convert_gives_a_folder_that_transformers_loads_or_says_what_is_missing(cli: Cli) -> None:
+    """A tied model in a training checkpoint: names, configuration and dtype; logits are those of the model."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8, "bos_token_id": 0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, eos_token_id=0)).eval()
+    model.config.save_pretrained("base")
+    Path("base/tokenizer_config.json").write_text("{}")
+    Path("base/model.safetensors").write_text("not copied")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.arange(6)[None]).logits.sum().backward()
+    optimizer.step()
+    shardwise.save({"model": model, "optimizer": optimizer, "step": 1}, "run")
+    out = cli("convert", "run", "all", "--to", "safetensors")[1]
+    assert "names begin with 'model.', which a model's do not: --only 'model/*' --rename 'model/*=*'\n" in out
+    assert "there is no 'config.json': --config FOLDER copies" in out
+    rules = ("--to", "safetensors", "--only", "model/*", "--rename", "model/*=*")
+    out = cli("convert", "run", "folder", *rules, "--config", "base")[1]
+    assert ("cannot load it yet" in out, "copied:\n  config.json, tokenizer_config.json\n" in out) == (False, True)
+    loaded, about = transformers.AutoModelForCausalLM.from_pretrained("folder", output_loading_info=True)
+    assert not any(about.values())
+    ids = torch.arange(6)[None]
+    assert torch.equal(loaded.eval()(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert cli("convert", "folder", "half", "--to", "safetensors", "--dtype", "bf16")[0] == 0  # with its configuration
+    half = transformers.AutoModelForCausalLM.from_pretrained("half")
+    assert half.transformer.wte.weight.dtype == torch.bfloat16
+    assert "is no folder with a 'config.json'" in cli("convert", "run", "x", *rules, "--config", "all")[2]
+    assert "--config is for a folder of safetensors" in cli("convert", "run", "x", "--to", "dcp", "--config", "base")[2]

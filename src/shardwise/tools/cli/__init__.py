@@ -5,7 +5,7 @@
 - `target`: checks of the place to write to. `console`: tables, JSON and progress.
 - `pairing`, `tensor_difference`: which entries `diff` compares, and how far their values are apart.
 - `contents`: the entries of a checkpoint by name; `near_names`: what may have been meant by an unknown one.
-- `rewriting`, `writing`: what is read, and the formats that are written.
+- `rewriting`, `writing`: what is read, and the formats that are written; `model_files`: what lies beside the weights.
 - `plan_file`: plans in JSON.
 """
 
