@@ -16,6 +16,7 @@ from torch import nn
 
 import shardwise
 from shardwise.comm.tracing import Collective, merge, record
+from shardwise.comm.tracing.table import show
 from shardwise.testing import ranks, run_on_ranks
 
 
@@ -117,16 +118,40 @@ def test_a_plain_parameter_and_a_checkpoint_that_computes_again() -> None:
 
 
 @ranks(2)
-def test_a_long_trace_is_shortened_in_the_middle() -> None:
-    """The first and the last lines are there, and how many are not."""
-    tensor = shardwise.ones(chunks(0, 0, 1), 6, 4)
-    with shardwise.validation(False), shardwise.trace() as t:
-        for _ in range(40):
-            tensor.full_tensor()
-    lines = str(t).splitlines()
-    assert len(t.events) == 40
-    assert len(lines) < 40
-    assert "… 8 more events …" in str(t)
+def test_a_long_trace_shows_the_costliest_and_what_the_others_add_up_to() -> None:
+    """In the order of the calls; every figure of the last line is the sum of what is not shown."""
+    small, large = shardwise.ones(chunks(0, 0, 1), 2, 4), shardwise.ones(chunks(0, 0, 1), 600, 4)
+    explained = shardwise.explain(lambda: [(small if k % 20 else large).full_tensor() for k in range(40)])
+    lines = str(explained).splitlines()
+    rows = [line.split() for line in lines if "full_tensor" in line]
+    assert (len(explained.events), len(rows)) == (40, 32)
+    assert [row[0] for row in rows] == sorted((row[0] for row in rows), key=int)
+    kept = {int(row[0]) for row in rows}
+    events = [one for one in (*explained.events, *explained.meetings) if one.number not in kept]
+    sent, everybody = sum(one.sent for one in events), sum(one.in_all or 0 for one in events)
+    (rest,) = (line for line in lines if " more  " in line)
+    assert {explained.events[k].number for k in (0, 20)} <= kept
+    assert f"{len(events)} more" in rest
+    assert f"{sent} B" in rest or f"{sent / 1024:.1f} KiB" in rest
+    assert everybody == 2 * sent
+
+
+@pytest.mark.parametrize("times", [True, False])
+def test_tables_fit_a_hundred_columns_with_the_costliest_modules_first(times: bool) -> None:
+    """However long names of files, functions and modules are, and with large figures."""
+    where = ("a_long_name_of_a_file_of_somebody.py:1234 in a_function_with_a_long_name", "model.layers.12.attention.q")
+    said = {"kind": "reduce-scatter", "begin": 0.0, "known": True}
+    events = [
+        Collective(k + 1, "backward of scaled_dot_product_attention", where[0], f"{where[1]}_{k}", sent=k * 2**20,
+                   received=2**30, seconds=k + 1.0, waited=k + 0.5, in_all=k * 2**21, least=2**20, **said)
+        for k in range(50)
+    ]  # fmt: skip
+    lines = show(events, "rank 0 of 4", times=times).splitlines()
+    assert max(map(len, lines)) <= 100
+    modules = lines[next(k for k, line in enumerate(lines) if line.startswith("  module")) + 2 :]
+    assert [line.split()[0][-2:] for line in modules[:3]] == ["49", "48", "47"]
+    assert modules[-2].split()[:4] == ["18", "more", "18", "153"]
+    assert modules[-1].split()[:3] == ["in", "all", "50"]
 
 
 PAGE = Page("performance.md")

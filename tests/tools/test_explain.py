@@ -90,6 +90,30 @@ def test_a_step_moves_what_was_explained_and_explaining_changes_nothing() -> Non
     assert [row[:4] for row in told(twice)] == [row[:4] for row in told(t) if row[3] != "meeting"]
 
 
+@ranks(3)
+def test_meetings_are_counted_as_the_step_has_them() -> None:
+    """Small sums travel with them; clipping gathers all norms at once, with a plain gradient among them too."""
+    model, x = sharded(), torch.ones(6, 8, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    explained = shardwise.explain(step)
+    with shardwise.trace() as t:
+        step()
+    every = sorted([*explained.events, *explained.meetings], key=lambda one: one.number)
+    wanted = [(one.op, one.kind, one.sent, one.received) for one in t.events]
+    assert [(one.op, one.kind, one.sent, one.received) for one in every] == wanted
+    assert len(explained.meetings) == sum(one.is_meeting for one in t.events) > 0
+    head = " ".join(str(explained).split("\n\n")[0].split())
+    assert f"for these layouts; {len(explained.meetings)} meeting" in head
+    assert max(map(len, str(explained).splitlines())) <= 100
+
+
 TABLE = torch.arange(12.0)  # a name of this module, which a function below uses
 
 

@@ -10,43 +10,58 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.tracing.events import MEETING, Collective, Origin
 from shardwise.comm.tracing.origin import place_of
 from shardwise.comm.tracing.record import Trace, recording
 from shardwise.comm.tracing.table import show
 from shardwise.tools.stand_ins import StandIns
-from shardwise.torch_private import FAKE_TENSOR_ERRORS, FakeTensorMode
+from shardwise.torch_private import (
+    FAKE_TENSOR_ERRORS,
+    FakeTensorMode,
+    clipping_foreach_types,
+    optimizer_foreach_types,
+)
 
 
 class Explanation(Trace):
     """The transfers of a call that was not run; printed, a table.
 
-    ``events`` are the transfers in order. ``stopped`` says where the call came to something that depends on values,
-    after which nothing is known; else it is empty.
+    ``events`` are the transfers in order, ``meetings`` the small messages by which ranks would agree or add up small
+    results. Their numbers are those in the order of both. ``stopped`` says where the call came to something that
+    depends on values, after which nothing is known; else it is empty.
     """
 
     is_forecast = True
 
     def __init__(self) -> None:
         super().__init__()
+        self.meetings: list[Collective] = []
         self.stopped = ""
+
+    def add(self, origin: Origin, **said: Any) -> None:
+        """One more transfer, or one more meeting."""
+        found = self.meetings if said["kind"] == MEETING else self.events
+        number = len(self.events) + len(self.meetings) + 1
+        found.append(Collective(number, origin.op, origin.place, origin.module, **said))
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank would send."""
+        """Bytes that this rank would send, without meetings."""
         return sum(one.sent for one in self.events)
 
     @property
     def received(self) -> int:
-        """Bytes that this rank would receive."""
+        """Bytes that this rank would receive, without meetings."""
         return sum(one.received for one in self.events)
 
     @property
     def in_all(self) -> int:
-        """Bytes that all ranks would send."""
+        """Bytes that all ranks would send, without meetings."""
         return sum(one.in_all or 0 for one in self.events)
 
     def __str__(self) -> str:
-        shown = show(self.events, f"rank {self.rank} of {self.ranks}", times=False)
+        events = sorted([*self.events, *self.meetings], key=lambda one: one.number)
+        shown = show(events, f"rank {self.rank} of {self.ranks}", times=False)
         return f"{shown}\n\n{self.stopped}" if self.stopped else shown
 
     def __repr__(self) -> str:
@@ -66,18 +81,32 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         [16]
 
     Where values decide what happens, such as a loop that ends when a loss is small, the explanation stops and says so.
-    What the ranks send to agree is not in it.
+    Meetings, in which ranks agree or add up small results, are counted apart from the transfers. What is "at least"
+    sent is the least for these layouts: other layouts may need less.
     """
     mode, explanation = FakeTensorMode(allow_non_fake_inputs=True), Explanation()
     stand_ins = StandIns(mode)
     with _restoring_state():
         call, positional, named = stand_ins.of(function), stand_ins.of(args), stand_ins.of(kwargs)
-        with mode, recording(explanation):
+        with mode, _foreach_takes(type(mode.from_tensor(torch.empty(0)))), recording(explanation):
             try:
                 call(*positional, **named)
             except FAKE_TENSOR_ERRORS as error:
                 explanation.stopped = _stopped(error)
     return explanation
+
+
+@contextmanager
+def _foreach_takes(kind: type) -> Iterator[None]:
+    """Let optimizers and `clip_grad_norm_` take lists of tensors without data, as they do of those with data."""
+    lists = (optimizer_foreach_types, clipping_foreach_types)
+    for types in lists:
+        types.append(kind)
+    try:
+        yield
+    finally:
+        for types in lists:
+            types.remove(kind)
 
 
 def _stopped(error: BaseException) -> str:

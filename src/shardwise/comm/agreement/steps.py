@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from shardwise import settings
 from shardwise.comm.agreement.gathered import Gathered
 from shardwise.comm.agreement.headers import REPORTS, SIZES, Compared, Headers
-from shardwise.comm.agreement.small_messages import Gathering
+from shardwise.comm.agreement.small_messages import HEADER, Gathering
 from shardwise.comm.group import (
     CallFingerprint,
     CallHistory,
@@ -44,6 +44,7 @@ from shardwise.comm.peers import (
     notify_of_failure,
     require_usable,
 )
+from shardwise.comm.tracing import record
 from shardwise.errors import RankMismatchError, ShardwiseError, same_kind
 
 T = TypeVar("T")
@@ -59,7 +60,10 @@ def in_step(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | Ca
     Every rank of the group must call it. About 100 bytes travel, more only when there is an error to tell.
     """
     if not settings.current().validate or not talks(process_group):
-        return work()[0]
+        alone = work()[0]
+        if settings.current().validate:
+            _forecast_meeting(process_group)
+        return alone
     settle(process_group)
     value, fields, error = _attempt(process_group, work)
     _meet(process_group, fields, error, b"").end()
@@ -70,7 +74,7 @@ class Step(Generic[T]):
     """The same in two halves: `value` is there at once, while the ranks compare; `finish` before acting on it."""
 
     def __init__(self, process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | CallFingerprint]]) -> None:
-        self._asked = settings.current().validate and talks(process_group)
+        self._group, self._asked = process_group, settings.current().validate and talks(process_group)
         if self._asked:
             settle(process_group)
         value, self._fields, self._error = _attempt(process_group, work)
@@ -87,6 +91,8 @@ class Step(Generic[T]):
             self._meeting.end()
         elif self._error is not None:
             raise self._error
+        elif settings.current().validate:
+            _forecast_meeting(self._group)
 
 
 def in_step_sharing(
@@ -114,6 +120,7 @@ def in_step_telling(
     """The same for bytes; up to `room` of them travel with the digest."""
     if not talks(process_group):
         value, _, brought = work()
+        _forecast_meeting(process_group)
         return value, Gathered.alike(brought, process_group.size() if is_member(process_group) else 1)
 
     def attempt() -> tuple[tuple[T, bytes], Fields | CallFingerprint]:
@@ -125,6 +132,16 @@ def in_step_telling(
     brought = b"" if result is None else result[1]
     told = _meet(process_group, fields, error, brought, subject).end()
     return cast(tuple[T, bytes], result)[0], told
+
+
+def _forecast_meeting(process_group: ProcessGroup) -> None:
+    """Note the meeting that there would be, if somebody wants to know what a call would send."""
+    if record.is_forecast() and is_member(process_group) and process_group.size() > 1:
+        sent = 0 if is_large(process_group) else HEADER * (process_group.size() - 1)
+        every, known = sent * process_group.size(), not is_large(process_group)
+        foreseen = record.begin("meeting", sent, sent, in_all=every, known=known)
+        if foreseen is not None:
+            foreseen.end()
 
 
 def _attempt(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MEETING = "meeting"  # the kind of an exchange in which ranks only agree, or add up small results
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -38,7 +40,7 @@ class Collective:
     @property
     def is_meeting(self) -> bool:
         """Whether the ranks only agreed."""
-        return self.kind == "meeting"
+        return self.kind == MEETING
 
 
 @dataclass(frozen=True, slots=True)
