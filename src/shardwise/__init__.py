@@ -16,7 +16,6 @@ from shardwise.errors import ShardwiseError
 from shardwise.interop import from_dtensor, to_dtensor
 from shardwise.layout import Layout
 from shardwise.layout.metadata import ShardMetadata
-from shardwise.layout.pictures import draw
 from shardwise.layout.specs import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -34,6 +33,7 @@ from shardwise.tensor import ShardedTensor, empty, from_local, full, join, ones,
 from shardwise.tensor.dispatch import register_op
 from shardwise.tensor.random import layout_independent
 from shardwise.tensor.sharding import replicate, shard
+from shardwise.tools.drawing import draw
 from shardwise.tools.explanation import explain
 
 __version__ = "0.1.0"

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from docs.pictures import make
 from tests.cases import ALL, SIZE, boxes, chunks, places
 from torch import nn
@@ -71,7 +72,9 @@ def test_the_terminal_picture() -> None:
         "8x4 float32, 128 B in 4 shards",
         "  dim 0 ↓  dim 1 →",
         "  ┌───────────────────┬───────────────────┐",
+        "  │                   │                   │",
         "  │      rank 0       │      rank 1       │",
+        "  │                   │                   │",
         "  ├───────────────────┼───────────────────┤",
         "  │      rank 2       │      rank 3       │",
         "  └───────────────────┴───────────────────┘",
@@ -194,7 +197,7 @@ def test_a_plan_shows_before_after_and_who_sends_what() -> None:
     plan = make_plan(chunks(0, 0, 1).layout((4, 4)), chunks(1, 0, 1).layout((4, 4)))
     lines = str(draw(plan, dtype=torch.float32)).splitlines()
     assert lines[0] == "before: 4x4 float32, 64 B in 2 shards"
-    middle = lines.index("32 B move from 2 ranks to 2, 50% of the tensor; no plan could move less")
+    middle = lines.index("32 B move from 2 ranks to 2, 50% of the tensor; no transfer could move less")
     assert lines[middle + 1 : middle + 4] == [
         "            to 0    to 1",
         "  from 0  [16 B]    16 B",
@@ -281,6 +284,39 @@ def test_the_documentation_shows_what_is_drawn() -> None:
     assert {file.name for file in folder.glob("*.svg")} == set(drawn)
     for name, svg in drawn.items():
         assert (folder / name).read_text(encoding="utf-8") == svg + "\n", f"{name} is not up to date: make pictures"
+
+
+@ranks(2)
+def test_a_sharding_plan_is_drawn_as_it_would_cut_a_module() -> None:
+    """By one rank alone, without changing the module; the picture is that of the module that is then sharded."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+    for plan in (
+        {"0.*": 0, "2.weight": 1},
+        ShardingPlan({"2.weight": chunks(0, 1, 0)}),
+        shardwise.plans.rows(model),
+        shardwise.plans.FullyShard(weights=[3, 1]),
+    ):
+        drawn = draw(plan, model) if dist.get_rank() == 1 else None
+        assert all(type(one) is nn.Parameter for one in model.parameters())
+        made = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6))
+        shardwise.shard_module(made, plan)
+        if drawn is not None:
+            assert (drawn.text(), drawn.svg()) == (draw(made).text(), draw(made).svg())
+    with pytest.raises(SignatureError, match="is a sharding plan for a module: say which"):
+        draw(shardwise.plans.rows(model))
+    with pytest.raises(SignatureError, match="found a ChunkShardingSpec"):
+        draw(chunks(0, 0, 1), model)
+
+
+def test_names_use_the_room_that_a_picture_has() -> None:
+    """A long name is whole where it fits, and short in a narrow picture."""
+    name = "a_module_with_a_very_long_name_indeed"
+    model = nn.ModuleDict({name: nn.ModuleDict({name: nn.Linear(2, 2)})})
+    wide, narrow = draw(model), draw(model, width=300)
+    assert f">{name}.{name}.weight</text>" in wide.svg()
+    assert f">{name}.{name}.weight</text>" not in narrow.svg()
+    for picture in (wide, narrow):
+        assert_readable(picture)
 
 
 def test_drawing_and_saving(tmp_path: Path) -> None:

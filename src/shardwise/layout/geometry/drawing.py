@@ -12,6 +12,9 @@ from shardwise.layout.geometry.boxes import Boxes, IntArray
 UP, DOWN, LEFT, RIGHT = 1, 2, 4, 8
 LINES = " ╵╷│╴┘┐┤╶└┌├─┴┬┼"
 
+MOST_LINES = 12  # of all parts downwards, unless there are more parts
+MOST_SMALLEST = 3  # lines of the smallest part
+ENOUGH = 0.02  # of the height: more lines are worth it if they are nearer to scale by this
 MOST_EDGES = 64  # of one dim; with more, a drawing is no longer worth reading
 
 
@@ -39,7 +42,7 @@ def draw_boxes(boxes: Boxes, labels: Sequence[str], *, width: int = 76) -> list[
     across, downwards = _edges(boxes, right), _edges(boxes, down)
     if len(across) > MOST_EDGES or len(downwards) > MOST_EDGES:
         return []
-    canvas = _Canvas(_columns(boxes, labels, right, across, width), [2 * k for k in range(len(downwards))])
+    canvas = _Canvas(_columns(boxes, labels, right, across, width), _rows(downwards))
     for row, label in enumerate(labels):
         left_edge, right_edge = _span(boxes, row, right, across)
         top, bottom = _span(boxes, row, down, downwards)
@@ -71,6 +74,19 @@ def _columns(boxes: Boxes, labels: Sequence[str], dim: int | None, edges: IntArr
         if missing > 0:
             room[first] += missing
     return [0, *np.cumsum(room + 1).tolist()]
+
+
+def _rows(edges: IntArray) -> list[int]:
+    """The canvas row of each edge: in proportion as far as lines allow, with one line at least for every part."""
+    lengths = np.diff(edges).astype(float)
+    found, least_error = np.ones(len(lengths), dtype=np.int64), np.inf
+    for smallest in range(1, MOST_SMALLEST + 1):  # lines of the smallest part
+        scale = min(smallest / lengths.min(), max(MOST_LINES, len(lengths)) / lengths.sum())
+        lines = np.maximum(np.rint(lengths * scale), 1)
+        error = float(np.abs(lines / lines.sum() - lengths / lengths.sum()).max())
+        if error < least_error - ENOUGH:
+            found, least_error = lines.astype(np.int64), error
+    return [0, *np.cumsum(found + 1).tolist()]
 
 
 class _Canvas:

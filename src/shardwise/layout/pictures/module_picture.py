@@ -13,10 +13,10 @@ from torch import nn
 
 from shardwise.errors import PropertyError
 from shardwise.layout.pictures.layout_drawing import thumbnail
-from shardwise.layout.pictures.picture import WIDTH, Picture
+from shardwise.layout.pictures.picture import EDGE, GAP, WIDTH, Picture
 from shardwise.layout.pictures.shares import ShareRow, row_text, shares_drawing
 from shardwise.layout.pictures.subjects import Sharded
-from shardwise.layout.pictures.svg import Canvas, shortened
+from shardwise.layout.pictures.svg import MARGIN, Canvas, shortened
 from shardwise.layout.pictures.words import bytes_text, count_text, numbered, percent, ranks_text, size_text
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ MOST_ENTRIES = 32
 IN_COLUMN = 4  # entries below each other, at least
 SMALL = 0.01  # of the module: plain tensors that are smaller share an entry
 THUMB = (56.0, 38.0)
-TEXT = 252.0
+LEAST_TEXT = 120.0  # pixels for a name, however narrow the picture is
 
 
 def module_picture(module: nn.Module, *, width: int = WIDTH) -> Picture:
@@ -131,7 +131,7 @@ def module_picture(module: nn.Module, *, width: int = WIDTH) -> Picture:
     return Picture(
         f"{type(module).__name__}: what each rank holds",
         [_summary(entries)],
-        lambda: [_ranks(entries), *_columns(entries)],
+        lambda: [_ranks(entries), *_columns(entries, width)],
         lambda columns, colours: _text(module, entries, columns),
         width,
     )
@@ -185,11 +185,13 @@ def _ranks(entries: Sequence[TensorGroup]) -> Canvas:
 # Tensor by tensor -----------------------------------------------------------------------------------------------------
 
 
-def _columns(entries: Sequence[TensorGroup]) -> list[Canvas]:
+def _columns(entries: Sequence[TensorGroup], width: int) -> list[Canvas]:
     alone, small, rest = _shown(entries)
     lines: list[TensorGroup | list[TensorGroup]] = [*alone, *([small] if small else [])]
     height = max(IN_COLUMN, (len(lines) + 1) // 2)
-    columns = [_column(lines[at : at + height]) for at in range(0, len(lines), height)]
+    begins = range(0, len(lines), height)
+    room = (width - 2 * EDGE - MARGIN - GAP * (len(begins) - 1)) / max(len(begins), 1) - MARGIN  # pixels of a column
+    columns = [_column(lines[at : at + height], room) for at in begins]
     if rest:
         last = columns[-1]
         more = f"… and {numbered(sum(entry.count for entry in rest), 'more tensor')}, {bytes_text(_bytes(rest))}"
@@ -197,8 +199,9 @@ def _columns(entries: Sequence[TensorGroup]) -> list[Canvas]:
     return columns
 
 
-def _column(lines: Sequence[TensorGroup | list[TensorGroup]]) -> Canvas:
+def _column(lines: Sequence[TensorGroup | list[TensorGroup]], room: float) -> Canvas:
     canvas, (width, height) = Canvas(), THUMB
+    text = max(room - width - 12, LEAST_TEXT)
     for number, line in enumerate(lines):
         y = number * (height + 14)
         words = (
@@ -212,9 +215,9 @@ def _column(lines: Sequence[TensorGroup | list[TensorGroup]]) -> Canvas:
                 canvas.rect(2, y + 2, width, height, css="plain")
             else:
                 thumbnail(canvas, line.layout, (2, y + 2, width, height))
-            canvas.text(width + 12, y + 13, shortened(words[0], TEXT), css="bold")
-            canvas.text(width + 12, y + 27, shortened(words[1], TEXT, 10.5), size=10.5, css="soft")
-            canvas.text(width + 12, y + 40, shortened(words[2], TEXT, 10.5), size=10.5, css="soft")
+            canvas.text(width + 12, y + 13, shortened(words[0], text), css="bold")
+            canvas.text(width + 12, y + 27, shortened(words[1], text, 10.5), size=10.5, css="soft")
+            canvas.text(width + 12, y + 40, shortened(words[2], text, 10.5), size=10.5, css="soft")
     return canvas
 
 

@@ -156,7 +156,7 @@ def transfer_summary(plan: PlanLike, unit: SizeUnit) -> str:
     senders, receivers = (len(set(layout.ranks.tolist())) for layout in (plan.src, plan.dst))
     part = percent(plan.moved / max(plan.src.size.numel(), 1))
     who = f"from {numbered(senders, 'rank')} to {receivers:,}"
-    return f"{unit.phrase(plan.moved)} move {who}, {part} of the tensor; no plan could move less"
+    return f"{unit.phrase(plan.moved)} move {who}, {part} of the tensor; no transfer could move less"
 
 
 def _matrix(traffic: TrafficTable, unit: SizeUnit) -> Canvas:

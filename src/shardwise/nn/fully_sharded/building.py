@@ -26,6 +26,7 @@ from shardwise.nn.sharding_plan.tree import ModuleSlot, matches
 from shardwise.tensor import ShardedTensor, shard_tensor
 from shardwise.tensor.frame import Frame, Parts
 from shardwise.tensor.wrapper import Wrapper
+from shardwise.torch_private import FakeTensor
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def held_by_rows(
     found = {}
     for name, slots in _parameters(choices):
         parameter = slots[0].get()
-        if type(parameter) is not nn.Parameter and not isinstance(parameter, ShardedTensor):
+        if type(parameter) not in (nn.Parameter, FakeTensor) and not isinstance(parameter, ShardedTensor):
             raise PlanError(f"{name!r} is a {type(parameter).__name__}: fully_shard takes a model of plain parameters")
         how, boxes = _align_of(name, align), row_boxes(name, parameter, groups)
         found[name] = Held(boxes, [tuple(_entries(name, row, how)) for row in boxes])

@@ -9,7 +9,7 @@ from shardwise.checkpoint.archive import Archive, StoredTensor, open_archive
 from shardwise.checkpoint.archive.stored import FileLocation, dtype_name
 from shardwise.errors import FileGoneError
 from shardwise.layout.geometry import describe
-from shardwise.layout.pictures import draw
+from shardwise.layout.pictures import picture_of
 from shardwise.layout.pictures.words import bytes_text, numbered, size_text
 from shardwise.tools.cli.console import Column, Console, names, numbers
 from shardwise.tools.cli.contents import (
@@ -121,7 +121,7 @@ def _show_all(archive: Archive, path: str, contents: Contents, layouts: bool, co
         for name, tensor in stored.items():
             console.line()
             console.line(name, "bold")
-            console.line(draw(tensor.layout, dtype=tensor.dtype).text(width=min(console.width - 8, 72)))
+            console.line(picture_of(tensor.layout, dtype=tensor.dtype).text(width=min(console.width - 8, 72)))
     return int(bool(broken))
 
 
@@ -167,7 +167,7 @@ def _show_tensor(archive: Archive, contents: Contents, name: str, console: Conso
     facts += [("also called", ", ".join(tied))] if tied else []
     console.facts(facts)
     console.line()
-    console.line(draw(tensor.layout, dtype=tensor.dtype).text(width=min(console.width - 8, 72)))
+    console.line(picture_of(tensor.layout, dtype=tensor.dtype).text(width=min(console.width - 8, 72)))
     console.line()
     cells = [
         [describe(box["offsets"], box["sizes"]), bytes_text(box["nbytes"]), box["file"], f"{box['begin']:,}"]
