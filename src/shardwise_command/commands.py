@@ -113,11 +113,11 @@ def _add_reshard(commands: Any) -> None:
     parser = command(
         commands,
         "reshard",
-        says="write a checkpoint for another number of ranks, or another plan",
+        says="write a checkpoint for another number of ranks, or another sharding plan",
         more="A job with these layouts then reads whole files; any other job can read it, too. No process group is "
-        "needed. A plan is JSON: patterns of names, and for each the dim that is cut, or null for tensors that are "
-        'whole on every rank; a list with one of those for each axis of --mesh; or {"dim": 0, "weights": [2, 1]}. '
-        "The first pattern that matches holds; names that none matches are cut along dim 0.",
+        "needed. A sharding plan is JSON: patterns of names, and for each the dim that is cut, or null for tensors "
+        'that are whole on every rank; a list with one of those for each axis of --mesh; or {"dim": 0, "weights": '
+        "[2, 1]}. The first pattern that matches holds; names that none matches are cut along dim 0.",
         examples="""
             shardwise reshard run/1000 run/1000-8 --ranks 8
             echo '{"*.bias": null, "*proj.weight": 1, "*": 0}' > plan.json

@@ -105,14 +105,14 @@ def _rows_of(mesh: DeviceMesh) -> IntArray:
     """The ranks along a mesh of one axis and, if it is part of a larger mesh, all rows parallel to it."""
     if not isinstance(mesh, DeviceMesh):
         raise PlanError(
-            f"a plan is made over a DeviceMesh of one axis, such as mesh['tp'], found {type(mesh).__name__}"
+            f"a sharding plan is made over a DeviceMesh of one axis, such as mesh['tp'], found {type(mesh).__name__}"
         )
     line, root = mesh_ranks(mesh), mesh_ranks(mesh._get_root_mesh())
     if line.ndim != 1:
         names = mesh.mesh_dim_names or ()
         raise PlanError(
-            f"a plan shares out parameters along one axis, and {mesh} has {line.ndim}: give one of them, as in "
-            f"mesh[{(names[-1] if names else 'tp')!r}]"
+            f"a sharding plan shares out parameters along one axis, and {mesh} has {line.ndim}: give one of them, as "
+            f"in mesh[{(names[-1] if names else 'tp')!r}]"
             + ("" if names else ", of a mesh that is made with mesh_dim_names=('dp', 'tp')")
             + "; there are replicas along the others"
         )

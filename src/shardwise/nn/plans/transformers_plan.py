@@ -57,8 +57,8 @@ class TransformersPlan:
         """The meaning of a word for a parameter; or the error for an unknown word."""
         if word not in WORDS:
             raise PlanError(
-                f"the plan that the model carries says {word!r} of {parameter!r}, and that is none of the words that "
-                f"are known: {', '.join(WORDS)}. Set another one in model._tp_plan, or write a plan yourself, as in "
-                "shard_module(model, {'**.q_proj.weight': 0})"
+                f"the sharding plan that the model carries says {word!r} of {parameter!r}, and that is none of the "
+                f"words that are known: {', '.join(WORDS)}. Set another one in model._tp_plan, or write a sharding "
+                "plan yourself, as in shard_module(model, {'**.q_proj.weight': 0})"
             )
         return WORDS[word]

@@ -216,5 +216,5 @@ class _Resolver:
         if others:
             raise PlanOverlapError(
                 f"{what} should not conflict with the submodule tree that the Sharder on {others[0]!r} works on: "
-                "leave one of them out of the plan"
+                "leave one of them out of the sharding plan"
             )

@@ -41,7 +41,7 @@ class ModuleTree:
 
     def __init__(self, root: nn.Module) -> None:
         if not isinstance(root, nn.Module):
-            raise PlanKindError(f"a plan is for a module, found {type(root).__name__}")
+            raise PlanKindError(f"a sharding plan is for a module, found {type(root).__name__}")
         self.modules = dict(root.named_modules(remove_duplicate=False))
         self.parameters: dict[str, ModuleSlot] = {}
         self._sharing: dict[int, list[str]] = {}  # the names of each module and parameter, by id

@@ -32,10 +32,10 @@ def read_plan(path: str) -> Plan:
         with open(path, encoding="utf-8") as file:
             plan = json.load(file)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"the plan '{path}' is not JSON: {error}") from error
+        raise UsageError(f"the sharding plan '{path}' is not JSON: {error}") from error
     if not isinstance(plan, dict):
         raise UsageError(
-            f"the plan '{path}' should be an object with a pattern for each key, as in {{\"*.weight\": 0}}"
+            f"the sharding plan '{path}' should be an object with a pattern for each key, as in {{\"*.weight\": 0}}"
         )
     return plan
 
@@ -56,11 +56,11 @@ def plan_layouts(plan: Plan, sizes: Mapping[str, torch.Size], mesh: Sequence[int
             layouts[name] = _layout(rule, size, mesh)
         except ShardwiseError as error:
             raise UsageError(
-                f"the plan says {json.dumps(rule)} of '{name}' by '{text or 'default'}': {error}"
+                f"the sharding plan says {json.dumps(rule)} of '{name}' by '{text or 'default'}': {error}"
             ) from error
     if unused:
         missed = [f"'{text}' ({unknown_name(text, sizes)})" for text in sorted(unused)]
-        raise UsageError(f"no tensor matches {', '.join(missed)} of the plan file")
+        raise UsageError(f"no tensor matches {', '.join(missed)} of the sharding plan")
     return layouts
 
 
