@@ -132,4 +132,6 @@ def test_fingerprints() -> None:
     assert fingerprint(x) == fingerprint(x.T.contiguous().T)
     assert fingerprint(torch.full((3,), torch.nan)) == fingerprint(torch.full((3,), torch.nan))
     assert fingerprint(torch.zeros(0, 3)) == ""
+    masks = [torch.finfo(torch.float64).min * torch.randint(2, (40,), dtype=torch.float64) for _ in range(2)]
+    assert fingerprint(masks[0]) != fingerprint(masks[1])
     assert fingerprint(torch.tensor([True, False])) != fingerprint(torch.tensor([True, True]))

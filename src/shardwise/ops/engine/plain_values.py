@@ -83,7 +83,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
         return xxhash.xxh3_64_hexdigest(some.view(torch.uint8).numpy().data)
     values = torch.view_as_real(some).reshape(-1) if some.is_complex() else some
     values = values.to(torch.float64)
-    finite = values[values.isfinite()]
+    finite = values[values.isfinite()].asinh()  # so that the large numbers of a mask do not hide all others
     total = float(finite @ _signs(len(finite))) if len(finite) else 0.0
     mantissa, exponent = math.frexp(total)
     return f"{len(values) - len(finite)} {round(mantissa * _digits(tensor.dtype))} {exponent}"
