@@ -2,6 +2,7 @@
 
 - `modules`: `shard_module`; `parameters`: `shard_parameter`; `outputs`: hooks that change the output of a module
 - `plain_tensors`: what stays plain in a sharded module; `buffers`: `fill_buffers`
+- `replaced_parameters`: optimizers that were made before a model was sharded
 - `fully_sharded`: `fully_shard`, for training with each rank's own samples
 - `capture`: a training step as a CUDA graph
 - `sharding_plan`: plans, and resolving them for a module; `plans`: plans for whole models; `optim`: optimizers

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from shardwise.comm.agreement import in_step_sharing
 from shardwise.comm.group import Fields, group_ranks, or_default
 from shardwise.errors import PropertyError
+from shardwise.nn.replaced_parameters import note_replaced
 from shardwise.nn.sharding_plan import ModuleTree, ParameterStep, parameter_step
 from shardwise.tensor import ShardedTensor, empty, shard_tensor
 from shardwise.tensor.movement import global_rank
@@ -122,6 +123,7 @@ def _replace(step: ParameterStep, without_data: bool, src_rank: int, group: Proc
     vars(new).update(vars(old))  # attributes that others set
     for place in step.places:
         place.put(new)
+    note_replaced(old, new)
 
 
 def named_params_with_sharded_tensor(

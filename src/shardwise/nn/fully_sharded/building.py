@@ -22,6 +22,7 @@ from shardwise.nn.fully_sharded.rank_groups import RankGroups
 from shardwise.nn.fully_sharded.row_boxes import is_cut, row_boxes
 from shardwise.nn.fully_sharded.unit import Unit
 from shardwise.nn.fully_sharded.unit_choice import UnitChoice
+from shardwise.nn.replaced_parameters import note_replaced
 from shardwise.nn.sharding_plan.tree import ModuleSlot, matches
 from shardwise.tensor import ShardedTensor, shard_tensor
 from shardwise.tensor.frame import Frame, Parts
@@ -205,6 +206,7 @@ class UnitBuilder:
         vars(new).update({name: value for name, value in vars(old).items() if name not in own})  # that others set
         for slot in slots:
             slot.put(new)
+        note_replaced(old, new)
         gathered = old._frame.with_dtype(memory.gathered_dtype) if is_cut(old) else None
         return FlatParameter(name, entries, slots, cast(ShardedTensor, new), stretches, gathered)
 
