@@ -1,4 +1,4 @@
-"""A model of transformers in pieces does what its plain twin does: forward, backward, checkpoints, generation."""
+"""A model of transformers in pieces does what its plain twin does: forward, backward, checkpoints."""
 
 from __future__ import annotations
 
@@ -44,36 +44,3 @@ def test_layers_are_computed_again_in_the_backward(options: dict[str, Any]) -> N
         one.enable_input_require_grads()
         one(input_ids=IDS, labels=IDS).loss.backward()
     same_gradients(model, plain)
-
-
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"min_new_tokens": 4}, {"repetition_penalty": 1.5}])
-@ranks(2)
-def test_generated_words_are_those_of_the_twin(options: dict[str, Any]) -> None:
-    """Greedily, from plain ids, with caches of keys and values and without."""
-    model, plain = twins()
-    found = model.generate(IDS, max_new_tokens=6, do_sample=False, **options)
-    expected = plain.generate(IDS, max_new_tokens=6, do_sample=False, **options)
-    assert torch.equal(whole(found), expected)
-    assert found.tolist() == expected.tolist()
-
-
-@ranks(2)
-def test_sampled_words_are_those_of_the_twin() -> None:
-    """From the same seed, though the logits are sharded."""
-    model, plain = twins()
-    options = {"max_new_tokens": 6, "do_sample": True, "top_k": 8, "temperature": 1.3}
-    torch.manual_seed(4)
-    expected = plain.generate(IDS, **options)
-    torch.manual_seed(4)
-    assert torch.equal(whole(model.generate(IDS, **options)), expected)
-
-
-@ranks(2)
-def test_generation_goes_on_after_padding() -> None:
-    """Rows of different lengths, padded at the left; the mask says where they begin."""
-    model, plain = twins()
-    ids, mask = IDS.clone(), torch.ones_like(IDS)
-    ids[0, :2], mask[0, :2] = 0, 0
-    found = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
-    expected = plain.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
-    assert torch.equal(whole(found), expected)

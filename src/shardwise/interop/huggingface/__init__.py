@@ -3,12 +3,23 @@
 - `pretrained`: `load`, which makes the model of a folder in pieces.
 - `saving`, `loading`: `save_pretrained` and `load_pretrained`; `files` (where each tensor lies), `folder`, `names`.
 - `models`: how transformers and peft save sharded models. `resizing`: resized embeddings. `trainers`: the Trainer.
+- `generation`: `generate` of sharded models.
 - `accelerators`, `loaders`: accelerate with sharded models, and its data loaders.
 """
 
-from shardwise.interop.huggingface import accelerators, loaders, models, resizing, trainers
+from shardwise.interop.huggingface import accelerators, generation, loaders, models, resizing, trainers
 from shardwise.interop.huggingface.loading import load_pretrained
 from shardwise.interop.huggingface.pretrained import load
 from shardwise.interop.huggingface.saving import save_pretrained
 
-__all__ = ["accelerators", "load", "load_pretrained", "loaders", "models", "resizing", "save_pretrained", "trainers"]
+__all__ = [
+    "accelerators",
+    "generation",
+    "load",
+    "load_pretrained",
+    "loaders",
+    "models",
+    "resizing",
+    "save_pretrained",
+    "trainers",
+]
