@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from shardwise.comm.group import group_state
 from shardwise.errors import (
     CollectiveOpError,
     MixedOperandsError,
@@ -65,7 +67,29 @@ class Registry:
         return None
 
 
+class _ForkedRegistry(Registry):
+    """The registry of a forked child: a call on a tensor of a group that the child has no part in raises first."""
+
+    def find(self, op: Op, spec_class: type) -> Handler | None:
+        """The handler, behind a check of the group."""
+        handler = super().find(op, spec_class)
+
+        def checked(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+            group_state(process_group)
+            assert handler is not None
+            return handler(types, args, kwargs, process_group)
+
+        return None if handler is None else checked
+
+
 registry = Registry()
+
+
+def _check_groups() -> None:
+    registry.__class__ = _ForkedRegistry
+
+
+os.register_at_fork(after_in_child=_check_groups)  # so that a rank pays nothing for it
 
 
 def add_handler(op: Op, func: Handler, op_table: Table) -> None:

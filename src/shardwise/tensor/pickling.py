@@ -8,6 +8,7 @@ A pickle loads on the rank that wrote it, in a group of the same size; `torch.lo
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,12 @@ VERSION = 1
 
 def state_of(tensor: ShardedTensorBase) -> dict[str, Any]:
     """The state that is pickled: plain values, and the local tensors."""
+    if get_spawning_popen() is not None:  # unpickled before the new process can have a process group
+        raise ProcessGroupError(
+            "a process that is started now, as the workers of a DataLoader are, is no rank and cannot be given "
+            f"{tensor!r}. Give it plain tensors instead: full_tensor(), or local_tensor() for the part of one rank; or "
+            "let the DataLoader have num_workers=0"
+        )
     if tensor._frame.process_group is not None:
         require_own_file(dist.get_world_size(tensor._frame.process_group))
     layout = tensor._layout

@@ -145,6 +145,9 @@ def test_a_rank_that_dies_is_named(where: str) -> None:
         run_on_ranks(WORLD, dies, where, fresh=True)
     report = str(caught.value)
     assert "exit code -9" in report
-    assert len(re.findall(r"TransferError: rank [02] could not", report)) >= 2  # what it finds, or another one has
-    assert report.count(f": rank {ODD} is gone (torch says: ") >= 2
+    call = {"rounds": "redistribute", "backward": "a transfer in the backward"}.get(where, "full_tensor")
+    place = r"\(.*(test_matrix|given)\.py:\d+\)"
+    found = re.findall(rf"TransferError: in {call} {place}: rank [02] could not", report)  # here, or on another rank
+    assert len(found) >= 2, report
+    assert report.count(f": rank {ODD} is gone. torch says: ") >= 2
     assert "still running" not in report

@@ -19,6 +19,13 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from shardwise.comm.group.call_history import CallHistory
 from shardwise.comm.group.message_threads import MessageThreads
+from shardwise.errors import ProcessGroupError
+
+NO_RANK = (
+    "this process was forked from a rank (process {}), as the workers of a DataLoader are: it is no rank, and has no "
+    "part in what the ranks do with a sharded tensor. Give it plain tensors instead, made before it is started: "
+    "full_tensor(), or local_tensor() for the part of one rank; or let the DataLoader have num_workers=0"
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -132,6 +139,7 @@ def _reference(to: Any) -> Callable[[], Any]:
 
 
 _states: dict[int, GroupState] = {}  # by the id of the group, for as long as the group lives
+_inherited: dict[int, ProcessGroup] = {}  # groups of the process that this one was forked from
 _making = threading.RLock()
 
 
@@ -141,6 +149,8 @@ def group_state(process_group: ProcessGroup | None) -> GroupState:
     if state is None:
         if not isinstance(process_group, ProcessGroup):
             return _NO_GROUP
+        if id(process_group) in _inherited:
+            raise ProcessGroupError(NO_RANK.format(os.getppid()))
         with _making:
             for known in tuple(_states.values()):  # whose stores somebody else holds
                 if known.group is not None and not known.is_registered:
@@ -152,14 +162,19 @@ def group_state(process_group: ProcessGroup | None) -> GroupState:
 _NO_GROUP = GroupState(None)
 
 
-def _forget_threads() -> None:
+def _become_no_rank() -> None:
+    """In a forked child: it has the connections of its parent, and would read and send the parent's messages."""
     global _making
     _making = threading.RLock()
     for state in (_NO_GROUP, *_states.values()):
         state.forget_threads()
+    for group in (*distributed_c10d._world.pg_map, *[state.group for state in _states.values()]):
+        if group is not None and group.size() > 1:  # alone, it talks to nobody
+            _inherited[id(group)] = group
+            _states.pop(id(group), None)
 
 
-os.register_at_fork(after_in_child=_forget_threads)
+os.register_at_fork(after_in_child=_become_no_rank)
 
 
 def cached_per_group(

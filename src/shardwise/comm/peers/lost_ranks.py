@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.comm.group import cpu_backend, listed, ranks_of
+from shardwise.comm.group import cpu_backend, group_state, listed, ranks_of
 from shardwise.errors import TransferError
 
+TRANSFER = "a transfer"  # the call of data that an op sends
 PROBE = 2  # the tag of a message that nobody sends: those of meetings and of data are larger
 
 
@@ -21,8 +22,20 @@ def loss(what: str, error: Exception, process_group: ProcessGroup) -> tuple[Tran
     why = "a rank has taken longer than the group's timeout" if timed_out else "a rank has died or left"
     why = who_is_gone(gone) if gone else why
     says = str(error).strip().partition("\n")[0]
-    text = f"rank {dist.get_rank()} could not {what}: {why}" + (f" (torch says: {says})" if says else "")
-    return TransferError(text), bool(gone)
+    text = f"in {current_call(process_group)}: rank {dist.get_rank()} could not {what}: {why}"
+    return TransferError(text + (f". torch says: {says}" if says else "")), bool(gone)
+
+
+def current_call(process_group: ProcessGroup) -> str:
+    """The last call of this rank in a group, and its place in the user's code; of an op, not of its transfer."""
+    entries = group_state(process_group).history.entries
+    calls = [entry.described()["call"] for entry in list(entries)[-2:]]
+    if not calls:
+        return "its first call"
+    *before, last = calls
+    name, _, place = last.partition(" (")
+    is_transfer = name == TRANSFER and before and before[0].partition(" (")[2] == place
+    return str(before[0] if is_transfer else last)
 
 
 def is_late(error: Exception) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.interop.huggingface.models import is_sharded
@@ -21,7 +22,8 @@ def _whole_logits(model: nn.Module, args: Any, output: Any) -> Any:
     """A forward hook: the output of a model, with plain logits. With `logits_to_keep`, they are of one position."""
     logits = getattr(output, "logits", None)
     if isinstance(logits, ShardedTensor):
-        output["logits"] = logits.detach().full_tensor()
+        with torch.no_grad():
+            output["logits"] = logits.full_tensor()
     return output
 
 
