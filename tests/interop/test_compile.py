@@ -16,6 +16,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounter
 
 from shardwise import ReplicatedShardingSpec, ShardedTensor
+from shardwise.errors import UnsupportedOpError
 from shardwise.nn import shard_parameter
 from shardwise.tensor import shard_tensor
 from shardwise.tensor.partial import ReplicatedTensor
@@ -127,12 +128,53 @@ def test_what_is_around_a_sharded_op_is_compiled() -> None:
         assert_close(plain, PLAIN.double().sin().cos().exp())
 
 
+IN_ONE_GRAPH = r"'{}' on a sharded tensor cannot be a part of one graph.*Leave fullgraph off"
+
+
 @ranks(2)
-def test_a_compiled_graph_without_breaks_is_refused_by_torch() -> None:
-    """`fullgraph=True` asks for one graph, and sharded tensors end it."""
-    compiled = torch.compile(by_a_call, backend="eager", fullgraph=True)
-    with pytest.raises(Unsupported, match="shardwise"):
-        compiled(shard_tensor(PLAIN, chunks(0, 0, 1)), PLAIN)
+def test_one_graph_of_sharded_tensors_is_refused() -> None:
+    """`fullgraph=True` asks for one graph, and sharded tensors end it: the error names the op, and what to do."""
+    tensor = shard_tensor(PLAIN, chunks(0, 0, 1))
+    for function, name in ((by_a_call, "mul"), (by_an_operator, "__mul__")):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="eager", fullgraph=True)
+        for _ in range(2):
+            with pytest.raises(Unsupported, match=IN_ONE_GRAPH.format(name)) as caught:
+                compiled(tensor, PLAIN)
+            assert "file an issue" not in str(caught.value)
+    assert torch.equal(torch.mul(tensor, 2).full_tensor(), 2 * PLAIN)
+
+
+@ranks(2)
+def test_one_graph_is_refused_after_a_compile_that_made_several() -> None:
+    """torch keeps what it has compiled by the function, and does not trace the function again."""
+    tensor = shard_tensor(PLAIN, chunks(0, 0, 1))
+    for function, name in ((by_a_call, "mul"), (by_an_operator, "__mul__")):
+        torch._dynamo.reset()
+        in_several = torch.compile(function, backend="eager")
+        in_several(tensor, PLAIN)
+        for _ in range(2):
+            with pytest.raises(UnsupportedOpError, match=IN_ONE_GRAPH.format(name)):
+                torch.compile(function, backend="eager", fullgraph=True)(tensor, PLAIN)
+            assert torch.equal(in_several(tensor, PLAIN)[0].full_tensor(), 2 * PLAIN)
+
+
+@ranks(2)
+def test_one_graph_of_plain_tensors_is_compiled() -> None:
+    """Beside sharded ones, which are computed before and after."""
+    tensor = shard_tensor(PLAIN, chunks(0, 0, 1))
+    torch._dynamo.reset()
+    found = torch.compile(after, backend="eager", fullgraph=True)(tensor.full_tensor().double())
+    assert_close(found, after(PLAIN.double()))
+    with pytest.raises(Unsupported) as caught:
+        torch.compile(breaks, backend="eager", fullgraph=True)(PLAIN)
+    assert "sharded" not in str(caught.value)
+
+
+def breaks(plain: torch.Tensor) -> torch.Tensor:
+    """Ends a graph without a sharded tensor."""
+    torch._dynamo.graph_break()
+    return plain + 1
 
 
 def test_the_tracer_is_told_when_it_is_loaded() -> None:

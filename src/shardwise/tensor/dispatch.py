@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.group import group_state
+from shardwise.comm.group import group_state, is_forked_from_rank
 from shardwise.errors import (
     CollectiveOpError,
     MixedOperandsError,
@@ -86,7 +86,8 @@ registry = Registry()
 
 
 def _check_groups() -> None:
-    registry.__class__ = _ForkedRegistry
+    if is_forked_from_rank():
+        registry.__class__ = _ForkedRegistry
 
 
 os.register_at_fork(after_in_child=_check_groups)  # so that a rank pays nothing for it

@@ -36,7 +36,7 @@ from shardwise.comm.group.placing import (
     places_from_texts,
     rpc_workers,
 )
-from shardwise.comm.group.state import GroupState, cached_per_group, group_state
+from shardwise.comm.group.state import GroupState, cached_per_group, group_state, is_forked_from_rank
 from shardwise.comm.group.tagged_messages import PeerCheck, TaggedMessages, abandon
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "group_state",
     "is_capturing",
     "is_fake",
+    "is_forked_from_rank",
     "is_large",
     "is_member",
     "is_tagged",

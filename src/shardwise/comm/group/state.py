@@ -177,6 +177,11 @@ def _become_no_rank() -> None:
 os.register_at_fork(after_in_child=_become_no_rank)
 
 
+def is_forked_from_rank() -> bool:
+    """Whether this process was forked from one that was a rank then; it may be one in groups of its own."""
+    return bool(_inherited)
+
+
 def cached_per_group(
     maxsize: int = 64,
 ) -> Callable[[Callable[Concatenate[G, P], R]], Callable[Concatenate[G, P], R]]:

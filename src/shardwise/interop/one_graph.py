@@ -1,0 +1,89 @@
+"""`torch.compile(fullgraph=True)` over sharded tensors: refused by an error that names the op and says what to do.
+
+The tracer of torch is told of an op on a sharded tensor by a function that it must not trace, and words its error for
+whoever wrote that function. Here it gets other words. A function that was compiled before, with several graphs, is not
+traced again: there, the op itself raises.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shardwise import errors
+from shardwise.errors import UnsupportedOpError
+from shardwise.patching import Function, replace_when_loaded
+from shardwise.tensor.dispatch import Handler, Op, Registry, op_name, registry
+from shardwise.tensor.torch_function import TorchFunctionTensor
+
+FOLDER = str(Path(errors.__file__).parent)
+WHY = (
+    "{} on a sharded tensor cannot be a part of one graph, which torch.compile(fullgraph=True) asks for: what it does "
+    "depends on layouts and on other ranks, which a tracer does not see. Leave fullgraph off: what lies between such "
+    "calls is compiled, and the result is the same. Or compile functions of plain tensors, as of local_tensor()"
+)
+_compiled_threads: set[int] = set()  # that are within a function that was compiled with fullgraph=True
+
+
+class _OneGraphRegistry(Registry):
+    """The registry while such a function runs."""
+
+    def find(self, op: Op, spec_class: type) -> Handler | None:
+        """The handler, unless the op is called by compiled code."""
+        if threading.get_ident() in _compiled_threads and not _is_tracing():
+            raise UnsupportedOpError(WHY.format(f"'{op_name(op)}'"))
+        return super().find(op, spec_class)
+
+
+def _is_tracing() -> bool:
+    guards = sys.modules.get("torch._guards")
+    return guards is not None and guards.TracingContext.try_get() is not None
+
+
+def _note_one_graph(theirs: Function) -> Function:
+    """What torch calls with 0 before a function that was compiled with fullgraph=True runs, and with -1 after it."""
+
+    def count_frames(count: int) -> Any:
+        (_compiled_threads.add if count >= 0 else _compiled_threads.discard)(threading.get_ident())
+        if registry.__class__ in (Registry, _OneGraphRegistry):  # not in a forked child
+            registry.__class__ = _OneGraphRegistry if _compiled_threads else Registry
+        return theirs(count)
+
+    return count_frames
+
+
+def _say_ours(theirs: Function) -> Function:
+    """The message of a graph that ends; ours, where it ends at a call on a sharded tensor."""
+
+    def message(gb_type: str, context: str, explanation: str, hints: list[str]) -> Any:
+        if FOLDER not in context:
+            return theirs(gb_type, context, explanation, hints)
+        return WHY.format(f"'{_traced_op() or _named_op(context)}'")
+
+    return message
+
+
+def _traced_op() -> str | None:
+    """The op whose `__torch_function__` the tracer is in."""
+    code = TorchFunctionTensor.__torch_function__.__func__.__code__  # type: ignore[attr-defined] # a class method
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        tracer = frame.f_locals.get("self")
+        if getattr(tracer, "f_code", None) is code:
+            op = getattr(getattr(tracer, "symbolic_locals", {}).get("func"), "value", None)
+            return None if op is None else op_name(op)
+        frame = frame.f_back
+    return None
+
+
+def _named_op(context: str) -> str:
+    """The method that the tracer names, as ``qualname: TensorBase.sum, name: ...``."""
+    name = context.partition("qualname: ")[2].partition(",")[0].rpartition(".")[2]
+    return name or "a call"
+
+
+replace_when_loaded("torch._dynamo.exc", "format_graph_break_message", _say_ours)
+replace_when_loaded("torch._dynamo.eval_frame", "set_fullgraph_compiled_frame_count", _note_one_graph)
