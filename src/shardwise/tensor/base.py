@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
 
-from shardwise.errors import DimRangeError, LocalTensorError
+from shardwise.errors import DimRangeError, LocalTensorError, PropertyError
 from shardwise.layout import Layout
 from shardwise.layout.metadata import ShardedTensorMetadata, TensorProperties
 from shardwise.layout.pictures import Picture, layout_picture
 from shardwise.layout.specs import ShardingSpec
 from shardwise.tensor import assembly, pickling
 from shardwise.tensor.checkpointable import Checkpointable
-from shardwise.tensor.dispatch import registry
+from shardwise.tensor.dispatch import registry, unsupported
 from shardwise.tensor.redistribution_cache import writes_of
 from shardwise.tensor.shard import Shard
 from shardwise.tensor.wrapper import Wrapper
+
+MOST_ROWS = 2**14  # of a loop over a tensor: it takes up to a millisecond to make one
 
 
 class ShardedTensorBase(Checkpointable, Wrapper):
@@ -223,9 +226,27 @@ class ShardedTensorBase(Checkpointable, Wrapper):
         whole = f"{tuple(self.shape)}, {self.dtype}, {shards}"
         return f"{type(self).__name__}({whole}, here {here}{more} on {self.device}{grad})"
 
+    def __iter__(self) -> Iterator[Any]:
+        """The rows, each sharded. Every rank loops over all of them."""
+        if self.ndim and len(self) > MOST_ROWS:
+            raise unsupported(
+                torch.Tensor.__iter__,
+                (self,),
+                {},
+                f"a loop over a sharded tensor makes a sharded tensor of each of its {len(self):,} rows, which is slow",
+                "Loop over full_tensor(), or over parts such as x[:1000], or compute on all rows at once",
+            )
+        return iter(super().__iter__())  # type: ignore[no-untyped-call] # torch's
+
     def __format__(self, spec: str) -> str:
         """``f"{loss:.3f}"`` formats `item()`, so every rank calls it; without a format nothing is sent."""
-        return format(self.item() if spec and not self.ndim else repr(self), spec)
+        try:
+            return format(self.item() if spec and not self.ndim else repr(self), spec)
+        except ValueError as error:
+            raise PropertyError(
+                f"{self!r} is no number that could be formatted as {spec!r}: format item() of a tensor with one "
+                "element, or elements of full_tensor()"
+            ) from error
 
     def _picture_(self, *, dtype: torch.dtype | None = None, **options: Any) -> Picture:
         kind, here = type(self).__name__, self._frame.rows

@@ -1,4 +1,4 @@
-"""Comparisons and values that every rank gets: `equal`, `allclose`, `item`, `tolist`."""
+"""Comparisons and values that every rank gets: `equal`, `allclose`, `item`, `tolist`, `numpy`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from shardwise.errors import PropertyError
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import common_group
 from shardwise.ops.engine.decomposition import call_decomposed
+from shardwise.ops.engine.gathered import is_fully_replicated
 from shardwise.ops.engine.table import TABLE
 from shardwise.tensor import ShardedTensorBase
-from shardwise.tensor.dispatch import distributed_in, registry
+from shardwise.tensor.dispatch import Handler, distributed_in, op_name, registry, unsupported
 
 aten = torch.ops.aten
 
@@ -49,9 +50,26 @@ def _item(call: Call) -> Any:
         return x.full_tensor().item()  # type: ignore[attr-defined] # it has a group
 
 
-def _tolist(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
-    """All elements."""
-    return args[0].detach().full_tensor().tolist()
+def _of_whole(op: Any) -> Handler:
+    """A handler that calls a method of the whole tensor on every rank, if it is within the gather budget."""
+
+    def handler(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
+        tensor, *rest = args
+        budget = settings.current().gather_budget
+        if tensor.nbytes > budget and tensor.numel() > 1 and not is_fully_replicated(tensor):
+            raise unsupported(
+                op,
+                args,
+                kwargs,
+                f"{op_name(op)} needs all elements on every rank, {tensor.nbytes:,} bytes, more than the gather budget "
+                f"of {budget:,}",
+                f"Call full_tensor() first, or allow it with shardwise.gather_budget({tensor.nbytes})",
+            )
+        if tensor.requires_grad and op is torch.Tensor.tolist:
+            tensor = tensor.detach()
+        return op(tensor.full_tensor(), *rest, **kwargs)
+
+    return handler
 
 
 def _check_errors(call: Call) -> None:
@@ -78,4 +96,5 @@ for _op in (torch.equal, torch.Tensor.equal, torch.allclose, torch.Tensor.allclo
     registry.built_in[_op] = _comparing(_op)
 TABLE[aten._linalg_check_errors] = _check_errors
 TABLE.update({aten.equal: _equal, aten.allclose: _allclose, aten._local_scalar_dense: _item, aten.item: _item})
-registry.built_in[torch.Tensor.tolist] = _tolist
+for _method in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__):
+    registry.built_in[_method] = _of_whole(_method)

@@ -22,7 +22,7 @@ from shardwise.ops.engine.decomposition import call_decomposed
 from shardwise.ops.engine.rule import Along, Labels, Rule, broadcast
 from shardwise.ops.engine.table import TABLE
 from shardwise.ops.families.reduction import SUM
-from shardwise.tensor import ShardedTensorBase, from_local
+from shardwise.tensor import ShardedTensor, ShardedTensorBase, from_local
 from shardwise.tensor.dispatch import registry
 from shardwise.tensor.partial import ReplicatedTensor
 
@@ -267,7 +267,8 @@ def _grouped_mm(call: Call) -> Any:
         result = compute(grouped, rule)
         if result is not NotImplemented:
             return result
-    return _by_group(x, weight, offsets.tolist())
+    ends = offsets.full_tensor() if isinstance(offsets, ShardedTensor) else offsets
+    return _by_group(x, weight, ends.tolist())
 
 
 TABLE.update(
