@@ -102,6 +102,7 @@ class Settings:
     strict: bool = False  # whether ranks also compare before every op
     compares_first: bool = True  # whether values of plain operands are compared in the first calls of a kind
     gather_budget: int = MIB
+    whole_sums: int = 0  # bytes of a sum over what is cut, up to which every rank gets all of it
     own_batches: bool = False  # whether plain inputs of linear and embeddings are each rank's own
     own_draws: bool = False  # whether each rank draws for its shards as for plain tensors of their sizes
     shared_files: bool = False  # whether ranks may `torch.save` their shards to one file, as in the old system
@@ -111,7 +112,7 @@ class Settings:
     @functools.cached_property
     def of_calls(self) -> tuple[Any, ...]:
         """The settings that a call on sharded tensors depends on."""
-        return self.gather_budget, self.own_batches, self.own_draws, self.validate
+        return self.gather_budget, self.whole_sums, self.own_batches, self.own_draws, self.validate
 
 
 class _Within(NamedTuple):

@@ -102,6 +102,25 @@ def test_what_is_returned_beside_the_words() -> None:
     assert len(keys[0].metadata().shards_metadata) == 2
 
 
+def traced(model: Any, count: int) -> Any:
+    """The trace of so many words, the second time that they are generated."""
+    generated(model, IDS, max_new_tokens=count)
+    with shardwise.trace() as trace:
+        generated(model, IDS, max_new_tokens=count)
+    return trace
+
+
+@ranks(2)
+def test_a_word_takes_few_messages() -> None:
+    """Two for the table and two for each layer, whose sums go to every rank, and one for the logits; nothing is worked
+    out anew, and ranks do not meet."""
+    model, plain = CUTS["tensor_parallel"](llama()), llama()
+    three, four = traced(model, 3), traced(model, 4)
+    assert len(four.events) - len(three.events) == 2 + 2 * plain.config.num_hidden_layers + 1
+    assert not any(event.is_meeting for event in four.events)
+    assert not four.uncached
+
+
 @ranks(2)
 def test_a_model_with_an_encoder_generates() -> None:
     """T5, whose encoder runs once, and whose decoder keeps two caches."""

@@ -42,9 +42,16 @@ def or_default(process_group: ProcessGroup | None) -> ProcessGroup:
     return found
 
 
+@cached_per_group()  # every message asks, and torch takes ten calls to answer
 def is_member(process_group: ProcessGroup) -> bool:
     """Whether the calling rank belongs to the group."""
     return dist.get_rank(process_group) >= 0
+
+
+@cached_per_group()
+def own_rank(process_group: ProcessGroup) -> int:
+    """The global rank of this process, which belongs to the group."""
+    return dist.get_rank()
 
 
 def _require_member(process_group: ProcessGroup) -> None:

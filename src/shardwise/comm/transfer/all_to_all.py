@@ -7,9 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from shardwise.comm.group import rank_array
+from shardwise.comm.group import own_rank, rank_array
 from shardwise.comm.transfer.messages import LocalMemory, Message, Messages, messages_received, messages_sent
 from shardwise.comm.transfer.operands import TransferOperands
 from shardwise.comm.transfer.sums import write_sum
@@ -34,7 +33,7 @@ class Carrier(ABC):
     def __init__(self, operands: TransferOperands) -> None:
         self.outs = operands.outs
         self._plan, self._group, self._dtype = operands.plan, operands.group, operands.dtype
-        self._rank = dist.get_rank()
+        self._rank = own_rank(operands.group)
         kinds = operands.plan.device_types
         self._wire = wire_device(kinds, operands.group)
         self._pinned = self._wire.type == "cpu" and "cuda" in kinds  # through pinned memory of the host

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.comm.group import DIGEST, CallFingerprint, is_fake, is_tagged, sends, without_data
+from shardwise.comm.group import DIGEST, CallFingerprint, is_fake, is_tagged, own_rank, sends, without_data
 from shardwise.comm.tracing import record
 from shardwise.comm.transfer.all_to_all import AllToAll
 from shardwise.comm.transfer.bounded import Bounded, BoundedTransfer
@@ -107,7 +107,7 @@ def _begun(
     all_are_ready = when_ready(group, ready, _said(plan.src, plan.dst, plan.sums, dtype, max_bytes, verb))
     with failing_together(group), torch.no_grad():
         if outs is None:
-            outs = empty_tensors(plan.dst, dtype, fill=None if plan.sums else fill)
+            outs = empty_tensors(plan.dst, dtype, fill=None if plan.sums else fill, rank=own_rank(group))
         operands = TransferOperands(plan, tensors, outs, group, dtype)
         if max_bytes is None or not sends(group):
             own = own_collective(operands)
@@ -132,9 +132,12 @@ def _said(
     return CallFingerprint(fields, hashlib.blake2b(src.digest + dst.digest + rest, digest_size=DIGEST).digest())
 
 
-def empty_tensors(layout: Layout, dtype: torch.dtype, *, fill: Any = None) -> list[torch.Tensor]:
+def empty_tensors(
+    layout: Layout, dtype: torch.dtype, *, fill: Any = None, rank: int | None = None
+) -> list[torch.Tensor]:
     """New local tensors for this rank's boxes of a layout, filled with a value if one is given."""
-    made = [torch.empty(size, dtype=dtype, device=device) for size, device in _local_boxes(layout, dist.get_rank())]
+    boxes = _local_boxes(layout, dist.get_rank() if rank is None else rank)
+    made = [torch.empty(size, dtype=dtype, device=device) for size, device in boxes]
     return made if fill is None else [tensor.fill_(fill) for tensor in made]
 
 

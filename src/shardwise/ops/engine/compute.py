@@ -51,7 +51,9 @@ def compute(
     group, places = common_group(call)
     caches = not may_alias_operand(call.op)
     operands = tuple(_operand(operand, caches=caches) for operand in call.operands)
-    schedule = make_schedule(rule, operands, places, settings.current().gather_budget, written)
+    current = settings.current()
+    whole_sums = 0 if torch.is_grad_enabled() else current.whole_sums
+    schedule = make_schedule(rule, operands, places, current.gather_budget, written, whole_sums)
     if schedule is None or (schedule.moved and not moves):
         return NotImplemented
     if partial is not None and schedule.partial:

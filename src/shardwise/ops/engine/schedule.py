@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -43,15 +43,22 @@ class Schedule:
     moved: int  # bytes of operands that travel
     cost: int  # of these bytes and of those of the gradients
     in_place: tuple[bool, ...]  # which operands need not move
+    whole_sum: bool = False  # whether every rank gets all of a reduction over what is cut
 
 
 @lru_cache(maxsize=1024)
 def make_schedule(
-    rule: Rule, operands: tuple[Operand, ...], places: Places, budget: int, fixed: int | None = None
+    rule: Rule,
+    operands: tuple[Operand, ...],
+    places: Places,
+    budget: int,
+    fixed: int | None = None,
+    whole_sums: int = 0,
 ) -> Schedule | None:
     """The cheapest schedule under which no rank gathers more than ``budget`` bytes of whole operands, if there is any.
 
-    ``places`` are those of the whole group. The operand with the number ``fixed`` must not move.
+    ``places`` are those of the whole group. The operand with the number ``fixed`` must not move. A sum over what is cut
+    is given to every rank if it has no more than ``whole_sums`` bytes.
     """
     leads = [k for k, operand in enumerate(operands) if operand.layout is not None and fixed in (None, k)]
     candidates = [cells for k in leads if (cells := operand_cells(rule, k, operands[k].layout)) is not None]  # type: ignore[arg-type] # filtered
@@ -66,6 +73,8 @@ def make_schedule(
         if schedule is None:
             continue
         cost = schedule.cost
+        if schedule.partial and _bytes_of_result(rule, operands) <= whole_sums:
+            schedule = replace(schedule, whole_sum=True)
         if schedule.partial and (best is None or cost < least):  # partial results travel, too
             itemsize = max(operand.itemsize for operand in operands)
             moved = make_reduction_plan(schedule, places).transfer.moved * itemsize
@@ -75,6 +84,10 @@ def make_schedule(
         if not least:
             break
     return best
+
+
+def _bytes_of_result(rule: Rule, operands: tuple[Operand, ...]) -> int:
+    return math.prod(tensor_size(rule, rule.results[0])) * max(operand.itemsize for operand in operands)
 
 
 def _cost(moved: int, ranks: int, has_gradient: bool) -> int:
@@ -182,12 +195,12 @@ class ReductionPlan:
 
 @lru_cache(maxsize=512)
 def make_reduction_plan(schedule: Schedule, places: Places) -> ReductionPlan:
-    """The plan that leaves the result in chunks."""
+    """The plan that leaves the result in chunks, or gives every rank all of it."""
     rule, cells = schedule.rule, schedule.cells
     rows = contributing_cells(cells)
     some = None if len(rows) == len(cells) else rows
     size = tensor_size(rule, rule.results[0])
-    result = chunked_layout(size, places)
+    result = Layout.whole(size, places) if schedule.whole_sum else chunked_layout(size, places)
     assert rule.reduction is not None
     if rule.reduction.is_sum and not result.has_replicas:
         partials = schedule.results[0] if some is None else schedule.results[0].chosen(rows)
