@@ -70,7 +70,11 @@ class TorchFunctionTensor(Distributed, torch.Tensor):
         if isinstance(tensor, list | tuple) and tensor:
             tensor = tensor[0]
         if not isinstance(tensor, TorchFunctionTensor):
-            tensor = next((t for t in distributed_in(args, kwargs) if isinstance(t, TorchFunctionTensor)), None)
+            for tensor in args:  # as the weight of a layer, beside a plain input
+                if isinstance(tensor, TorchFunctionTensor):
+                    break
+            else:
+                tensor = next((t for t in distributed_in(args, kwargs) if isinstance(t, TorchFunctionTensor)), None)
             if tensor is None:
                 raise unsupported(func, args, kwargs, "no sharded tensor was found among the arguments")
         frame = tensor._frame
