@@ -6,8 +6,8 @@ which ranks notice that they do different things, knows nothing of the kernels: 
 
 from __future__ import annotations
 
+import functools
 import gc
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,13 +16,13 @@ from torch.distributed import ProcessGroup
 
 from shardwise.comm.agreement import in_step, record_call
 from shardwise.comm.group import CallFingerprint, group_state, or_default, talks
-from shardwise.comm.peers import is_watched, notify_of_failure, wait_for_device, watch
+from shardwise.comm.peers import notify_of_failure, wait_until_unwatched, watch
 from shardwise.errors import CaptureError
+from shardwise.patching import replace_now
 from shardwise.tensor.redistribution_cache import count_graph
 from shardwise.torch_private import pytree
 
 cuda: Any = torch.cuda  # of which torch declares some functions without types
-SOON = 0.01  # seconds
 WARM_UP = 3  # calls, after which every call of a step is a program, and NCCL has connected the ranks
 
 
@@ -71,10 +71,6 @@ class CapturedStep:
             args, kwargs = pytree.tree_unflatten(self._inputs, self._signature)
             count_graph()
             gc.collect()  # what is collected while a graph is captured may free memory, which CUDA forbids then
-            if self._group is not None and talks(self._group):
-                wait_for_device(self._group, torch.device("cuda", torch.cuda.current_device()))
-                while is_watched(self._group):
-                    time.sleep(SOON)  # until the watchdog's thread asks CUDA no more, which would end the capture
             before = b"" if history is None else history.digest
             try:
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -185,3 +181,16 @@ def capture(
     often, find that out where they meet next.
     """
     return CapturedStep(step, process_group, warm_up)
+
+
+_begin: Any = torch.cuda.graphs.graph.__enter__
+
+
+@functools.wraps(_begin)
+def _begin_unwatched(self: Any) -> Any:
+    """Begin a capture when no thread of this library asks CUDA about collectives."""
+    wait_until_unwatched()
+    return _begin(self)
+
+
+replace_now(torch.cuda.graphs, "graph.__enter__", _begin_unwatched)

@@ -19,7 +19,7 @@ from shardwise.comm.peers.status import (
     require_usable,
 )
 from shardwise.comm.peers.store_channel import StoreChannel
-from shardwise.comm.peers.watchdog import NOT_BEGUN, abort_group, is_watched, wait_for_device, watch
+from shardwise.comm.peers.watchdog import NOT_BEGUN, abort_group, wait_for_device, wait_until_unwatched, watch
 
 __all__ = [
     "NOT_BEGUN",
@@ -34,7 +34,6 @@ __all__ = [
     "failure_of",
     "find_verdict",
     "given_up",
-    "is_watched",
     "mark_known",
     "mark_unusable",
     "mismatch_error",
@@ -43,6 +42,7 @@ __all__ = [
     "ranks_gone",
     "require_usable",
     "wait_for_device",
+    "wait_until_unwatched",
     "watch",
     "who_is_gone",
 ]
