@@ -242,11 +242,7 @@ class FlatOptimizer:
                 self._share_numbers(run, state)
                 for one in run.parameters:
                     given = self._given.get(id(one.sharded))
-                    if (
-                        given is not None
-                        and given.keys() == state.keys()
-                        and self._outer.state.get(one.sharded) is given
-                    ):
+                    if given is not None and given.keys() == state.keys() and self._has(one, given):
                         continue
                     made = {name: _part(run, one, value, tensor) for name, value in state.items()}
                     self._given[id(one.sharded)], self._outer.state[one.sharded] = dict(made), made
