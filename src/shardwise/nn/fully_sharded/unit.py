@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from shardwise import settings
 from shardwise.errors import PlanError
 from shardwise.nn.fully_sharded.flat_memory import FlatMemory, FlatParameter, Reduce
 from shardwise.nn.fully_sharded.local_compute import (
@@ -182,7 +183,8 @@ class Unit:
 
     def _run_locally(self, *args: Any, **kwargs: Any) -> Any:
         self._put([view for memory in self.memories for view in memory.split()])
-        return self.module.forward(*args, **kwargs)
+        with settings.changed(compares_first=False):  # weights of other units are sharded, beside samples of one rank
+            return self.module.forward(*args, **kwargs)
 
 
 class UnitCall:

@@ -53,7 +53,8 @@ def note_plain_values(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     leaves = pytree.tree_leaves_with_path((tuple(args), kwargs))
     sharded = next((leaf for _, leaf in leaves if isinstance(leaf, ShardedTensorBase)), None)
     group = None if sharded is None else sharded._process_group
-    plain = [(path, leaf) for path, leaf in plain_operands(op, leaves) if leaf.ndim and not _is_parameter(leaf)]
+    # Parameters were made alike by `shard_module`; other subclasses, such as DTensor, are no plain tensors.
+    plain = [(path, leaf) for path, leaf in plain_operands(op, leaves) if leaf.ndim and type(leaf) is torch.Tensor]
     if not plain or group is None or not talks(group):
         return True
     counts = group_state(group).plain_calls
@@ -112,11 +113,6 @@ def plain_operands(op: Callable[..., Any], leaves: Sequence[tuple[Path, Any]]) -
 
 def _is_plain(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, Distributed) and not value.is_meta
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter of a module, which `shard_module` has made alike on all ranks."""
-    return isinstance(tensor, torch.nn.Parameter)
 
 
 def _is_destination(op: Callable[..., Any], path: Path) -> bool:
