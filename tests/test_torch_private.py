@@ -23,7 +23,7 @@ WORDS = {part for path in LISTED for part in path.split(".")}
 ELSEWHERE = {  # private attributes of objects that are not torch's, and of torch's options
     *("_getframe", "_exit"),  # of Python
     *("_call_s3", "_fetch", "_get_kwargs_from_urls", "_strip_protocol"),  # of fsspec and s3fs
-    *("_drop_last", "_models", "_init_weights"),  # of accelerate and transformers
+    *("_drop_last", "_models", "_init_weights", "_from_config"),  # of accelerate and transformers
     *("_Options", "_devices", "_threads", "_timeout"),  # of gloo's options
     *("_shard", "_forward_cls"),  # of the system that the drop-in replaces; of a node of a custom Function
 }

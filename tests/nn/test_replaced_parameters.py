@@ -10,11 +10,13 @@ import torch.distributed as dist
 from tests.cases import ROUNDING
 from tests.nn.fully_sharded.cases import Model, assert_same, batch_of, mine
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import ExponentialLR
 
 import shardwise
 from shardwise import plans
 from shardwise.errors import OptimizerError
+from shardwise.nn import shard_parameter
 from shardwise.testing import ranks
 
 
@@ -45,8 +47,32 @@ def test_an_optimizer_made_before_the_model_is_sharded(way: str, kind: type[torc
             optimizer.step()
             schedule.step()
         assert_same(plain, model, grads=False, tolerance=ROUNDING if kind is torch.optim.SGD else 1e-6)
-    held = {id(one) for group in optimizers[1].param_groups for one in group["params"]}
-    assert held == {id(one) for one in model.parameters()}
+    assert_holds(optimizers[1], model)
+
+
+def assert_holds(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """The optimizer has the parameters of the model."""
+    held = [id(one) for group in optimizer.param_groups for one in group["params"]]
+    assert sorted(held) == sorted(id(one) for one in model.parameters())
+
+
+@ranks(4)
+def test_a_model_that_is_sharded_twice() -> None:
+    """By tensor parallelism, and then fully. All kinds of optimizers hold what the model has, at once."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Model()
+    optimizers = [kind(model.parameters(), lr=0.1) for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS)]
+    shardwise.shard_module(model, plans.tensor_parallel(model, mesh["tp"]))
+    for optimizer in optimizers:
+        assert_holds(optimizer, model)
+    shardwise.fully_shard(model, mesh=mesh["dp"])
+    for optimizer in optimizers:
+        assert_holds(optimizer, model)
+    assert [id(one) for one in optimizers[2]._params] == [id(one) for one in model.parameters()]
+    single = Model()
+    alone = torch.optim.SGD([single.head.weight], lr=0.1)
+    shard_parameter(single, "head.weight", shardwise.ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]))
+    assert type(alone.param_groups[0]["params"][0]) is not nn.Parameter
 
 
 @ranks(2)

@@ -164,7 +164,7 @@ def test_plain_operands_that_differ_between_ranks_are_found_out() -> None:
     """Where an op is computed on every rank: a draw that each rank made for itself, for example."""
     tensor = shard_tensor(PLAIN, chunks(0, 0, 1))
     rows = torch.tensor([dist.get_rank()])
-    with pytest.raises(RankMismatchError, match=r"__setitem__.*is a plain tensor"):
+    with pytest.raises(RankMismatchError, match=r"setitem.*is a plain tensor"):
         tensor[rows, 0] = 0.0
     with shardwise.validation(values=False), pytest.raises(RankMismatchError, match="operand 1"):
         tensor[rows, 0] = 0.0

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise
-from shardwise import GridShardingSpec
+from shardwise import GridShardingSpec, plans
 from shardwise.testing import ranks
 
 PLACES = [f"rank:{rank}/cpu" for rank in range(3)]
@@ -193,3 +193,17 @@ def test_what_values_decide_is_said() -> None:
     assert [event.kind for event in rows.events if event.op == "embedding"] == ["reduce-scatter"]
     with pytest.raises(RuntimeError, match="broadcast"):  # what is wrong with a call is raised, as by the call
         shardwise.explain(lambda: x + torch.ones(5, 5))
+
+
+@ranks(2)
+def test_modules_that_send_more_than_their_weights() -> None:
+    """The explanation says so, and what gathers weights instead; it is silent where little is sent."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+    plan = plans.fully_sharded(model)
+    assert "shardwise.fully_shard" in str(plan).splitlines()[-1]
+    shardwise.shard_module(model, plan)
+    batches = [shardwise.from_local(torch.ones(rows, 16)) for rows in (4, 4096)]
+    few, many = (str(shardwise.explain(lambda x=x: model(x).mean().backward())) for x in batches)
+    assert "fully_shard" not in few
+    assert "2 modules, '2' most of all, send more than it would take to gather the weights" in many
+    assert max(map(len, many.splitlines())) <= 100

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from shardwise.comm.agreement import in_step_sharing
 from shardwise.comm.group import Fields, group_ranks, or_default
 from shardwise.errors import PropertyError
-from shardwise.nn.replaced_parameters import note_replaced
+from shardwise.nn.replaced_parameters import note_replaced, replacing_in_optimizers
 from shardwise.nn.sharding_plan import ModuleTree, ParameterStep, parameter_step
 from shardwise.tensor import ShardedTensor, empty, shard_tensor
 from shardwise.tensor.movement import global_rank
@@ -58,11 +58,12 @@ class AgreedSteps:
 
     def shard(self) -> None:
         """Shard one after the other; each plain parameter is freed before the next is sharded."""
-        for step, without_data in zip(self.steps, self.without_data, strict=True):
-            if _is_sharded(step):
-                _reshard(step)
-            else:
-                _replace(step, without_data, self.src_rank, self.process_group)
+        with replacing_in_optimizers():
+            for step, without_data in zip(self.steps, self.without_data, strict=True):
+                if _is_sharded(step):
+                    _reshard(step)
+                else:
+                    _replace(step, without_data, self.src_rank, self.process_group)
 
 
 def agree_on_steps(

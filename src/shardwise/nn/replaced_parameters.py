@@ -1,12 +1,16 @@
-"""Optimizers that were made before a model was sharded: they step the parameters that took the place of theirs.
+"""Optimizers that were made before a model was sharded: they get the parameters that took the place of theirs.
 
 Sharding puts new parameters into a model. An optimizer that holds the old ones would step nothing, without a word. So
-before a step, parameters that were replaced are replaced in the optimizer, too, as long as it has no states of them.
+parameters that are replaced in a model are replaced in the optimizers that hold them, too. An optimizer that has
+stepped them has states of tensors that are gone: its next step raises.
 """
 
 from __future__ import annotations
 
-import weakref
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -15,36 +19,62 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.errors import OptimizerError
 
-_new_of = WeakIdKeyDictionary()  # parameter → a weak reference to the one that took its place
+_replaced: list[tuple[nn.Parameter, nn.Parameter]] = []  # old and new, while a model is sharded
+_stale = WeakIdKeyDictionary()  # old parameters of which an optimizer has states
 _installed: list[Any] = []
 
 
 def note_replaced(old: object, new: object) -> None:
-    """A parameter of a model was replaced by another one."""
-    if isinstance(old, nn.Parameter) and isinstance(new, nn.Parameter) and old is not new:
-        _new_of[old] = weakref.ref(new)
-        if not _installed:
-            _installed.append(register_optimizer_step_pre_hook(_before_step))
+    """A parameter of a model was replaced by another one; within `replacing_in_optimizers`."""
+    if isinstance(old, nn.Parameter) and isinstance(new, nn.Parameter) and _references(old) > _references_of_two() + 1:
+        _replaced.append((old, new))
+
+
+def _references(one: object) -> int:
+    return sys.getrefcount(one)
+
+
+def _references_of_two() -> int:
+    """Of an object that one function holds and gives to another one; `note_replaced` is one function more."""
+    probe = object()
+    return _references(probe)
+
+
+@contextmanager
+def replacing_in_optimizers() -> Iterator[None]:
+    """At the end, replace in all optimizers the parameters that were replaced in a model within this context."""
+    _replaced.clear()
+    try:
+        yield
+        if _replaced:
+            _replace_in_optimizers({id(old): new for old, new in _replaced})
+    finally:
+        _replaced.clear()
+
+
+def _replace_in_optimizers(new_of: dict[int, nn.Parameter]) -> None:
+    for optimizer in [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]:
+        for group in getattr(optimizer, "param_groups", ()):
+            parameters: list[Any] = group["params"]
+            for k, parameter in enumerate(parameters):
+                if id(parameter) not in new_of:
+                    continue
+                if optimizer.state.get(parameter):
+                    _refuse_steps(parameter)
+                else:
+                    parameters[k] = new_of[id(parameter)]  # in its place: LBFGS keeps the list
+
+
+def _refuse_steps(parameter: nn.Parameter) -> None:
+    _stale[parameter] = True
+    if not _installed:
+        _installed.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups:
-        parameters = group["params"]
-        if any(one in _new_of for one in parameters):
-            if any(one in _new_of and optimizer.state.get(one) for one in parameters):
-                raise OptimizerError(
-                    f"this {type(optimizer).__name__} has stepped parameters that were sharded afterwards, so its "
-                    "states are of tensors that the model no longer has: make a new optimizer of the sharded model's "
-                    "parameters, and load the states into it, as shardwise.load does"
-                )
-            group["params"] = [_current(one) for one in parameters]
-
-
-def _current(parameter: Any) -> Any:
-    """The parameter that the model has now."""
-    while parameter in _new_of:
-        found = _new_of[parameter]()
-        if found is None:  # its model is gone
-            return parameter
-        parameter = found
-    return parameter
+    if any(one in _stale for group in optimizer.param_groups for one in group["params"]):
+        raise OptimizerError(
+            f"this {type(optimizer).__name__} has stepped parameters that were sharded afterwards, so its states are "
+            "of tensors that the model no longer has: make a new optimizer of the sharded model's parameters, and load "
+            "the states into it, as shardwise.load does"
+        )

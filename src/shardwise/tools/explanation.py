@@ -14,6 +14,7 @@ from shardwise.comm.tracing.events import MEETING, Collective, Origin
 from shardwise.comm.tracing.origin import place_of
 from shardwise.comm.tracing.record import Trace, recording
 from shardwise.comm.tracing.table import show
+from shardwise.layout.pictures.words import bytes_text
 from shardwise.tools.stand_ins import StandIns
 from shardwise.torch_private import (
     FAKE_TENSOR_ERRORS,
@@ -21,6 +22,8 @@ from shardwise.torch_private import (
     clipping_foreach_types,
     optimizer_foreach_types,
 )
+
+GATHERS = 3  # of the weights in a step of fully sharded training: for both passes, and back as gradients
 
 
 class Explanation(Trace):
@@ -62,7 +65,24 @@ class Explanation(Trace):
     def __str__(self) -> str:
         events = sorted([*self.events, *self.meetings], key=lambda one: one.number)
         shown = show(events, f"rank {self.rank} of {self.ranks}", times=False)
-        return f"{shown}\n\n{self.stopped}" if self.stopped else shown
+        return "\n\n".join(filter(None, (shown, self._advice(), self.stopped)))
+
+    def _advice(self) -> str:
+        """Which modules send more than it would take to gather their weights, if any do."""
+        sent: dict[str, int] = {}
+        for one in self.events:
+            sent[one.module] = sent.get(one.module, 0) + (one.in_all or 0)
+        weights, gathers = self._origins.weights, GATHERS * (self.ranks - 1)
+        found = [name for name in sent if weights.get(name) and sent[name] > gathers * weights[name]]
+        if not found:
+            return ""
+        most = max(found, key=lambda name: sent[name] - gathers * weights[name])
+        what = f"'{most}' sends" if len(found) == 1 else f"{len(found)} modules, '{most}' most of all, send"
+        sizes = f"{bytes_text(sent[most])} against {bytes_text(gathers * weights[most])}"
+        return (
+            f"{what} more than it would take to gather the weights:\n  {sizes} in a step.\n"
+            "  With samples of its own on each rank, shardwise.fully_shard gathers weights instead."
+        )
 
     def __repr__(self) -> str:
         return f"<Explanation of rank {self.rank}: {len(self.events)} transfers, {self.in_all:,} bytes by all>"

@@ -14,6 +14,7 @@ from shardwise.comm.agreement.steps import (
     notify_if_alone,
     notify_of_leaving,
     record_call,
+    settle,
     step_of_op,
 )
 
@@ -31,6 +32,7 @@ __all__ = [
     "notify_of_leaving",
     "record_call",
     "room",
+    "settle",
     "step_of_op",
     "wait_for_data",
 ]

@@ -94,6 +94,7 @@ class CallHistory:
         self.digest = hashlib.blake2b(epoch.to_bytes(8, "little"), digest_size=DIGEST).digest()
         self.entries.clear()
         self.failure = None
+        self.plain_calls: dict[Any, int] = {}  # calls whose plain operands were compared, by function and sizes
 
     def begin_epoch(self) -> None:
         """All ranks raise the same error, or have: what was sent before is of no account."""

@@ -43,7 +43,6 @@ class GroupState:
         self._history: CallHistory | None = None
         self.message_threads = MessageThreads()
         self.programs: dict[Any, Any] = {}  # of recorded calls, by cache key; a str says why there is no program
-        self.plain_calls: dict[Any, int] = {}  # calls with plain operands whose values were compared, by kind
         self.caches: dict[Callable[..., Any], Callable[..., Any]] = {}  # of the functions that are `cached_per_group`
         self.at_end: set[Callable[[GroupState], object]] = set()  # called when the state ends
         if process_group is not None:

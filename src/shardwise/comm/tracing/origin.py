@@ -103,6 +103,7 @@ class Origins:
         self._running = Running()
         self._nodes: dict[int, Origin] = {}  # by the number that torch gives to nodes in order
         self._names: tuple[Any, dict[int, str]] = (None, {})
+        self.weights: dict[str, int] = {}  # bytes of the parameters of each module that ran, without its children's
 
     def enter(self, op: Any) -> tuple[Origin, int]:
         """An op begins. Leave with what this gives.
@@ -152,7 +153,9 @@ class Origins:
         if not running and self._names[0] is not module:
             self._names = module, {id(one): name for name, one in module.named_modules()}
         kind = type(module).__name__
-        running.append((module, self._names[1].get(id(module), kind) or kind))
+        name = self._names[1].get(id(module), kind) or kind
+        running.append((module, name))
+        self.weights[name] = sum(one.nbytes for one in module._parameters.values() if one is not None)
 
     def _end(self, module: Any) -> None:
         running = self._running.modules

@@ -20,6 +20,7 @@ from shardwise.nn.fully_sharded.rank_groups import RankGroups
 from shardwise.nn.fully_sharded.runtime import FullySharded
 from shardwise.nn.fully_sharded.unit_choice import UnitChoice, choose_units
 from shardwise.nn.plain_tensors import make_plain_alike
+from shardwise.nn.replaced_parameters import replacing_in_optimizers
 from shardwise.nn.sharding_plan import ModuleTree
 from shardwise.nn.sharding_plan.steps import each_parameter
 from shardwise.tensor import ShardedTensor
@@ -101,7 +102,8 @@ def fully_shard(
         return (choices, held, loads), {"verb": "fully_shard", "src_rank": src_rank, **options, **fields}
 
     choices, held, loads = in_step(group, work)
-    made = UnitBuilder(held, loads, groups, precision or Precision(), src_rank, offload).units(choices)
+    with replacing_in_optimizers():
+        made = UnitBuilder(held, loads, groups, precision or Precision(), src_rank, offload).units(choices)
     make_plain_alike(model, src_rank, group)
     own = loads[groups.row_number if len(loads) > 1 else 0]
     FullySharded(model, made, group, own, prefetch=prefetch, keep=keep)

@@ -34,6 +34,7 @@ class ReasonedPlan(ShardingPlan):
 
     plan: dict[str, ShardingSpec]
     reasons: tuple[Reason, ...] = field(default=(), repr=False)
+    note: str = field(default="", repr=False)  # what is to be known of the plan as a whole
 
     def __str__(self) -> str:
         alike: dict[tuple[str, ...], list[str]] = {}  # the names of those that a line stands for
@@ -46,4 +47,5 @@ class ReasonedPlan(ShardingPlan):
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in table)
         cut_ones = sum(one.cut != PLAIN for one in self.reasons)
-        return "\n".join((*lines, f"{cut_ones} of {len(self.reasons)} parameters are cut"))
+        notes = [self.note] if self.note else []
+        return "\n".join((*lines, f"{cut_ones} of {len(self.reasons)} parameters are cut", *notes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -15,6 +16,9 @@ from shardwise.nn.plans.reasons import PLAIN, Reason, ReasonedPlan
 from shardwise.nn.sharding_plan import ModuleTree
 from shardwise.nn.sharding_plan.steps import each_parameter
 
+MOVES_ACTIVATIONS = (
+    "ops compute where weights lie, and activations travel; shardwise.fully_shard gathers weights, as FSDP does"
+)
 Choice = Callable[[torch.Tensor], tuple[int | None, str]]  # the dim that is cut, or None, and why
 
 
@@ -46,6 +50,7 @@ def fully_sharded(
         2.weight      1×8   dim 1 as 4 | 2 | 2  its longest dim
         2.bias        1     plain               fewer elements than ranks
         5 of 6 parameters are cut
+        ops compute where weights lie, and activations travel; shardwise.fully_shard gathers weights, as FSDP does
         >>> dist.destroy_process_group()
     """
     rank_rows = RankRows.of(mesh, weights, process_group)
@@ -55,7 +60,7 @@ def fully_sharded(
             return None, "fewer elements than ranks"
         return max(range(parameter.ndim), key=lambda dim: parameter.shape[dim]), "its longest dim"
 
-    return _plan(model, rank_rows, choice)
+    return replace(_plan(model, rank_rows, choice), note=MOVES_ACTIVATIONS)
 
 
 def rows(

@@ -64,7 +64,11 @@ _default_dtype = torch.get_default_dtype
 
 def cached_call(op: Any, args: Sequence[Any], kwargs: dict[str, Any], slow_path: Callable[..., Any]) -> Any:
     """The result of ``slow_path(op, args, kwargs)``, by the cached program if there is one."""
-    if active.recorder is not None or is_torch_function_mode_enabled() or dispatch_mode_count():
+    if active.recorder is not None:
+        return slow_path(op, args, kwargs)
+    if is_torch_function_mode_enabled() or dispatch_mode_count():
+        if outer_function.called is None:
+            note_plain_values(op, args, kwargs)
         return slow_path(op, args, kwargs)
     try:
         group, key = cache_key(op, args, kwargs)
@@ -75,8 +79,8 @@ def cached_call(op: Any, args: Sequence[Any], kwargs: dict[str, Any], slow_path:
     if program is not None:
         if program.__class__ is str:
             return _run_uncached(op, args, kwargs, slow_path, program)
-        if program.compares_values:
-            program.compares_values = not note_plain_values(op, args, kwargs)
+        if program.has_plain and program.compared_in != state.history.epoch:
+            note_plain_values(op, args, kwargs, program)
         return program.run(args, kwargs)
     if is_capturing():  # the states of generators cannot be compared
         return slow_path(op, args, kwargs)

@@ -1,4 +1,4 @@
-"""The values of plain operands, which must be the same on every rank: compared in the first calls of each kind.
+"""The values of plain operands, which must be the same on every rank: compared in the first calls of each function.
 
 A rank that passes its own batch as a plain tensor, as under DDP, would get a wrong result without a word. So the first
 calls with plain operands are added to the history of the group together with a few bytes of their values. Nothing is
@@ -15,7 +15,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -23,17 +23,23 @@ from torch.nn import functional
 from torch.overrides import get_testing_overrides
 
 from shardwise import settings
-from shardwise.comm.agreement import record_call
+from shardwise.comm.agreement import record_call, settle
 from shardwise.comm.group import CallFingerprint, group_state, is_capturing, talks, without_data
 from shardwise.comm.peers import PLAIN_VALUE
+from shardwise.comm.tracing.origin import name_of
 from shardwise.comm.transfer.views import resolved
 from shardwise.tensor import ShardedTensorBase
-from shardwise.tensor.dispatch import Distributed, op_name
+from shardwise.tensor.dispatch import Distributed
 from shardwise.torch_private import current_backward, pytree
+
+if TYPE_CHECKING:
+    from shardwise.ops.engine.program import Program
 
 FIRST_CALLS = 3  # of a kind, which are compared
 MOST_CALLS = 64  # of one function, whatever its arguments are
 SAMPLE = 2**14  # elements of an operand that are read
+DIGITS = 32  # steps to which a mantissa is rounded: far fewer than float32 tells apart
+NOISE = 1e-5  # of an element: smaller ones may be what rounding has left
 ADVICE = "seed before you draw it; or, if each rank has its own part, say so with shardwise.from_local(x)"
 OWN_BATCH_ARGUMENTS = {"input", "indices", "offsets", "per_sample_weights"}  # each rank's own, under own_batches, in:
 OWN_BATCH_OPS = {functional.linear, functional.embedding, functional.embedding_bag}
@@ -42,41 +48,46 @@ OWN_BATCH_OPS |= {torch.embedding, torch.embedding_bag}
 Path = Sequence[Any]  # in ``(args, kwargs)``
 
 
-def note_plain_values(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Add the values of plain operands to the history, in the first calls of a kind; not within a backward.
+def note_plain_values(
+    op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], program: Program | None = None
+) -> None:
+    """Add the values of plain operands to the history, in the first calls of an epoch; not within a backward.
 
-    Gives whether later calls of this kind need not come here.
+    A program that runs need not come here any more in this epoch, once there have been enough calls like it.
     """
     checks = settings.current()
     if not (checks.validate and checks.compares_first) or current_backward() != -1 or is_capturing() or without_data():
-        return False
+        return
     leaves = pytree.tree_leaves_with_path((tuple(args), kwargs))
     sharded = next((leaf for _, leaf in leaves if isinstance(leaf, ShardedTensorBase)), None)
-    group = None if sharded is None else sharded._process_group
+    group, name = None if sharded is None else sharded._process_group, name_of(op)
+    if group is None or not talks(group):
+        return
     # Parameters were made alike by `shard_module`; other subclasses, such as DTensor, are no plain tensors.
     plain = [(path, leaf) for path, leaf in plain_operands(op, leaves) if leaf.ndim and type(leaf) is torch.Tensor]
-    if not plain or group is None or not talks(group):
-        return True
-    counts = group_state(group).plain_calls
-    kind = op, *((leaf.shape, leaf.dtype) for _, leaf in plain)
-    if counts.get(kind, 0) >= FIRST_CALLS or counts.get(op, 0) >= MOST_CALLS:
-        return True
-    counts[kind], counts[op] = counts.get(kind, 0) + 1, counts.get(op, 0) + 1
+    history = settle(group) if plain else group_state(group).history  # of the epoch in which the call is added
+    counts, alike = history.plain_calls, (name, *((leaf.shape, leaf.dtype) for _, leaf in plain))
+    if not plain or counts.get(alike, 0) >= FIRST_CALLS or counts.get(name, 0) >= MOST_CALLS:
+        if program is not None:
+            program.compared_in = history.epoch
+        return
+    counts[alike], counts[name] = counts.get(alike, 0) + 1, counts.get(name, 0) + 1
     fields = {
         f"{argument(op, path)} {PLAIN_VALUE}: {ADVICE}": f"{tuple(leaf.shape)} {leaf.dtype} {fingerprint(leaf)}"
         for path, leaf in plain
     }
-    record_call(group, CallFingerprint({"op": op_name(op), **fields}))
-    return False
+    record_call(group, CallFingerprint({"op": name, **fields}))
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """A few digits of some elements of a plain tensor: the same for values that differ by rounding, as good as always.
+    """A few digits of some elements of a plain tensor, which seldom differ for values that differ by rounding.
 
     Ranks that compute a plain tensor by themselves, on devices that are not alike, may have other last bits. So of
-    floating-point numbers a weighted sum is compared, in few digits; of others a hash.
+    floating-point numbers a weighted sum is compared, in few digits; of whole numbers a hash; of numbers with few
+    digits, such as bfloat16, nothing.
     """
-    if tensor.layout != torch.strided or not tensor.numel():
+    few_digits = tensor.is_floating_point() and torch.finfo(tensor.dtype).eps > 1e-4
+    if tensor.layout != torch.strided or not tensor.numel() or few_digits:
         return ""
     flat = resolved(tensor.detach()).reshape(-1)
     some = flat[:: -(-len(flat) // SAMPLE)].cpu().contiguous()
@@ -86,13 +97,10 @@ def fingerprint(tensor: torch.Tensor) -> str:
     values = values.to(torch.float64)
     finite = values[values.isfinite()].asinh()  # so that the large numbers of a mask do not hide all others
     total = float(finite @ _signs(len(finite))) if len(finite) else 0.0
+    if abs(total) < NOISE * math.sqrt(len(values)):
+        total = 0.0
     mantissa, exponent = math.frexp(total)
-    return f"{len(values) - len(finite)} {round(mantissa * _digits(tensor.dtype))} {exponent}"
-
-
-def _digits(dtype: torch.dtype) -> int:
-    """Of how many steps between 1/2 and 1 a mantissa is rounded to one: far fewer than the dtype tells apart."""
-    return 32 if torch.finfo(dtype).eps < 1e-4 else 8
+    return f"{len(values) - len(finite)} {round(mantissa * DIGITS)} {exponent}"
 
 
 @lru_cache(maxsize=64)
@@ -116,10 +124,13 @@ def _is_plain(value: object) -> bool:
 
 
 def _is_destination(op: Callable[..., Any], path: Path) -> bool:
-    """Whether an argument is only written into."""
-    first = path[1]
-    by_name = isinstance(first, pytree.MappingKey) and first.key == "out"
-    return by_name or (op is torch.Tensor.copy_ and isinstance(first, pytree.SequenceKey) and first.idx == 0)
+    """Whether an argument is written into, or only its size and dtype are read."""
+    first, name = path[1], str(getattr(op, "__name__", ""))
+    if isinstance(first, pytree.MappingKey):
+        return bool(first.key == "out")
+    is_first = isinstance(first, pytree.SequenceKey) and first.idx == 0
+    writes = name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return (is_first and writes) or name.endswith(("_as", "_like")) or name == "result_type"
 
 
 def argument(op: Callable[..., Any], path: Path) -> str:

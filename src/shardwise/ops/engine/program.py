@@ -98,7 +98,7 @@ class Result(NamedTuple):
 class Program:
     """The steps of all calls with one cache key."""
 
-    __slots__ = ("_function", "arguments", "communicates", "compares_values", "container", "results", "steps")
+    __slots__ = ("_function", "arguments", "communicates", "compared_in", "container", "has_plain", "results", "steps")
 
     def __init__(
         self,
@@ -112,7 +112,8 @@ class Program:
         """Nested: the call is within another one."""
         self.arguments, self.steps, self.results, self.container = arguments, steps, results, container
         self.communicates = any(step.communicates for step in steps)
-        self.compares_values = not nested and any(one.local_count is None for one in arguments)  # of plain operands
+        self.has_plain = not nested and any(one.local_count is None for one in arguments)
+        self.compared_in = -1  # the epoch in which values of plain operands need no longer be compared
         self._function: Callable[[Any, Any], Any] | None = None
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

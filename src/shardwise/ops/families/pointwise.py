@@ -140,7 +140,7 @@ def _register(op: Op, *, in_place: bool) -> None:
                 columns.append(None)
         if kwargs and any(isinstance(value, torch.Tensor) or name in SLOW_KEYWORDS for name, value in kwargs.items()):
             return call_decomposed(op, args, kwargs)
-        if not tensors and op in FLOAT_WRITES and _writes_nothing(args):
+        if not tensors and in_place and _writes_nothing(op, args, kwargs):
             first._require_writable()
             count_write(first)
             return first
@@ -166,23 +166,31 @@ def _register(op: Op, *, in_place: bool) -> None:
     IGNORES_VALUES.add(op)
 
 
-# Writes of optimizers, which no floating point operands of one dtype can make fail.
-FLOAT_WRITES = {
-    getattr(torch.Tensor, f"{name}_") for name in ("add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp")
+# Writes of optimizers: how many arguments each has, and which numbers it takes by name.
+FLOAT_WRITES: dict[Any, tuple[int, set[str]]] = {
+    torch.Tensor.add_: (2, {"alpha"}),
+    torch.Tensor.sub_: (2, {"alpha"}),
+    torch.Tensor.mul_: (2, set()),
+    torch.Tensor.div_: (2, set()),
+    torch.Tensor.lerp_: (3, set()),
+    torch.Tensor.addcmul_: (3, {"value"}),
+    torch.Tensor.addcdiv_: (3, {"value"}),
 }
 
 
-def _writes_nothing(args: Sequence[Any]) -> bool:
+def _writes_nothing(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a write into an argument without local shards is done: it is not recorded, and fails on no rank."""
-    first = args[0]
-    alike = all(
-        one.dtype == first.dtype if isinstance(one, torch.Tensor) else isinstance(one, float | int) for one in args
-    )
-    return (
-        alike
-        and first.dtype.is_floating_point
-        and not any(isinstance(one, torch.Tensor) and one.requires_grad and _grad_enabled() for one in args)
-    )
+    if op not in FLOAT_WRITES:
+        return False
+    count, names = FLOAT_WRITES[op]
+    first, tensors = args[0], [one for one in args if isinstance(one, torch.Tensor)]
+    numbers = [*kwargs.values(), *(one for one in args if not isinstance(one, torch.Tensor))]
+    if len(args) != count or not kwargs.keys() <= names or (names == {"value"} and len(tensors) != count):
+        return False
+    if not all(isinstance(one, float | int) for one in numbers) or not first.dtype.is_floating_point:
+        return False
+    recorded = _grad_enabled() and any(one.requires_grad for one in tensors)
+    return not recorded and all(one.dtype == first.dtype for one in tensors)
 
 
 def _where(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
