@@ -173,20 +173,32 @@ def test_another_class_or_configuration_may_be_given(tmp_path: Path) -> None:
 
 
 @ranks(2)
+def test_a_model_without_the_head_of_its_folder(tmp_path: Path) -> None:
+    """As `from_pretrained`: names lose the prefix that they have in a model with a head."""
+    plain = _made("llama")
+    _save(plain, tmp_path, "safetensors")
+    same_parameters(load(tmp_path, plans.FullyShard, model_class=AutoModel, dtype="float64"), plain.model)
+
+
+@ranks(2)
 def test_what_cannot_be_loaded_is_said_on_every_rank(tmp_path: Path) -> None:
     """No configuration, no such class, no such plan, a folder without some of the weights, quantised weights."""
-    with pytest.raises(CheckpointError, match=r"it has no 'config\.json'"):
+    with pytest.raises(CheckpointError, match=r"there is no 'config\.json' in it.*snapshot_download"):
         load(tmp_path / "nothing", "rows")
     _save(_made("llama").model, tmp_path, "safetensors")
     with pytest.raises(PlanKindError, match=r"'tensor_parallel', .*'fully_shard'; found 'tensor parallel'"):
         load(tmp_path, "tensor parallel")
-    with pytest.raises(StateMismatchError, match=r"missing in the folder: .*\n.*not in the model"):
+    with pytest.raises(StateMismatchError, match=r"missing in the folder: lm_head\.weight"):
         load(tmp_path, "rows", model_class=AutoModelForCausalLM)
     with pytest.raises(CheckpointError, match=r"one of torch's, its name, or 'auto'; found 'half a float'"):
         load(tmp_path, "rows", dtype="half a float")
     config = llama_config()
     with pytest.raises(CheckpointError, match=r"names no class of transformers \(None\): give model_class"):
         load(tmp_path, "rows", config=config)
+    with pytest.raises(CheckpointError, match=r"such as LlamaConfig\(\.\.\.\), found a dict"):
+        load(tmp_path, "rows", config={"model_type": "llama"})
+    with pytest.raises(CheckpointError, match=r"such as AutoModel; found 'AutoModel'"):
+        load(tmp_path, "rows", model_class="AutoModel")
     config.quantization_config = {"quant_method": "gptq"}
     with pytest.raises(CheckpointError, match=r"holds quantised weights"):
         load(tmp_path, "rows", config=config)

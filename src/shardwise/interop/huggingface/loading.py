@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from shardwise.checkpoint.archive import Archive, Index
+from shardwise.checkpoint.archive import Archive, Index, StoredTensor
 from shardwise.checkpoint.archive.formats import safetensors_folder, torch_save
 from shardwise.checkpoint.filling import Filling
 from shardwise.checkpoint.ranks import Ranks
@@ -52,7 +52,8 @@ def load_pretrained(
     def find() -> tuple[Archive, Fields, None]:
         storage = storage_at(folder)
         archive = Archive(storage, weights_index(storage))
-        _require_fit(archive, stored_tensors(model), _ignored_names(model), strict=strict)
+        there = _by_names_of(model, archive.index.tensors)
+        _require_fit(archive, there, stored_tensors(model), _ignored_names(model), strict=strict)
         return archive, {"verb": "load_pretrained", "names": sorted(archive.index.tensors)}, None
 
     archive, _ = ranks.in_step(find)
@@ -80,9 +81,32 @@ def _ignored_names(model: nn.Module) -> re.Pattern[str] | None:
     return re.compile("|".join(patterns)) if patterns else None
 
 
-def _require_fit(archive: Archive, wanted: Mapping[str, Any], ignored: re.Pattern[str] | None, *, strict: bool) -> None:
+def _by_names_of(model: nn.Module, there: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
+    """The tensors of a folder under the names that the model has for them.
+
+    A folder of a model with a head has a prefix before names that the model without a head has not; so has the model
+    with a head, beside a folder of one without. Heads that the model does not have are left out.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    if not prefix:
+        return there
+    has_prefix, begins = hasattr(model, prefix), f"{prefix}."
+    if not has_prefix and any(name.startswith(begins) for name in there):
+        return {name.removeprefix(begins): one for name, one in there.items() if name.startswith(begins)}
+    if has_prefix and not any(name.startswith(begins) for name in there):
+        return {begins + name: one for name, one in there.items()}
+    return there
+
+
+def _require_fit(
+    archive: Archive,
+    there: Mapping[str, StoredTensor],
+    wanted: Mapping[str, Any],
+    ignored: re.Pattern[str] | None,
+    *,
+    strict: bool,
+) -> None:
     """Raise one error that lists all differences."""
-    there = archive.index.tensors
     known = {id(wanted[name]) for name in there if name in wanted}  # a folder has only one name of a tied tensor
     missing = [name for name, tensor in wanted.items() if name not in there and id(tensor) not in known]
     unexpected = [name for name in there if name not in wanted and not (ignored and ignored.search(name))]
@@ -94,7 +118,7 @@ def _require_fit(archive: Archive, wanted: Mapping[str, Any], ignored: re.Patter
     ]
     lines += _line("different", different)
     if lines:
-        more = ["  (strict=False loads the names that both have)"] if not different else []
+        more = ["  (load_pretrained with strict=False loads the names that both have)"] if not different else []
         raise StateMismatchError(
             "\n".join([f"'{archive.storage}' does not hold this model; nothing was loaded", *lines, *more])
         )
@@ -103,7 +127,7 @@ def _require_fit(archive: Archive, wanted: Mapping[str, Any], ignored: re.Patter
 def _filling(archive: Archive, model: nn.Module, ranks: Ranks, hosts: int) -> tuple[Filling, Fields, None]:
     wanted = stored_tensors(model)
     require_views(wanted, model)
-    there = archive.index.tensors
+    there = _by_names_of(model, archive.index.tensors)
     pairs = [(name, tensor, there[name]) for name, tensor in wanted.items() if name in there]
     filling = Filling.of(archive, pairs, ranks, hosts, verify=True)
     return filling, {"what is read once for all": filling.relays}, None

@@ -66,6 +66,7 @@ def load(
     ranks = Ranks.of(process_group, "huggingface.load")
 
     def find() -> tuple[_Maker, Fields, None]:
+        _require_known_name(plan)
         maker = _Maker.of(storage_at(folder), str(folder), model_class, config, dtype)
         return maker, {"model": maker.name, "dtype": str(maker.dtype)}, None
 
@@ -94,9 +95,15 @@ class _Maker:
     def of(storage: Storage, folder: str, model_class: Any, config: Any, dtype: torch.dtype | str) -> _Maker:
         """By the folder's configuration, unless another one is given."""
         config = copy.deepcopy(config) if config is not None else _read_config(storage)
+        if isinstance(config, Mapping):
+            raise CheckpointError("config is a configuration of transformers, such as LlamaConfig(...), found a dict")
         if getattr(config, "quantization_config", None):
             raise CheckpointError(f"'{storage}' holds quantised weights, which are not read in pieces")
         model_class = model_class or _class_of(config, storage)
+        if not hasattr(model_class, "from_config") and not hasattr(model_class, "_from_config"):
+            raise CheckpointError(
+                f"model_class is a class of transformers, such as AutoModel; found {model_class!r:.50}"
+            )
         config.name_or_path = folder
         if dtype == "auto":
             dtype = getattr(config, "dtype", None) or _dtype_of_weights(storage)
@@ -126,14 +133,17 @@ class _Maker:
             model.generation_config = type(model.generation_config).from_dict(words)
 
 
+def _require_known_name(plan: Any) -> None:
+    if isinstance(plan, str) and plan not in (*PLANS, FULLY_SHARD):
+        known = ", ".join(map(repr, (*PLANS, FULLY_SHARD)))
+        raise PlanKindError(f"the names of plans are {known}; found {plan!r:.50}")
+
+
 def _plan_of(plan: Any, model: nn.Module, process_group: ProcessGroup | None) -> Any:
     """A plan that `shard_module` takes."""
-    if plan == FULLY_SHARD:
+    if plan is FullyShard or plan == FULLY_SHARD:
         return FullyShard()
     if isinstance(plan, str):
-        if plan not in PLANS:
-            known = ", ".join(map(repr, (*PLANS, FULLY_SHARD)))
-            raise PlanKindError(f"the names of plans are {known}; found {plan!r:.50}")
         return PLANS[plan](model, process_group=process_group)
     is_function = callable(plan) and not isinstance(plan, Mapping | FullyShard)
     return plan(model) if is_function else plan
@@ -143,7 +153,10 @@ def _read_config(storage: Storage) -> Any:
     from transformers import CONFIG_MAPPING
 
     if CONFIG not in storage.names():
-        raise CheckpointError(f"'{storage}' is no folder of transformers: it has no '{CONFIG}'")
+        raise CheckpointError(
+            f"'{storage}' is no folder of transformers: there is no '{CONFIG}' in it. Models are read from folders; "
+            "huggingface_hub.snapshot_download gives the folder of a model's name"
+        )
     words = parse_json(read_file(storage, CONFIG, most=MOST_BYTES), f"'{CONFIG}' of '{storage}'")
     kind = str(words.get("model_type"))
     if kind not in CONFIG_MAPPING:
