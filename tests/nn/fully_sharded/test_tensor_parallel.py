@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import shardwise
 from shardwise import plans
 from shardwise.errors import PlanError
+from shardwise.nn.fully_sharded.cuts import Align
 from shardwise.testing import ranks
 
 
@@ -67,15 +68,16 @@ def train_both_ways(samples: tuple[int, int]) -> None:
             optimizer.step()
 
 
+@pytest.mark.parametrize("align", ["elements", "parameters", 7])
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT"])
 @ranks(4)
-def test_models(name: str) -> None:
+def test_models(name: str, align: Align) -> None:
     """Each rank keeps a quarter of what tensor parallelism cuts; GPT-2 has several boxes of a weight on a rank."""
     mesh, plain = mesh_of(2, 2), model_of(name)
     cut = copy.deepcopy(plain)
     shardwise.shard_module(cut, plans.tensor_parallel(cut, mesh["tp"]))
     boxes = {key: one for key, one in cut.named_parameters() if isinstance(one, shardwise.ShardedTensor)}
-    model = shardwise.fully_shard(cut, mesh=mesh["dp"])
+    model = shardwise.fully_shard(cut, mesh=mesh["dp"], align=align)
     assert boxes
     for key, before in boxes.items():
         now: Any = cut.get_parameter(key)

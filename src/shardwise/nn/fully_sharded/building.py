@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import cast
@@ -41,6 +41,16 @@ class Held:
         """Of one row."""
         number = number if len(self.boxes) > 1 else 0
         return self.boxes[number], self.entries[number]
+
+    def elements(self, number: int) -> int:
+        """How many elements a row holds."""
+        return sum(entry.elements for entry in self.row(number)[1])
+
+    @property
+    def stays_whole(self) -> bool:
+        """Whether no box may be cut, in any row."""
+        entries = [entry for row in self.entries for entry in row]
+        return all(entry.is_whole for entry in entries) and any(entry.elements > 1 for entry in entries)
 
 
 def held_by_rows(
@@ -100,21 +110,25 @@ class UnitBuilder:
         ]
 
     def _deal(self) -> list[dict[str, int]]:
-        """For each row, which of its ranks gets which whole entry. Of what all rows hold, each row deals it alike."""
-        common = [held.entries[0] for held in self.held.values() if len(held.boxes) == 1]
-        alike = deal_whole(_whole_entries(common), self.loads[0])
-        found = []
+        """For each row, which of its ranks gets which parameters whole; of what all rows hold, in each row alike."""
+        common = {name: held.elements(0) for name, held in self._whole.items() if len(held.boxes) == 1}
+        alike, found = deal_whole(common, self.loads[0]), []
         for row, loads in enumerate(self.loads):
-            own = _whole_entries(held.entries[row] for held in self.held.values() if len(held.boxes) > 1)
-            found.append(alike | deal_whole(own, loads.with_dealt(_whole_entries(common), alike)))
+            own = {name: held.elements(row) for name, held in self._whole.items() if len(held.boxes) > 1}
+            found.append(alike | deal_whole(own, loads.with_dealt(common, alike)))
         return found
+
+    @property
+    def _whole(self) -> dict[str, Held]:
+        """Parameters of which no box is cut. The same on every rank."""
+        return {name: held for name, held in self.held.items() if held.stays_whole}
 
     def _memories(self, choice: UnitChoice, dealt: Sequence[Mapping[str, int]]) -> list[FlatMemory]:
         """One for each dtype, of parameters with and without gradients, whole or cut, of another plan or of none."""
         kinds: dict[tuple[torch.dtype, bool, bool, bool], list[str]] = {}
         for name, slots in choice.parameters.items():
-            one, is_dealt = slots[0].get(), _stays_whole(self.held[name].entries[0][0])
-            kinds.setdefault((one.dtype, one.requires_grad, is_dealt, is_cut(one)), []).append(name)
+            one, is_whole = slots[0].get(), self.held[name].stays_whole
+            kinds.setdefault((one.dtype, one.requires_grad, is_whole, is_cut(one)), []).append(name)
         return [self._memory(choice, names, dealt if whole else None) for (_, _, whole, _), names in kinds.items()]
 
     def _memory(
@@ -123,12 +137,9 @@ class UnitBuilder:
         """The memory of these parameters; each rank gets those that were dealt to it, or its share of all."""
         first: torch.Tensor = choice.parameters[names[0]][0].get()
         groups = replace(self.groups, column=None) if is_cut(first) else self.groups
-        rows = []
-        for row in range(len(self.loads) if is_cut(first) else 1):
-            rows.append(self._cut_row(row, self.loads[row], names, None if dealt is None else dealt[row]))
-        for loads in self.loads[len(rows) :]:
-            loads.add(rows[0][1])
-        entries, edges = rows[self.groups.row_number if len(rows) > 1 else 0]
+        rows = self._cut_rows(names, dealt, alike=not is_cut(first))
+        own = self.groups.row_number
+        entries, edges = rows[own]
         memory = FlatMemory(
             choice.path or "the rest of the model",
             entries,
@@ -139,31 +150,38 @@ class UnitBuilder:
             self.precision,
             self.offload,
         )
-        begins = [dict(zip((one.name for one in row), _begins(row), strict=True)) for row, _ in rows]
-        order = {entry.name: number for number, entry in enumerate(entries)}
-        own = self.groups.row_number
-        for name in sorted(names, key=lambda name: order[self.held[name].row(own)[1][0].name]):
+        begins = [_begins(row) for row, _ in rows]
+        for name in sorted(names, key=lambda name: begins[own][self.held[name].row(own)[1][0].name]):
             made = Stretches()
             for row, ranks in enumerate(self.groups.ranks.tolist()):
-                number = row if len(rows) > 1 else 0
                 for box, entry in zip(*self.held[name].row(row), strict=True):
-                    made.add(box, begins[number][entry.name], rows[number][1], ranks)
-            begin = begins[own if len(rows) > 1 else 0]
-            memory.parameters.append(self._parameter(memory, name, choice.parameters[name], made, begin, edges))
+                    made.add(box, begins[row][entry.name], rows[row][1], ranks)
+            memory.parameters.append(self._parameter(memory, name, choice.parameters[name], made, begins[own], edges))
         step_flat(memory)
         return memory
+
+    def _cut_rows(
+        self, names: Sequence[str], dealt: Sequence[Mapping[str, int]] | None, *, alike: bool
+    ) -> list[tuple[list[FlatEntry], list[int]]]:
+        """For each row, its entries one behind another and the edges between its ranks; all the same, if alike."""
+        rows = []
+        for row, loads in enumerate(self.loads[:1] if alike else self.loads):
+            rows.append(self._cut_row(row, loads, names, None if dealt is None else dealt[row]))
+        for loads in self.loads[len(rows) :]:
+            loads.add(rows[0][1])
+        return rows if len(rows) > 1 else rows * len(self.groups.ranks)
 
     def _cut_row(
         self, row: int, loads: Loads, names: Sequence[str], dealt: Mapping[str, int] | None
     ) -> tuple[list[FlatEntry], list[int]]:
         """The entries of a row one behind another, and the edges between its ranks."""
+        names = names if dealt is None else sorted(names, key=lambda name: dealt[name])
         entries = [entry for name in names for entry in self.held[name].row(row)[1]]
         if dealt is None:
             return entries, cut_divisible(entries, loads)
-        entries.sort(key=lambda entry: dealt[entry.name])
         sizes = [0] * self.groups.parts
-        for entry in entries:
-            sizes[dealt[entry.name]] += entry.elements
+        for name in names:
+            sizes[dealt[name]] += self.held[name].elements(row)
         edges = [0, *accumulate(sizes)]
         loads.add(edges)
         return entries, edges
@@ -203,7 +221,7 @@ class UnitBuilder:
         frame = Frame.of(layout, None, rows, memory.dtype, self.groups.everyone)
         new = nn.Parameter(ShardedTensor._wrap(Parts(frame, [shard.detach() for shard in shards])), old.requires_grad)
         own = vars(new).keys() | vars(Wrapper).keys() if isinstance(old, ShardedTensor) else set[str]()
-        vars(new).update({name: value for name, value in vars(old).items() if name not in own})  # that others set
+        vars(new).update({key: value for key, value in vars(old).items() if key not in own})  # that others set
         for slot in slots:
             slot.put(new)
         note_replaced(old, new)
@@ -211,18 +229,10 @@ class UnitBuilder:
         return FlatParameter(name, entries, slots, cast(ShardedTensor, new), stretches, gathered)
 
 
-def _stays_whole(entry: FlatEntry) -> bool:
-    return entry.is_whole and entry.elements > 1
-
-
-def _whole_entries(entries: Iterable[Sequence[FlatEntry]]) -> dict[str, int]:
-    """The sizes of those that are not cut at all."""
-    return {one.name: one.elements for some in entries for one in some if _stays_whole(one)}
-
-
-def _begins(entries: Sequence[FlatEntry]) -> list[int]:
+def _begins(entries: Sequence[FlatEntry]) -> dict[str, int]:
     """Where each entry begins in flat memory."""
-    return [0, *accumulate(entry.elements for entry in entries[:-1])]
+    begins = [0, *accumulate(entry.elements for entry in entries[:-1])]
+    return {entry.name: begin for entry, begin in zip(entries, begins, strict=True)}
 
 
 def _device_of(parameter: torch.Tensor, group: ProcessGroup) -> torch.device:
