@@ -107,6 +107,11 @@ def _stop(state: GroupState) -> None:
     _changed.set()
 
 
+def is_watched(process_group: ProcessGroup) -> bool:
+    """Whether a collective of the group is under way, as far as the thread knows."""
+    return _watched.get(group_state(process_group)) is not None
+
+
 def wait_for_device(process_group: ProcessGroup, device: torch.device) -> None:
     """Wait on the host until all that was given to a device has ended, or is known never to: that is raised.
 
@@ -131,7 +136,7 @@ def wait_until_unwatched() -> None:
     """Wait until nothing is under way and the thread asks CUDA no more: a capture of a graph would end by that."""
     for state in tuple(_watched):
         group = state.group
-        if group is not None and _watched.get(state) is not None:
+        if group is not None and is_watched(group):
             wait_for_device(group, torch.device("cuda", torch.cuda.current_device()))
     while any(_watched.copy().values()):
         time.sleep(SOON)
