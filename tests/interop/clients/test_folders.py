@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.cases import ALL, KINDS, PLAIN
 from tests.interop.clients.models import PLAN, ROWS, config, llama, same_parameters, sharded, twins, whole
 from torch import nn
@@ -165,11 +165,14 @@ def test_a_model_from_meta_is_filled_from_a_folder(tmp_path: Path, tied: bool) -
 def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
     """All that does not fit in one error, on every rank, before anything is changed."""
     if dist.get_rank() == 0:
-        llama().model.save_pretrained(tmp_path)
+        llama().model.save_pretrained(tmp_path / "base")
+        save_file({"other.weight": torch.ones(2)}, tmp_path / "model.safetensors")
     dist.barrier()
     model = on_meta()
     with pytest.raises(StateMismatchError, match=r"missing in the folder: model\.embed_tokens.*\n.*not in the model"):
         huggingface.load_pretrained(model, tmp_path)
+    with pytest.raises(StateMismatchError, match=r"missing in the folder: lm_head\.weight\n"):
+        huggingface.load_pretrained(model, tmp_path / "base")
     assert model.model.norm.weight.is_meta
     with pytest.raises(CheckpointError, match=r"holds no file that ends with '\.safetensors'"):
         huggingface.load_pretrained(model, tmp_path / "nothing")

@@ -90,12 +90,12 @@ def _by_names_of(model: nn.Module, there: Mapping[str, StoredTensor]) -> Mapping
     prefix = getattr(model, "base_model_prefix", "")
     if not prefix:
         return there
-    has_prefix, begins = hasattr(model, prefix), f"{prefix}."
-    if not has_prefix and any(name.startswith(begins) for name in there):
-        return {name.removeprefix(begins): one for name, one in there.items() if name.startswith(begins)}
-    if has_prefix and not any(name.startswith(begins) for name in there):
-        return {begins + name: one for name, one in there.items()}
-    return there
+    begins, renamed = f"{prefix}.", there
+    if not hasattr(model, prefix):
+        renamed = {name.removeprefix(begins): one for name, one in there.items() if name.startswith(begins)}
+    elif not any(name.startswith(begins) for name in there):
+        renamed = {begins + name: one for name, one in there.items()}
+    return renamed if renamed.keys() & stored_tensors(model).keys() else there
 
 
 def _require_fit(
