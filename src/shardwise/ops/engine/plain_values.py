@@ -61,7 +61,11 @@ def note_plain_values(
     leaves = pytree.tree_leaves_with_path((tuple(args), kwargs))
     sharded = next((leaf for _, leaf in leaves if isinstance(leaf, ShardedTensorBase)), None)
     group, name = None if sharded is None else sharded._process_group, name_of(op)
-    if group is None or not group_state(group).is_registered or not talks(group):
+    if group is None or not group_state(group).is_registered:
+        return
+    if not talks(group):
+        if program is not None:
+            program.compared_in = group_state(group).history.epoch
         return
     # Parameters were made alike by `shard_module`; other subclasses, such as DTensor, are no plain tensors.
     plain = [(path, leaf) for path, leaf in plain_operands(op, leaves) if leaf.ndim and type(leaf) is torch.Tensor]
