@@ -3,6 +3,7 @@
 - `api`: the verb `fully_shard`; `plan`: the same as a plan for `shard_module`
 - `unit_choice`: which modules are units; `building`: making them; `cuts`: where their flat memory is cut
 - `rank_groups`: the ranks that share out parameters, and those that have replicas
+- `row_boxes`: what each row of ranks has of a parameter that another plan has cut
 - `flat_memory`: gathering parameters, summing gradients; `unit`: a module that computes with gathered parameters
 - `flat_steps`: steps of optimizers over flat memory
 - `local_compute`: which units may compute on plain local samples
