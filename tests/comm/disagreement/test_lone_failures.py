@@ -13,7 +13,7 @@ from tests.comm.disagreement.given import impatient, looked_for
 
 import shardwise
 from shardwise import ShardedOptimizer
-from shardwise.comm.agreement import steps
+from shardwise.comm.agreement import meeting
 from shardwise.comm.transfer import all_to_all
 from shardwise.comm.transfer.rounds import Rounds
 from shardwise.tensor import shard_tensor
@@ -197,7 +197,7 @@ def test_a_wrong_form_of_a_call_on_all_ranks_costs_one_round_of_headers() -> Non
             x.sum(0, wrong=1)
     counts = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "SOON", 60.0)  # nobody looks into the store instead
+        patch.setattr(meeting, "SOON", 60.0)  # nobody looks into the store instead
         for _ in range(2):
             with shardwise.trace() as traced:
                 assert torch.equal(x.full_tensor(), PLAIN)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.interop.clients.models import config as llama_config
-from tests.interop.clients.models import same_parameters, token_ids, whole
+from tests.interop.clients.models import same_gradients, same_parameters, token_ids, whole
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -87,12 +87,7 @@ def _same(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(whole(logits), expected.detach())
     for scores in (logits, expected):
         scores.logsumexp(-1).mean().backward()
-    named = dict(theirs.named_parameters())
-    for name, parameter in ours.named_parameters():
-        expected = named[name].grad
-        assert (parameter.grad is None) == (expected is None), name
-        if expected is not None:
-            torch.testing.assert_close(whole(parameter.grad), expected, msg=lambda m, n=name: f"{n}: {m}")
+    same_gradients(ours, theirs)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "bin"])

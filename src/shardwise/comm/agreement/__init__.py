@@ -1,6 +1,7 @@
-"""Calls in which all ranks of a group agree, or fail together."""
+"""Calls in which all ranks of a group agree, or fail together: `steps` are the calls, `meeting` is how they agree."""
 
 from shardwise.comm.agreement.headers import room
+from shardwise.comm.agreement.meeting import settle
 from shardwise.comm.agreement.small_messages import Gathering, wait_for_data
 from shardwise.comm.agreement.steps import (
     Step,
@@ -14,7 +15,6 @@ from shardwise.comm.agreement.steps import (
     notify_if_alone,
     notify_of_leaving,
     record_call,
-    settle,
     step_of_op,
 )
 

@@ -12,7 +12,7 @@ from shardwise.checkpoint.archive.stored import dtype_name
 from shardwise.layout.pictures.words import bytes_text, numbered, size_text
 from shardwise.tools.cli.console import Column, Console, names, numbers
 from shardwise.tools.cli.contents import Contents, HeldTensor, require_matches, require_rename_rules, tensors_text
-from shardwise.tools.cli.pairing import Pairing, Side
+from shardwise.tools.cli.pairing import Pairing, RenamedContents
 from shardwise.tools.cli.tensor_difference import Difference, compare
 
 MOST_NAMES = 12  # listed of those on one side only
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         for contents, rules in zip(parts, (options.rename_a, options.rename_b), strict=True):
             require_rename_rules([contents], rules)
         a, b = (
-            Side.of(contents, [*own, *options.rename])
+            RenamedContents.of(contents, [*own, *options.rename])
             for contents, own in zip(parts, (options.rename_a, options.rename_b), strict=True)
         )
         report = _Report(options, Pairing.of(a, b, options.only))

@@ -13,18 +13,18 @@ from shardwise.tools.cli.contents import Contents, HeldTensor
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
+class RenamedContents:
     """The entries of one checkpoint by their names, of which some may be new."""
 
     entries: Mapping[str, Any]  # a `HeldTensor`, or a plain value
     old_names: Mapping[str, str]  # by name: the name in the checkpoint
 
     @staticmethod
-    def of(contents: Contents, rules: Sequence[str]) -> Side:
+    def of(contents: Contents, rules: Sequence[str]) -> RenamedContents:
         """The contents, renamed by those of the rules that match."""
         renamed = contents.renamed(rules, need_match=False)
         entries = {**renamed.by_name, **renamed.values_by_name}
-        return Side(entries, dict(zip(entries, (*contents.by_name, *contents.values_by_name), strict=True)))
+        return RenamedContents(entries, dict(zip(entries, (*contents.by_name, *contents.values_by_name), strict=True)))
 
     def called(self, name: str) -> tuple[str, str]:
         """The new name and the old one."""
@@ -39,14 +39,14 @@ class Side:
 class Pairing:
     """The entries of A and B, by their names in A where both have them. Names that differ in dots and slashes match."""
 
-    a: Side
-    b: Side
+    a: RenamedContents
+    b: RenamedContents
     partners: Mapping[str, str]  # from names in A to names in B
     left_out: tuple[int, int]  # entries of A and of B that ``only`` leaves out
     alone: tuple[list[str], list[str]]  # entries that only A has, and only B
 
     @staticmethod
-    def of(a: Side, b: Side, only: Sequence[str]) -> Pairing:
+    def of(a: RenamedContents, b: RenamedContents, only: Sequence[str]) -> Pairing:
         """Match the entries. With ``only``, those that match one of the patterns by any of their names."""
         rules = list(map(compile_pattern, only))
 
