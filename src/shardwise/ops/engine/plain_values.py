@@ -35,7 +35,7 @@ from shardwise.torch_private import current_backward, pytree
 if TYPE_CHECKING:
     from shardwise.ops.engine.program import Program
 
-FIRST_CALLS = 3  # of a kind, which are compared
+FIRST_CALLS = 3  # of a function with plain tensors of some sizes, which are compared
 MOST_CALLS = 64  # of one function, whatever its arguments are
 SAMPLE = 2**14  # elements of an operand that are read
 DIGITS = 32  # steps to which a mantissa is rounded: far fewer than float32 tells apart
@@ -100,7 +100,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
     values = torch.view_as_real(some).reshape(-1) if some.is_complex() else some
     values = values.to(torch.float64)
     finite = values[values.isfinite()].asinh()  # so that the large numbers of a mask do not hide all others
-    total = float(finite @ _signs(len(finite))) if len(finite) else 0.0
+    total = float(finite @ _weights(len(finite))) if len(finite) else 0.0
     if abs(total) < NOISE * math.sqrt(len(values)):
         total = 0.0
     mantissa, exponent = math.frexp(total)
@@ -108,8 +108,8 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 @lru_cache(maxsize=64)
-def _signs(count: int) -> torch.Tensor:
-    """Numbers around 1 with random signs, the same on every rank, whatever is drawn elsewhere."""
+def _weights(count: int) -> torch.Tensor:
+    """Weights of a sum, drawn alike on every rank, whatever is drawn elsewhere."""
     made = torch.Generator().manual_seed(7)
     return torch.randn(count, generator=made, dtype=torch.float64, device="cpu")
 
