@@ -6,7 +6,9 @@ import sys
 
 from benchmarks import (
     boxes,
+    command_line,
     fully_sharded,
+    generation,
     host_time,
     layers,
     models,
@@ -47,6 +49,7 @@ def main() -> int:
     show("Processor time of a training step in a world of one", stepped_alone)
     called = run_on_ranks(2, models.measure, timeout=600, fresh=True)[0]
     show("Processor time of a step of tiny transformers on 2 ranks", called)
+    called += generation.run() + command_line.run()
     looked_up = run_on_ranks(4, ops.embedding, timeout=550, fresh=True)[0]
     show("Embedding", looked_up)
     trained = run_on_ranks(4, layers.linear, timeout=300, fresh=True)[0]
