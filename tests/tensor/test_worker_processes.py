@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import warnings
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.cases import PLAIN, chunks
 from torch.utils.data import DataLoader, Dataset
 
@@ -58,6 +60,34 @@ def test_a_forked_worker_raises() -> None:
         with pytest.raises(ProcessGroupError, match=r"forked from a rank .* full_tensor\(\), or local_tensor\(\)"):
             load(Rows(tensor, use), "fork")
     assert torch.equal(tensor.full_tensor(), PLAIN)
+
+
+class Collected(Dataset[int]):
+    """Samples that are made after all garbage is collected."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, number: int) -> int:
+        gc.collect()
+        return number
+
+
+@ranks(2)
+def test_a_worker_frees_no_group_of_the_rank() -> None:
+    """To free a group is to wait for its threads: the worker has none of them, and would crash or hang."""
+    gc.collect()
+    gc.disable()
+    group = dist.new_group([0, 1])
+    dist.barrier(group)
+    held: list[Any] = [group]
+    held.append(held)  # garbage, once it is let go: only a collection frees it
+    dist.destroy_process_group(group)
+    del group, held
+    assert load(Collected(), "fork") == [0]
+    assert not gc.isenabled()
+    gc.enable()
+    gc.collect()
 
 
 @pytest.mark.parametrize("start", ["spawn", "forkserver"])

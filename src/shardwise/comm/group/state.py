@@ -7,6 +7,7 @@ torch holds a registered group anyway; an ended state caches nothing.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import weakref
@@ -129,8 +130,9 @@ class GroupState:
 
     def forget_threads(self) -> None:
         """In a forked child, which has none of them."""
+        _never_freed.extend((self.message_threads.pending, self.caches))
         self.message_threads.forget()
-        self.caches.clear()
+        self.caches = {}
 
 
 def _reference(to: Any) -> Callable[[], Any]:
@@ -139,6 +141,8 @@ def _reference(to: Any) -> Callable[[], Any]:
 
 _states: dict[int, GroupState] = {}  # by the id of the group, for as long as the group lives
 _inherited: dict[int, ProcessGroup] = {}  # groups of the process that this one was forked from
+_never_freed: list[Any] = []  # in a forked child: to free a group is to wait for its threads, which are not there
+_was_collecting: list[bool] = []
 _making = threading.RLock()
 
 
@@ -161,9 +165,22 @@ def group_state(process_group: ProcessGroup | None) -> GroupState:
 _NO_GROUP = GroupState(None)
 
 
+def _stop_collecting() -> None:
+    """Before a fork: what is garbage by then, such as a group that was destroyed, is the parent's to free."""
+    _was_collecting.append(gc.isenabled())
+    gc.disable()
+
+
+def _collect_again() -> None:
+    if _was_collecting.pop():
+        gc.enable()
+
+
 def _become_no_rank() -> None:
     """In a forked child: it has the connections of its parent, and would read and send the parent's messages."""
     global _making
+    gc.freeze()
+    _collect_again()
     _making = threading.RLock()
     for state in (_NO_GROUP, *_states.values()):
         state.forget_threads()
@@ -173,7 +190,7 @@ def _become_no_rank() -> None:
             _states.pop(id(group), None)
 
 
-os.register_at_fork(after_in_child=_become_no_rank)
+os.register_at_fork(before=_stop_collecting, after_in_parent=_collect_again, after_in_child=_become_no_rank)
 
 
 def is_forked_from_rank() -> bool:

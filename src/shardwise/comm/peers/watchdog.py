@@ -57,6 +57,7 @@ class _Watched:
 _watched: dict[GroupState, _Watched | None] = {}
 _checking = threading.Lock()  # held while the thread holds a collective
 _dropped: list[_Watched] = []  # kept so that the thread never drops the last reference
+_inherited: list[_Watched | None] = []  # in a forked child, never freed: that may need threads that are not there
 _changed = threading.Event()
 _ending = threading.Lock()
 _starting = threading.RLock()
@@ -150,6 +151,7 @@ def _has_ended(process_group: ProcessGroup) -> bool:
 def _forget() -> None:
     global _thread, _ending, _checking, _starting
     _thread, _ending, _checking, _starting = None, threading.Lock(), threading.Lock(), threading.RLock()
+    _inherited.extend((*_watched.values(), *_dropped))
     _watched.clear()
     _dropped.clear()
     _changed.clear()
