@@ -49,6 +49,7 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     ├── RecipeError(ValueError)             a recipe that does not make the target's tensors of the source's
     ├── OptimizerError(ValueError)          an optimizer that cannot train these parameters
     │   └── OptimizerStateError             a state dict that is not one of this optimizer
+    ├── DeviceError(ValueError)             a device that is unknown, or not fully described
     └── DropinError(RuntimeError)           the old system cannot be replaced in this process
 """
 
@@ -236,6 +237,10 @@ class OptimizerError(ShardwiseError, ValueError):
 
 class OptimizerStateError(OptimizerError):
     """A state dict whose entries are not those of this optimizer."""
+
+
+class DeviceError(ShardwiseError, ValueError):
+    """A device that is unknown, or whose description lacks something."""
 
 
 class DropinError(ShardwiseError, RuntimeError):
