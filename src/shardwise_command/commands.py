@@ -222,14 +222,23 @@ def _add_doctor(commands: Any) -> None:
         "doctor",
         says="say what is installed here, and run a small self-test on local ranks",
         more="Versions, backends, devices and limits; then a few processes shard, move, multiply, differentiate, save "
-        "and load. Exit code 1 if any of it fails.",
+        "and load. With --measure, ranks measure at the same time what their devices can do, instead of the self-test: "
+        "products, attention, copies, calls and transfers. Exit code 1 if any of it fails.",
         examples="""
             shardwise doctor
             shardwise doctor --ranks 4 --json
             shardwise doctor --ranks 0
+            shardwise doctor --measure devices.json
         """,
     )
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="of the self-test; 0: none (default: 2)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="of the self-test, 0 for none (default: 2); or that measure (default: one for each GPU, without a GPU "
+        "one for each core, and 4 at most)",
+    )
+    parser.add_argument("--measure", metavar="FILE", help="write what the devices here can do to this file, as JSON")
 
 
 def _add_completion(commands: Any) -> None:

@@ -2,6 +2,7 @@
 
 - `running`: runs a command, each in its own file: `show` (inspect), `verify`, `diff`, `reshard`, `convert`, `extract`,
   `merge`, `doctor`. Their options and help are in `shardwise_command`, which is imported without torch.
+  `measure` is the part of `doctor` that measures devices.
 - `target`: checks of the place to write to. `console`: tables, JSON and progress.
 - `pairing`, `tensor_difference`: which entries `diff` compares, and how far their values are apart.
 - `contents`: the entries of a checkpoint by name; `near_names`: what may have been meant by an unknown one.

@@ -1,4 +1,4 @@
-"""``shardwise doctor``: prints what is installed, and runs a self-test on a few local ranks."""
+"""``shardwise doctor``: prints what is installed, and runs a self-test on a few local ranks, or measures devices."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ import shardwise
 from shardwise.layout.pictures.words import bytes_text
 from shardwise.layout.specs import ChunkShardingSpec
 from shardwise.testing import RankFailure, run_on_ranks
+from shardwise.tools.cli import measure
 from shardwise.tools.cli.console import Column, Console, names, numbers
 
 PACKAGES = ("shardwise", "torch", "numpy", "safetensors", "xxhash")
 EXTRAS = ("rich", "shtab", "fsspec", "s3fs", "gcsfs", "transformers", "accelerate", "peft")
+SELF_TEST_RANKS = 2
 FEW_FILES = 1024  # a checkpoint of many ranks needs hundreds
 LITTLE = 64 * 2**20  # bytes of shared memory; data loaders and NCCL need more
 
@@ -33,11 +35,16 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """Run the command."""
     found = {"versions": _versions(), "backends": _backends(), "devices": _devices(), "limits": _limits()}
     _print_environment(found, console)
+    if options.measure is not None:
+        measured = measure.run(options, console)
+        console.give({**found, "measured": measured, "ok": measured["ok"]})
+        return int(not measured["ok"])
     tests: list[dict[str, Any]] = []
-    if options.ranks > 0:
+    ranks = SELF_TEST_RANKS if options.ranks is None else options.ranks
+    if ranks > 0:
         console.line()
-        console.line(f"self-test on {options.ranks} local ranks (gloo)", "bold")
-        tests = _self_test(options.ranks)
+        console.line(f"self-test on {ranks} local ranks (gloo)", "bold")
+        tests = _self_test(ranks)
         rows = [[test["test"], "ok" if test["ok"] else "FAILED", f"{test['seconds']:.2f} s"] for test in tests]
         console.table([names("test"), Column("result"), numbers("time")], rows)
     failed = [test for test in tests if not test["ok"]]

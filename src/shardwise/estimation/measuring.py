@@ -1,0 +1,160 @@
+"""`measure`: what one rank of a group finds out about its device, while all the other ranks do the same.
+
+Ranks share the cores, the memory's bandwidth and the links of their machine, in training as here. So they measure at
+the same time, and begin each kind of measurement together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from shardwise.estimation.fitting import Points
+from shardwise.estimation.measuring_links import time_links
+from shardwise.estimation.own_device import device_name, product_dtypes, product_precision, usable_memory, workspace
+from shardwise.estimation.timing import Call, Stopwatch
+
+FUSED = ("float32", "bfloat16", "float16")  # dtypes of fused attention
+SLOW = 0.06  # seconds: after a call that takes as long, no larger one is timed
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is timed, from small to large, and how often."""
+
+    products: Sequence[tuple[int, int, int]]  # rows of a batch, inputs and outputs of a layer
+    attention: Sequence[tuple[int, int, int, int]]  # samples, heads, length, size of a head
+    copies: Sequence[int]  # bytes of a tensor
+    links: Sequence[int]  # bytes that all ranks have together
+    repeats: int = 7
+
+
+CPU_SIZES = Sizes(
+    products=[(16, 64, 64), (64, 128, 128), (128, 256, 256), (256, 256, 1024), (512, 512, 512), (512, 512, 2048)],
+    attention=[(1, 4, length, 64) for length in (32, 64, 128, 256, 512, 1024)],
+    copies=[2**power for power in (14, 16, 18, 20, 22, 24, 25)],
+    links=[2**power for power in (12, 14, 16, 18, 20, 22, 24)],
+)
+CUDA_SIZES = Sizes(
+    products=[(512, 512, 512), (1024, 1024, 1024), (2048, 1024, 4096), (4096, 4096, 4096), (8192, 8192, 8192)],
+    attention=[(2, 16, length, 128) for length in (256, 512, 1024, 2048, 4096)],
+    copies=[2**power for power in (18, 20, 22, 24, 26, 28, 30)],
+    links=[2**power for power in (14, 16, 18, 20, 22, 24, 26, 28)],
+)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one rank has measured: amounts and their seconds."""
+
+    name: str  # of the device
+    kind: str
+    number: int  # of the GPU in its machine; 0 for a CPU, which all ranks share
+    memory: int  # bytes that the ranks on this device may use together
+    reserved: int
+    threads: int  # of this rank, on the CPU
+    call: float
+    products: dict[str, Points]
+    attention: dict[str, Points]
+    copies: Points
+    links: dict[str, Points] = field(default_factory=dict)  # "gather", "sum", "exchange"; of a single rank, none
+
+
+def measure(kind: str, sizes: Sizes | None = None) -> Measurement:
+    """Measure this rank's GPU, or its part of the CPU. All ranks of the default group call it."""
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    sizes = sizes or (CUDA_SIZES if kind == "cuda" else CPU_SIZES)
+    memory, reserved = usable_memory(device), workspace(device)
+    watch = Stopwatch(device, sizes.repeats)
+    products: dict[str, Points] = {}
+    attention: dict[str, Points] = {}
+    for name, dtype in product_dtypes(device).items():
+        with product_precision(name):
+            watch.meet()
+            products[name] = _time_products(watch, sizes, dtype)
+        if name in FUSED:
+            watch.meet()
+            attention[name] = _time_attention(watch, sizes, dtype)
+    watch.meet()
+    copies = _time_copies(watch, sizes)
+    watch.meet()
+    return Measurement(
+        name=device_name(device),
+        kind=kind,
+        number=device.index or 0,
+        memory=memory,
+        reserved=reserved,
+        threads=torch.get_num_threads(),
+        call=_time_call(watch),
+        products=products,
+        attention=attention,
+        copies=copies,
+        links=time_links(watch, sizes.links, SLOW) if dist.get_world_size() > 1 else {},
+    )
+
+
+def _time_products(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype) -> Points:
+    """FLOP of products such as those of linear layers."""
+
+    def product(rows: int, inputs: int, outputs: int) -> tuple[float, Call]:
+        x, w = torch.randn(rows, inputs, device=watch.device), torch.randn(inputs, outputs, device=watch.device)
+        flop = 2.0 * rows * inputs * outputs
+        if dtype is torch.float8_e4m3fn:
+            return flop, _scaled_product(x.to(dtype), w.t().contiguous().to(dtype).t())
+        a, b = x.to(dtype), w.to(dtype)
+        return flop, lambda: torch.mm(a, b)
+
+    return _points(watch, (product(*size) for size in sizes.products))
+
+
+def _scaled_product(a: torch.Tensor, b: torch.Tensor) -> Call:
+    one, kind = torch.ones((), device=a.device), functional.ScalingType.TensorWise
+    return lambda: functional.scaled_mm(a, b, one, kind, one, kind, output_dtype=torch.bfloat16)
+
+
+def _time_attention(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype) -> Points:
+    """FLOP of fused attention with all scores, averaged over a forward (2 products) and its backward (5)."""
+
+    def attention(*size: int) -> tuple[float, Call]:
+        samples, heads, length, width = size
+        q, k, v = (torch.randn(size, device=watch.device).to(dtype).requires_grad_() for _ in range(3))
+        grad = torch.ones_like(q)
+
+        def both() -> object:
+            result = functional.scaled_dot_product_attention(q, k, v)
+            return torch.autograd.grad(result, (q, k, v), grad)
+
+        return 14.0 * samples * heads * length * length * width, both
+
+    both = _points(watch, (attention(*size) for size in sizes.attention))
+    return [(flop / 2, seconds / 2) for flop, seconds in both]
+
+
+def _time_copies(watch: Stopwatch, sizes: Sizes) -> Points:
+    """Bytes read and written by an op that makes a new tensor, as most ops of a model do."""
+
+    def double(size: int) -> tuple[float, Call]:
+        x = torch.ones(size // 4, device=watch.device)
+        return 2.0 * size, lambda: x.mul(2.0)
+
+    return _points(watch, (double(size) for size in sizes.copies))
+
+
+def _time_call(watch: Stopwatch) -> float:
+    """Seconds of the host for an op on small tensors that autograd records."""
+    x, y = torch.ones(8, device=watch.device, requires_grad=True), torch.ones(8, device=watch.device)
+    return watch.on_host(lambda: x.mul(y))
+
+
+def _points(watch: Stopwatch, calls: Iterable[tuple[float, Call]]) -> Points:
+    """An amount and its seconds for each call, until one is slow."""
+    points: list[tuple[float, float]] = []
+    for amount, call in calls:
+        points.append((amount, watch.on_device(call)))
+        if points[-1][1] > SLOW:
+            break
+    return points
