@@ -15,7 +15,14 @@ from torch.nn import functional
 
 from shardwise.estimation.fitting import Points
 from shardwise.estimation.measuring_links import time_links
-from shardwise.estimation.own_device import device_name, product_dtypes, product_precision, usable_memory, workspace
+from shardwise.estimation.own_device import (
+    device_name,
+    product,
+    product_dtypes,
+    product_precision,
+    usable_memory,
+    workspace,
+)
 from shardwise.estimation.timing import Call, Stopwatch
 
 FUSED = ("float32", "bfloat16", "float16")  # dtypes of fused attention
@@ -100,20 +107,11 @@ def measure(kind: str, sizes: Sizes | None = None) -> Measurement:
 def _time_products(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype) -> Points:
     """FLOP of products such as those of linear layers."""
 
-    def product(rows: int, inputs: int, outputs: int) -> tuple[float, Call]:
+    def linear(rows: int, inputs: int, outputs: int) -> tuple[float, Call]:
         x, w = torch.randn(rows, inputs, device=watch.device), torch.randn(inputs, outputs, device=watch.device)
-        flop = 2.0 * rows * inputs * outputs
-        if dtype is torch.float8_e4m3fn:
-            return flop, _scaled_product(x.to(dtype), w.t().contiguous().to(dtype).t())
-        a, b = x.to(dtype), w.to(dtype)
-        return flop, lambda: torch.mm(a, b)
+        return 2.0 * rows * inputs * outputs, product(x, w, dtype)
 
-    return _points(watch, (product(*size) for size in sizes.products))
-
-
-def _scaled_product(a: torch.Tensor, b: torch.Tensor) -> Call:
-    one, kind = torch.ones((), device=a.device), functional.ScalingType.TensorWise
-    return lambda: functional.scaled_mm(a, b, one, kind, one, kind, output_dtype=torch.bfloat16)
+    return _points(watch, (linear(*size) for size in sizes.products))
 
 
 def _time_attention(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype) -> Points:

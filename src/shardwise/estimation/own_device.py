@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")  # of a container
-UNLIMITED = 1 << 50  # bytes
+FLOAT8 = torch.float8_e4m3fn
 
 
 def device_name(device: torch.device) -> str:
@@ -33,7 +33,7 @@ def usable_memory(device: torch.device) -> int:
     here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # no container, or "max"
         here = min(here, int(CGROUP.read_text()))
-    return min(here, UNLIMITED)
+    return here
 
 
 def workspace(device: torch.device) -> int:
@@ -51,28 +51,48 @@ def _small(device: torch.device) -> list[torch.Tensor]:
 
 
 def product_dtypes(device: torch.device) -> dict[str, torch.dtype]:
-    """The dtypes of products that the device has instructions for; all that torch multiplies on a CPU."""
+    """The dtypes of products that a GPU has instructions for, or that torch multiplies on a CPU."""
     found = {"float64": torch.float64, "float32": torch.float32}
     if device.type == "cpu":
         return {**found, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    capability = torch.cuda.get_device_capability(device)
-    is_nvidia = torch.version.hip is None
-    if is_nvidia and capability >= (8, 0):
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0):
         found["tf32"] = torch.float32
     if torch.cuda.is_bf16_supported(including_emulation=False):
         found["bfloat16"] = torch.bfloat16
     found["float16"] = torch.float16
-    if is_nvidia and capability >= (8, 9) and hasattr(functional, "scaled_mm"):
-        found["float8"] = torch.float8_e4m3fn
+    if _multiplies_float8(device):
+        found["float8"] = FLOAT8
     return found
 
 
 @contextmanager
 def product_precision(name: str) -> Iterator[None]:
-    """Products of float32 in tf32, if that is the name; else exact ones."""
+    """Products of float32 in tf32, if that is the name; else as they are."""
     settings = torch.backends.cuda.matmul
-    before, settings.fp32_precision = settings.fp32_precision, "tf32" if name == "tf32" else "ieee"
+    before = settings.fp32_precision
+    if name == "tf32":
+        settings.fp32_precision = "tf32"
     try:
         yield
     finally:
-        settings.fp32_precision = before
+        if name == "tf32":
+            settings.fp32_precision = before
+
+
+def product(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    """The product of two matrices in this dtype, to be called; float8 takes scales, and gives bfloat16."""
+    if dtype is not FLOAT8:
+        a, b = x.to(dtype), w.to(dtype)
+        return lambda: torch.mm(a, b)
+    a, b = x.to(dtype), w.t().contiguous().to(dtype).t()  # the second one by columns, as the kernels want it
+    one, whole = torch.ones((), device=x.device), functional.ScalingType.TensorWise
+    return lambda: functional.scaled_mm(a, b, one, whole, one, whole, output_dtype=torch.bfloat16)
+
+
+def _multiplies_float8(device: torch.device) -> bool:
+    small = torch.ones(64, 64, device=device)
+    try:
+        product(small, small, FLOAT8)()
+    except (AttributeError, RuntimeError):  # this torch or this device has no such product
+        return False
+    return True

@@ -13,7 +13,7 @@ Call = Callable[[], object]
 
 LONG_ENOUGH = 1e-2  # seconds: shorter calls are repeated to fill it, so that ranks that share a core take turns
 MOST_CALLS = {"cpu": 1000, "cuda": 20}  # in one stretch; on a GPU, so few that the host runs ahead of it
-BUSY = 4096  # rows and columns of a product that keeps the GPU busy while the host queues calls
+BUSY, BUSY_FOR = 4096, 2  # the size and the number of products that keep the GPU busy while the host queues calls
 
 
 class Stopwatch:
@@ -59,7 +59,8 @@ class Stopwatch:
                 call()
             return time.perf_counter() - begun
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call] # torch's
-        torch.mm(self._busy, self._busy)
+        for _ in range(BUSY_FOR):
+            torch.mm(self._busy, self._busy)
         begin.record()
         for _ in range(calls):
             call()
