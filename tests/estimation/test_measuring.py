@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from shardwise.errors import DeviceError
+from shardwise.estimation import measuring
 from shardwise.estimation.device_table import TABLE
 from shardwise.estimation.fitting import error_of, fit_line
 from shardwise.estimation.measured_devices import known_device, measured_devices
@@ -113,3 +117,17 @@ def test_vendors_names_are_found_in_the_table(name: str, gib: int, known: str) -
     found = known_device("cuda", name, gib * 2**30)
     assert found is not None
     assert found.name == known
+
+
+def measure_with_different_dtypes() -> list[str]:
+    """Measures on ranks of which one knows no bfloat16."""
+    if dist.get_rank() == 1:
+        with mock.patch.object(measuring, "product_dtypes", return_value={"float32": torch.float32}):
+            return list(measure("cpu", SMALL).products)
+    return list(measure("cpu", SMALL).products)
+
+
+def test_ranks_with_different_devices_measure_together() -> None:
+    """What one of them cannot do, the others measure all the same."""
+    some, few = run_on_ranks(2, measure_with_different_dtypes)
+    assert (some, few) == (["float64", "float32", "bfloat16", "float16"], ["float32"])

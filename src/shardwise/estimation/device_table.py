@@ -82,20 +82,19 @@ _SHEETS = {
     "MI300X-192GB": _Sheet(192.0, (163.4, 163.4, 653.7, 1307.4, 1307.4, 2614.9), 5300, 448, 50, 8, 32),
 }
 
-# One core of a server at 2.5 GHz with AVX-512, without instructions for bfloat16: a rank has one, unless a job asks for
-# more. It sends by gloo, which copies through the sockets of the system.
+# One core of a server at 2.5 GHz with AVX-512, without instructions for bfloat16 and float16: a rank has one, unless a
+# job asks for more. It sends by gloo, through sockets. Starts, and what no sheet tells, are as measured on such a machine.
+_CPU_PEAKS = {"float64": 80, "float32": 160, "bfloat16": 40, "float16": 1.6}  # GFLOP/s
+_CPU_STARTS = {"float32": 1.5e-4, "bfloat16": 7e-4, "float16": 3e-4}  # seconds, of attention
 _CPU = Device(
     name="CPU",
     kind="cpu",
     memory=8 * GIB,
-    products={
-        name: Rate(peak * GIGA * PRODUCTS, 3e-6)
-        for name, peak in {"float64": 80, "float32": 160, "bfloat16": 40}.items()
-    },
-    attention={name: Rate(peak * GIGA * ATTENTION, 2e-5) for name, peak in {"float32": 160, "bfloat16": 40}.items()},
-    copies=Rate(6 * GIGA, 2e-6),
-    call=3e-6,
-    links={"machine": Rate(1 * GIGA, 2e-4), "network": Rate(1 * GIGA, 3e-4)},
+    products={name: Rate(peak * GIGA * PRODUCTS, 4e-6) for name, peak in _CPU_PEAKS.items()},
+    attention={name: Rate(_CPU_PEAKS[name] * GIGA * ATTENTION, start) for name, start in _CPU_STARTS.items()},
+    copies=Rate(12 * GIGA, 5e-6),
+    call=6e-6,
+    links={"machine": Rate(0.8 * GIGA, 5e-4), "network": Rate(0.8 * GIGA, 6e-4)},
     per_machine=8,
 )
 

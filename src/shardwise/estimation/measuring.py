@@ -1,7 +1,7 @@
 """`measure`: what one rank of a group finds out about its device, while all the other ranks do the same.
 
 Ranks share the cores, the memory's bandwidth and the links of their machine, in training as here. So they measure at
-the same time, and begin each kind of measurement together.
+the same time, and wait for each other between calls of different sizes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from shardwise.estimation.device_table import DTYPES, FUSED
 from shardwise.estimation.fitting import Points
 from shardwise.estimation.measuring_links import time_links
 from shardwise.estimation.own_device import (
@@ -25,7 +26,6 @@ from shardwise.estimation.own_device import (
 )
 from shardwise.estimation.timing import Call, Stopwatch
 
-FUSED = ("float32", "bfloat16", "float16")  # dtypes of fused attention
 SLOW = 0.06  # seconds: after a call that takes as long, no larger one is timed
 
 
@@ -79,16 +79,13 @@ def measure(kind: str, sizes: Sizes | None = None) -> Measurement:
     watch = Stopwatch(device, sizes.repeats)
     products: dict[str, Points] = {}
     attention: dict[str, Points] = {}
-    for name, dtype in product_dtypes(device).items():
+    known = product_dtypes(device)
+    for name in DTYPES:  # all of them on every rank, for ranks wait for each other and may have different GPUs
         with product_precision(name):
-            watch.meet()
-            products[name] = _time_products(watch, sizes, dtype)
+            products[name] = _time_products(watch, sizes, known.get(name))
         if name in FUSED:
-            watch.meet()
-            attention[name] = _time_attention(watch, sizes, dtype)
-    watch.meet()
+            attention[name] = _time_attention(watch, sizes, known.get(name))
     copies = _time_copies(watch, sizes)
-    watch.meet()
     return Measurement(
         name=device_name(device),
         kind=kind,
@@ -97,28 +94,34 @@ def measure(kind: str, sizes: Sizes | None = None) -> Measurement:
         reserved=reserved,
         threads=torch.get_num_threads(),
         call=_time_call(watch),
-        products=products,
-        attention=attention,
+        products={name: points for name, points in products.items() if points},
+        attention={name: points for name, points in attention.items() if points},
         copies=copies,
         links=time_links(watch, sizes.links, SLOW) if dist.get_world_size() > 1 else {},
     )
 
 
-def _time_products(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype) -> Points:
+def _time_products(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype | None) -> Points:
     """FLOP of products such as those of linear layers."""
 
-    def linear(rows: int, inputs: int, outputs: int) -> tuple[float, Call]:
+    def linear(rows: int, inputs: int, outputs: int) -> tuple[float, Call | None]:
+        flop = 2.0 * rows * inputs * outputs
+        if dtype is None:
+            return flop, None
         x, w = torch.randn(rows, inputs, device=watch.device), torch.randn(inputs, outputs, device=watch.device)
-        return 2.0 * rows * inputs * outputs, product(x, w, dtype)
+        return flop, product(x, w, dtype)
 
     return _points(watch, (linear(*size) for size in sizes.products))
 
 
-def _time_attention(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype) -> Points:
+def _time_attention(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype | None) -> Points:
     """FLOP of fused attention with all scores, averaged over a forward (2 products) and its backward (5)."""
 
-    def attention(*size: int) -> tuple[float, Call]:
+    def attention(*size: int) -> tuple[float, Call | None]:
         samples, heads, length, width = size
+        flop = 14.0 * samples * heads * length * length * width
+        if dtype is None:
+            return flop, None
         q, k, v = (torch.randn(size, device=watch.device).to(dtype).requires_grad_() for _ in range(3))
         grad = torch.ones_like(q)
 
@@ -126,7 +129,7 @@ def _time_attention(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype) -> Point
             result = functional.scaled_dot_product_attention(q, k, v)
             return torch.autograd.grad(result, (q, k, v), grad)
 
-        return 14.0 * samples * heads * length * length * width, both
+        return flop, both
 
     both = _points(watch, (attention(*size) for size in sizes.attention))
     return [(flop / 2, seconds / 2) for flop, seconds in both]
@@ -148,11 +151,16 @@ def _time_call(watch: Stopwatch) -> float:
     return watch.on_host(lambda: x.mul(y))
 
 
-def _points(watch: Stopwatch, calls: Iterable[tuple[float, Call]]) -> Points:
-    """An amount and its seconds for each call, until one is slow."""
+def _points(watch: Stopwatch, calls: Iterable[tuple[float, Call | None]]) -> Points:
+    """An amount and its seconds for each call, which all ranks time at once, until it is slow for one of them.
+
+    None is a call that this rank's device cannot make, but those of other ranks may.
+    """
     points: list[tuple[float, float]] = []
     for amount, call in calls:
-        points.append((amount, watch.on_device(call)))
-        if points[-1][1] > SLOW:
+        seconds = 0.0 if call is None else watch.on_device(call)
+        if call is not None:
+            points.append((amount, seconds))
+        if watch.slowest([seconds])[0] > SLOW:  # the same on every rank
             break
     return points

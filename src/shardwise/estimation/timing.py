@@ -45,12 +45,14 @@ class Stopwatch:
     def on_all_ranks(self, call: Call) -> float:
         """Seconds of one call that all ranks make together, until the last of them is done. All ranks call it."""
         call()
-        calls = self._calls(self._slowest([self._together(call, 1)])[0])
-        return statistics.median(self._slowest([self._together(call, calls) / calls for _ in range(self._repeats)]))
+        calls = self._calls(self.slowest([self._together(call, 1)])[0])
+        return statistics.median(self.slowest([self._together(call, calls) / calls for _ in range(self._repeats)]))
 
-    def meet(self) -> None:
-        """Wait for all ranks, so that they go on together."""
-        self._slowest([0.0])
+    def slowest(self, seconds: list[float]) -> list[float]:
+        """The most that any rank has, one by one. All ranks call it, and go on together."""
+        found = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return [float(one) for one in found.tolist()]
 
     def _stretch(self, call: Call, calls: int) -> float:
         if self._busy is None:
@@ -69,18 +71,12 @@ class Stopwatch:
         return float(begin.elapsed_time(end)) / 1e3
 
     def _together(self, call: Call, calls: int) -> float:
-        self.meet()
+        self.slowest([0.0])  # all ranks begin together
         begun = time.perf_counter()
         for _ in range(calls):
             call()
         self._wait()
         return time.perf_counter() - begun
-
-    def _slowest(self, seconds: list[float]) -> list[float]:
-        """The most of all ranks, one by one."""
-        found = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return [float(one) for one in found.tolist()]
 
     def _calls(self, once: float) -> int:
         return max(1, min(MOST_CALLS[self.device.type], int(LONG_ENOUGH / max(once, 1e-9))))
