@@ -50,6 +50,7 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     ├── OptimizerError(ValueError)          an optimizer that cannot train these parameters
     │   └── OptimizerStateError             a state dict that is not one of this optimizer
     ├── DeviceError(ValueError)             a device that is unknown, or not fully described
+    ├── ReportError(ValueError)             figures of a report that do not fit together
     └── DropinError(RuntimeError)           the old system cannot be replaced in this process
 """
 
@@ -241,6 +242,10 @@ class OptimizerStateError(OptimizerError):
 
 class DeviceError(ShardwiseError, ValueError):
     """A device that is unknown, or whose description lacks something."""
+
+
+class ReportError(ShardwiseError, ValueError):
+    """Figures of a report that do not fit together, such as a series with fewer values than times."""
 
 
 class DropinError(ShardwiseError, RuntimeError):

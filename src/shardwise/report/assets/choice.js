@@ -1,0 +1,49 @@
+// The chosen rank: a list of groups of alike ranks, a field for a number, and whoever wants to know.
+
+const world = Math.max(0, ...report.runs.map((run) => run.world));
+const choice = { rank: 0, changed: [] };
+
+const holds = (part, rank) => part.ranks.some(([first, last]) => first <= rank && rank <= last);
+const partOf = (run, rank = choice.rank) => run.parts.find((part) => holds(part, rank));
+const free = (part) => (part.capacity === null || part.peak === null ? null : part.capacity - part.peak);
+
+function fullest(run) {
+  const share = (part) => (part.peak || 0) / (part.capacity || 1);
+  return run.parts.reduce((best, part) => (share(part) > share(best) ? part : best), run.parts[0]);
+}
+
+function choose(rank) {
+  choice.rank = rank;
+  choice.changed.forEach((tell) => tell());
+  const part = partOf(report.runs[0]);
+  if (part) say(`Rank ${rank}, of ${ranksText(part.ranks)}` + (part.peak === null ? "" : `: peak ${bytesText(part.peak)}`));
+}
+
+function rankPicker() {
+  const run = report.runs.reduce((most, each) => (each.parts.length > most.parts.length ? each : most));
+  const groups = element("select", { id: "group", "aria-label": "Group of alike ranks", onchange: () => choose(Number(groups.value)) });
+  for (const part of run.parts) {
+    const peak = part.peak === null ? "" : ` · ${bytesText(part.peak)}`;
+    groups.append(element("option", { value: part.ranks[0][0] }, ranksText(part.ranks) + peak));
+  }
+  const field = element("input", {
+    id: "rank", type: "number", min: 0, max: world - 1, step: 1, inputmode: "numeric", "aria-label": `Rank, 0 to ${world - 1}`,
+    oninput: () => {
+      const rank = Number(field.value);
+      const known = field.value !== "" && report.runs.some((each) => partOf(each, rank));
+      field.setAttribute("aria-invalid", String(!known));
+      if (known) choose(rank);
+    },
+    onblur: () => show(),
+  });
+  function show() {
+    const part = partOf(run);
+    if (part) groups.value = part.ranks[0][0];
+    if (document.activeElement !== field) {
+      field.value = choice.rank;
+      field.setAttribute("aria-invalid", "false");
+    }
+  }
+  choice.changed.push(show);
+  return element("div", { class: "picker" }, element("label", { for: "rank" }, "Rank"), field, run.parts.length > 1 && groups);
+}
