@@ -13,6 +13,8 @@ from shardwise.comm.agreement import check
 from shardwise.comm.tracing import trace
 from shardwise.comm.transfer import make_plan
 from shardwise.errors import ShardwiseError
+from shardwise.estimation.estimate import estimate
+from shardwise.estimation.explanation import explain
 from shardwise.interop import from_dtensor, to_dtensor
 from shardwise.layout import Layout
 from shardwise.layout.metadata import ShardMetadata
@@ -34,7 +36,6 @@ from shardwise.tensor.dispatch import register_op
 from shardwise.tensor.random import layout_independent
 from shardwise.tensor.sharding import replicate, shard
 from shardwise.tools.drawing import draw
-from shardwise.tools.explanation import explain
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ __all__ = [
     "check",
     "draw",
     "empty",
+    "estimate",
     "explain",
     "fill_buffers",
     "from_dtensor",

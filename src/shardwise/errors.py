@@ -50,6 +50,7 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     ├── OptimizerError(ValueError)          an optimizer that cannot train these parameters
     │   └── OptimizerStateError             a state dict that is not one of this optimizer
     ├── DeviceError(ValueError)             a device that is unknown, or not fully described
+    ├── EstimateError(ValueError)           an estimate that is not possible, or asked for wrongly
     ├── ReportError(ValueError)             figures of a report that do not fit together
     └── DropinError(RuntimeError)           the old system cannot be replaced in this process
 """
@@ -242,6 +243,10 @@ class OptimizerStateError(OptimizerError):
 
 class DeviceError(ShardwiseError, ValueError):
     """A device that is unknown, or whose description lacks something."""
+
+
+class EstimateError(ShardwiseError, ValueError):
+    """An estimate of a step that cannot be made, or that is asked for wrongly."""
 
 
 class ReportError(ShardwiseError, ValueError):

@@ -83,7 +83,7 @@ _SHEETS = {
 }
 
 # One core of a server at 2.5 GHz with AVX-512, without instructions for bfloat16 and float16: a rank has one, unless a
-# job asks for more. It sends by gloo, through sockets. Starts, and what no sheet tells, are as measured on such a machine.
+# job asks for more. It sends by gloo, through sockets. Starts, and what no sheet tells, are as measured on such a one.
 _CPU_PEAKS = {"float64": 80, "float32": 160, "bfloat16": 40, "float16": 1.6}  # GFLOP/s
 _CPU_STARTS = {"float32": 1.5e-4, "bfloat16": 7e-4, "float16": 3e-4}  # seconds, of attention
 _CPU = Device(

@@ -17,7 +17,7 @@ class Bar(NamedTuple):
     bytes: int
     flops: int
     line: str
-    count: int = 1
+    count: int = 1  # type: ignore[assignment] # the method of tuples is not needed
 
 
 def kept_points(series: Sequence[Sequence[int]], length: int, most: int, *, always: int = 0) -> list[int]:

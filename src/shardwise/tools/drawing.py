@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from shardwise.errors import SignatureError
+from shardwise.estimation.stand_ins import StandIns
 from shardwise.layout.pictures import Picture, picture_of
 from shardwise.layout.pictures.picture import WIDTH
 from shardwise.nn.fully_sharded import FullyShard
 from shardwise.nn.modules import shard_module
 from shardwise.nn.sharding_plan import ShardingPlan, ShardingPlanner
-from shardwise.tools.stand_ins import StandIns
 from shardwise.torch_private import FakeTensorMode
 
 

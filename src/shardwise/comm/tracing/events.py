@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 MEETING = "meeting"  # the kind of an exchange in which ranks only agree, or add up small results
@@ -36,6 +37,7 @@ class Collective:
     in_all: int | None = None  # bytes that all ranks send, where that is known
     least: int | None = None  # the least that they could send
     known: bool = True  # whether the bytes are known; else values decide
+    to: Mapping[int, int] | None = None  # by rank, the bytes that this rank sends to it, where that is known
 
     @property
     def is_meeting(self) -> bool:

@@ -150,7 +150,7 @@ class Origins:
 
     def _begin(self, module: Any) -> None:
         running = self._running.modules
-        if not running and self._names[0] is not module:
+        if not running and id(module) not in self._names[1]:  # a part of the model may be called alone, to recompute
             self._names = module, {id(one): name for name, one in module.named_modules()}
         kind = type(module).__name__
         name = self._names[1].get(id(module), kind) or kind

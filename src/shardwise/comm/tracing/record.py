@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from shardwise.comm.tracing.chrome import chrome_events, write
@@ -29,6 +30,8 @@ class Trace:
     """
 
     is_forecast = False  # whether it tells what would be sent
+    foresees_programs = False  # whether calls without data are cached, as calls with data are
+    foreseen = ""  # the type of device on which that would be, if not that of the tensors
 
     def __init__(self) -> None:
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -43,6 +46,17 @@ class Trace:
     def now(self) -> float:
         """Seconds since the trace began."""
         return time.perf_counter() - self._begun
+
+    def count(self) -> int:
+        """How many collectives there were, without meetings."""
+        return sum(not event.is_meeting for event in self.events)
+
+    def begin(self, said: dict[str, Any]) -> Begun | None:
+        """A collective begins."""
+        return Begun(self, said)
+
+    def buffer(self, tensor: torch.Tensor) -> None:
+        """A tensor is memory of a collective, besides what it is given and what it gives."""
 
     def add(self, origin: Origin, **said: Any) -> None:
         """One more collective."""
@@ -129,10 +143,36 @@ def is_forecast() -> bool:
     return trace is not None and trace.is_forecast
 
 
+def foresees_accelerator() -> bool:
+    """Whether what is computed here, without data, stands for the same on an accelerator."""
+    trace = current_trace()
+    return trace is not None and trace.foreseen not in ("", "cpu")
+
+
+def foresees_programs() -> bool:
+    """Whether the mode that is on only notes what is computed, so that calls may be cached as without it."""
+    trace = current_trace()
+    return trace is not None and trace.foresees_programs
+
+
+def foreseen_collectives() -> int:
+    """How many collectives there would have been in this trace, if it tells what would be sent."""
+    trace = current_trace()
+    return trace.count() if trace is not None and trace.is_forecast else 0
+
+
 def begin(kind: str, sent: float, received: float, **said: Any) -> Begun | None:
     """A collective begins, in which this rank sends and receives so many bytes; None if nobody traces."""
     trace = current_trace()
-    return None if trace is None else Begun(trace, {"kind": kind, "sent": int(sent), "received": int(received), **said})
+    return None if trace is None else trace.begin({"kind": kind, "sent": int(sent), "received": int(received), **said})
+
+
+def as_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, of which a trace that is on learns that it is memory of a collective."""
+    trace = current_trace()
+    if trace is not None:
+        trace.buffer(tensor)
+    return tensor
 
 
 @contextmanager

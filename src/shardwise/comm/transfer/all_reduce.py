@@ -16,12 +16,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.comm.group import CallFingerprint, group_ranks, talks
+from shardwise.comm.group import CallFingerprint, group_ranks, is_member, talks, without_data
 from shardwise.comm.tracing import record
 from shardwise.comm.transfer.collectives import REDUCED, begin_all_reduce
 from shardwise.comm.transfer.sums import add_in_order
 from shardwise.comm.transfer.views import as_bytes, resolved
-from shardwise.comm.transfer.wire import PendingExchange, Ready, exchange, failing_together, when_ready, wire_device
+from shardwise.comm.transfer.wire import (
+    PendingExchange,
+    Ready,
+    exchange,
+    failing_together,
+    has_collectives,
+    when_ready,
+    wire_device,
+)
 from shardwise.layout import Layout
 
 Team = tuple[int, ...]  # the ranks that hold one box, ascending
@@ -98,7 +106,7 @@ class AllReduce:
         self._sums: Sequence[torch.Tensor] = ()
         traced = record.running and (talks(group) or record.is_forecast())
         self._traced = _begin_traced(holding, tensors, dtype.itemsize, group.size()) if traced else None
-        if not talks(group):
+        if not talks(group) and not (without_data() and is_member(group) and group.size() > 1):
             self._sums = [tensor.detach().clone() for tensor in tensors]
             return
         self._members = group_ranks(group)
@@ -107,8 +115,9 @@ class AllReduce:
         with failing_together(group), torch.no_grad():
             flat = [resolved(tensor.detach()).reshape(-1) for tensor in tensors]
             flat = [one.to(self._wire, dtype) for one in flat]
-            if self._wire.type != "cpu" and dtype in REDUCED and holding.everywhere:
-                total = torch.cat(flat)
+            direct = has_collectives(holding.device_types, group)
+            if direct and dtype in REDUCED and holding.everywhere:
+                total = record.as_buffer(torch.cat(flat))
                 self._sums = total.split_with_sizes([one.numel() for one in flat])
                 all_are_ready()
                 self._way = begin_all_reduce(total, group)
@@ -171,7 +180,7 @@ class AllReduce:
                     sent[holder].append(out[box][place])
                     due[holder].append((box, place))
         counts = [[like[box][place].numel() for box, place in each] for each in due.values()]
-        buffer = torch.empty(sum(map(sum, counts)), dtype=self._dtype, device=self._wire)
+        buffer = record.as_buffer(torch.empty(sum(map(sum, counts)), dtype=self._dtype, device=self._wire))
         taken = buffer.split_with_sizes([sum(each) for each in counts])
         self._came: list[list[torch.Tensor]] = [list(each) for each in out]  # among them this rank's own
         for arrived, sizes, places in zip(taken, counts, due.values(), strict=True):
@@ -188,10 +197,16 @@ def _begin_traced(
 ) -> record.Begun | None:
     """Let the trace that is on know how much this rank sends, and gets."""
     once = holding.most * itemsize * members <= AT_ONCE
-    shares = [(len(team) - 1) * (1 if once else 2 / len(team)) for team in holding.teams]
-    sent = sum(share * tensor.numel() * itemsize for share, tensor in zip(shares, tensors, strict=True))
+    to: dict[int, float] = {}
+    for team, tensor in zip(holding.teams, tensors, strict=True):
+        each = tensor.numel() * itemsize * (1 if once else 2 / len(team))
+        for rank in team:
+            to[rank] = to.get(rank, 0) + each
+    to.pop(dist.get_rank(), None)
+    sent = sum(to.values())
     in_all = int(sent * members) if holding.everywhere else None
-    return record.begin("all-reduce", sent, sent, in_all=in_all, least=in_all)
+    whole = {rank: int(part) for rank, part in to.items()}
+    return record.begin("all-reduce", sent, sent, in_all=in_all, least=in_all, to=whole)
 
 
 def _packed(messages: Sequence[Sequence[torch.Tensor]], nothing: torch.Tensor) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.comm.group import own_rank, rank_array
+from shardwise.comm.tracing import record
 from shardwise.comm.transfer.messages import LocalMemory, Message, Messages, messages_received, messages_sent
 from shardwise.comm.transfer.operands import TransferOperands
 from shardwise.comm.transfer.sums import write_sum
@@ -60,7 +61,8 @@ class Carrier(ABC):
         """Bring what has arrived to its place, unless it arrived there."""
 
     def _empty(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=self._dtype, device=self._wire, pin_memory=self._pinned)
+        made = torch.empty(count, dtype=self._dtype, device=self._wire, pin_memory=self._pinned)
+        return record.as_buffer(made) if record.running else made
 
     def _fits(self, tensor: torch.Tensor) -> bool:
         """Whether this memory can be sent, or received into, as it lies."""

@@ -16,7 +16,7 @@ from shardwise.comm.transfer.all_to_all import Carrier
 from shardwise.comm.transfer.operands import TransferOperands
 from shardwise.comm.transfer.recognise import RecognisedCollective, recognised
 from shardwise.comm.transfer.views import as_bytes, copy
-from shardwise.comm.transfer.wire import A_TENSOR, PendingCollective, Ready, wire_device
+from shardwise.comm.transfer.wire import PendingExchange, Ready, begin_collective, has_collectives
 
 # torch 2.13 gave these collectives new names and deprecated the old ones, the only ones before.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,7 +30,7 @@ REDUCED |= {torch.int8, torch.uint8, torch.int32, torch.int64}
 def own_collective(operands: TransferOperands) -> type[OwnCollective] | None:
     """The carrier by the backend's own collective, if the plan is one, and the backend is fastest by it."""
     plan, group = operands.plan, operands.group
-    if wire_device(plan.device_types, group).type == "cpu" or (plan.sums and operands.dtype not in REDUCED):
+    if not has_collectives(plan.device_types, group) or (plan.sums and operands.dtype not in REDUCED):
         return None
     found = recognised(plan, rank_array(group))
     return None if found is None else carrier_of(found)
@@ -59,7 +59,7 @@ class OwnCollective(Carrier):
         self._found, self._number = found, dist.get_rank(operands.group)
         size, *call = self._prepare([tensor.detach() for tensor in operands.tensors])
         ready()
-        self._way = PendingCollective(operands.group, A_TENSOR, size, self._wire, *call)
+        self._way = begin_collective(operands.group, size, self._wire, *call)
 
     @abstractmethod
     def _prepare(self, tensors: Sequence[torch.Tensor]) -> Prepared:
@@ -194,7 +194,7 @@ class Reduce(OwnCollective):
             copy(out, view)
 
 
-def begin_all_reduce(total: torch.Tensor, group: ProcessGroup) -> PendingCollective:
+def begin_all_reduce(total: torch.Tensor, group: ProcessGroup) -> PendingExchange:
     """Begin to add this tensor up over all ranks, in its place."""
     data = torch.view_as_real(total) if total.is_complex() else total
-    return PendingCollective(group, A_TENSOR, total.nbytes, total.device, dist.all_reduce, data)
+    return begin_collective(group, total.nbytes, total.device, dist.all_reduce, data)

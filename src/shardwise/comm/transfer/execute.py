@@ -59,7 +59,8 @@ def move(
     """
     begun = _begin_traced(plan, dtype.itemsize) if record.running and plan.moved and tell is None else None
     moving: Moving
-    if plan.moved and tell is None and not is_fake(process_group) and not without_data():
+    sent = max_bytes is None if without_data() else not is_fake(process_group)
+    if plan.moved and tell is None and sent:
         moving = _begun(plan, tensors, process_group, dtype, outs, max_bytes, ready, fill, verb, lent)
     else:
         moving = _unsent(plan, tensors, process_group, dtype, outs, ready, fill, tell)
@@ -152,7 +153,8 @@ def _local_boxes(layout: Layout, rank: int) -> list[tuple[list[int], torch.devic
 
 def _begin_traced(plan: TransferPlan, size: int) -> record.Begun | None:
     rank = dist.get_rank()
-    said = {"in_all": plan.moved * size, "least": plan.lower_bound * size}
+    to = {peer: elements * size for peer, elements in plan.sent_to(rank).items()}
+    said = {"in_all": plan.moved * size, "least": plan.lower_bound * size, "to": to}
     return record.begin(_kind(plan), plan.sent(rank) * size, plan.received(rank) * size, **said)
 
 

@@ -87,6 +87,14 @@ class TransferPlan:
         """Elements that a rank sends to others."""
         return self.sends(rank).elements(but=rank)
 
+    def sent_to(self, rank: int) -> dict[int, int]:
+        """By rank, the elements that a rank sends to it."""
+        pieces = self.sends(rank)
+        peers, number = np.unique(pieces.peers, return_inverse=True)
+        totals = np.zeros(len(peers), dtype=np.int64)
+        np.add.at(totals, number, pieces.boxes.volumes)
+        return {peer: total for peer, total in zip(peers.tolist(), totals.tolist(), strict=True) if peer != rank}
+
     def received(self, rank: int) -> int:
         """Elements that a rank receives from others."""
         return self.receives(rank).elements(but=rank)

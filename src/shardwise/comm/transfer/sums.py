@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-from shardwise.comm.transfer.views import copy
+from shardwise.comm.transfer.views import address, copy
 
 NARROW = (torch.float16, torch.bfloat16)  # added up in float32, and rounded once
 BLOCK = 1 << 16  # elements of these that are added up at a time on a CPU: so many stay in its cache
@@ -41,10 +41,10 @@ def write_sum(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 def _is_one_run(parts: Sequence[torch.Tensor]) -> bool:
     """Whether the parts lie one behind another in one storage; storages of their own may do so by chance."""
-    if any(other.data_ptr() - one.data_ptr() != one.nbytes for one, other in pairwise(parts)):
+    if any(address(other) - address(one) != one.nbytes for one, other in pairwise(parts)):
         return False
-    storage = parts[0].untyped_storage().data_ptr()
-    return all(part.untyped_storage().data_ptr() == storage for part in parts[1:])
+    storage = parts[0].untyped_storage()._cdata
+    return all(part.untyped_storage()._cdata == storage for part in parts[1:])
 
 
 def _write_narrow(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:

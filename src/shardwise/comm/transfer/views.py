@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from shardwise.torch_private import FakeTensor
+
 
 def view_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     """A box of a tensor, as a view."""
@@ -42,6 +44,14 @@ def parts_of(buffer: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[torch
     return [part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)]
 
 
+def address(tensor: torch.Tensor) -> int:
+    """Where a tensor begins in memory. Tensors without data that would share memory have addresses in it, too."""
+    if isinstance(tensor, FakeTensor):
+        number: int = tensor.untyped_storage()._cdata
+        return (number << 48) + int(tensor.storage_offset()) * tensor.element_size()
+    return tensor.data_ptr()
+
+
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy one view into another. On a GPU in the widest units that both allow, which doubles the speed of slabs."""
     if source.device != target.device:
@@ -64,7 +74,7 @@ def _comes_in(view: torch.Tensor, unit: torch.dtype) -> bool:
         return False
     # Of a dim of one element too, though its stride is never walked: torch looks at it. It asks where a view begins in
     # its storage, as the kernels do in memory; a view without elements has no place there.
-    begins = view.storage_offset() % ratio == 0 and view.data_ptr() % unit.itemsize == 0
+    begins = view.storage_offset() % ratio == 0 and address(view) % unit.itemsize == 0
     return begins and all(stride % ratio == 0 for stride in view.stride()[:-1])
 
 

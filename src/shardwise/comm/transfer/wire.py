@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import P2POp, ProcessGroup
 
 from shardwise.comm.agreement import begin_sending, wait_for_data
-from shardwise.comm.group import CallFingerprint, TaggedMessages, cached_per_group, group_state, is_tagged
+from shardwise.comm.group import CallFingerprint, TaggedMessages, cached_per_group, group_state, is_tagged, without_data
 from shardwise.comm.peers import (
     NOT_BEGUN,
     BackgroundRun,
@@ -27,6 +27,7 @@ from shardwise.comm.peers import (
     raise_lost,
     watch,
 )
+from shardwise.comm.tracing import record
 from shardwise.errors import TransferError
 
 Buffer = tuple[int, torch.Tensor]  # the other rank, and the bytes that it sends or gets
@@ -41,6 +42,11 @@ def wire_device(device_types: frozenset[str], process_group: ProcessGroup) -> to
     """Where buffers must lie to be sent: decided by the types of devices and the group, so the same at both ends."""
     kind = _wire_type(process_group, device_types)
     return CPU if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def has_collectives(device_types: frozenset[str], process_group: ProcessGroup) -> bool:
+    """Whether the backend's own collectives are the fastest way: on an accelerator, or where one is foreseen."""
+    return wire_device(device_types, process_group).type != "cpu" or record.foresees_accelerator()
 
 
 @cached_per_group()
@@ -75,7 +81,7 @@ def when_ready(group: ProcessGroup, ready: Callable[[], object], said: CallFinge
 
     def all_are_ready() -> int:
         ready()
-        return begin_sending(group, said)
+        return 0 if without_data() else begin_sending(group, said)
 
     return all_are_ready
 
@@ -241,8 +247,30 @@ class _PackedCollective(PendingCollective):
             one.copy_(other)
 
 
+class Unsent(PendingExchange):
+    """Messages of tensors without data: they are kept until somebody waits for them, and nothing is sent."""
+
+    def __init__(self, group: ProcessGroup, what: str, *memory: Any) -> None:
+        super().__init__(group, what)
+        self._memory = memory
+
+    def _wait(self) -> None:
+        self._memory = ()
+
+
+def begin_collective(
+    group: ProcessGroup, size: int, wire: torch.device, begin: Callable[..., Any], *args: Any
+) -> PendingExchange:
+    """Begin a collective of the backend, in which this rank sends so many bytes."""
+    if without_data():
+        return Unsent(group, A_TENSOR, *args)
+    return PendingCollective(group, A_TENSOR, size, wire, begin, *args)
+
+
 def exchange(group: ProcessGroup, taken: Bytes, given: Bytes, tag: int, what: str = A_TENSOR) -> PendingExchange:
     """Begin to give each member of a group its bytes, and to take some from each. All lie on the wire's device."""
+    if without_data():
+        return Unsent(group, what, taken, given)
     if given[0].device.type != "cpu":
         size, wire = sum(each.numel() for each in given), given[0].device
         return PendingCollective(group, what, size, wire, dist.all_to_all, list(taken), list(given))

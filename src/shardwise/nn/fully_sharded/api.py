@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from torch import nn
@@ -106,7 +107,18 @@ def fully_shard(
         made = UnitBuilder(held, loads, groups, precision or Precision(), src_rank, offload).units(choices)
     make_plain_alike(model, src_rank, group)
     own = loads[groups.row_number if len(loads) > 1 else 0]
-    FullySharded(model, made, group, own, prefetch=prefetch, keep=keep)
+    again = partial(
+        fully_shard,
+        units=units,
+        weights=weights,
+        align=align,
+        precision=precision,
+        prefetch=prefetch,
+        keep=keep,
+        offload=offload,
+        mesh=mesh,
+    )
+    FullySharded(model, made, group, own, prefetch=prefetch, keep=keep, again=again)
     return model
 
 

@@ -24,6 +24,7 @@ from shardwise.comm.group import CallFingerprint, group_state, rank_array
 from shardwise.comm.transfer import Moving, make_plan, move
 from shardwise.comm.transfer.all_reduce import AllReduce, holding_of
 from shardwise.comm.transfer.local_copies import Done
+from shardwise.comm.transfer.views import address
 from shardwise.errors import PlanError, PropertyError, UnsupportedOpError
 from shardwise.layout import Layout, Places
 from shardwise.layout.geometry import Boxes
@@ -274,11 +275,11 @@ class FlatMemory:
         """Whether the gradients of a parameter are views of this rank's gradient, as they were made."""
         if self.grad is None:
             return False
-        tensors, first, size = one.sharded._local_tensors(), self.grad.data_ptr(), self.grad.element_size()
+        tensors, first, size = one.sharded._local_tensors(), address(self.grad), self.grad.element_size()
         if not tensors:
             return one.sharded.grad is not None
         return all(
-            tensor.grad is not None and tensor.grad.data_ptr() == first + low * size
+            tensor.grad is not None and address(tensor.grad) == first + low * size
             for tensor, (low, _) in zip(tensors, one.stretches, strict=True)
         )
 
@@ -286,7 +287,7 @@ class FlatMemory:
 
     def adopt(self) -> None:
         """Have the local shards of all parameters in this rank's stretch again, should others have replaced them."""
-        first, size = self.shard.data_ptr(), self.shard.element_size()
+        first, size = address(self.shard), self.shard.element_size()
         if self.grad is not None and not any(self.has_flat_grad(one) for one in self.parameters):
             self.grad = None  # which nobody reads any more
         for one in self.parameters:
@@ -297,7 +298,7 @@ class FlatMemory:
                     "sharded: convert the model before, or give a precision"
                 )
             if any(
-                tensor.data_ptr() != first + low * size for tensor, (low, _) in zip(tensors, one.stretches, strict=True)
+                address(tensor) != first + low * size for tensor, (low, _) in zip(tensors, one.stretches, strict=True)
             ):
                 self._adopt(one)
 

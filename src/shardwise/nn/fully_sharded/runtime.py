@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,13 +32,25 @@ MOST_PENDING = 4  # forwards without a backward, after which none is expected: t
 MOST_SUMS = 1  # that are under way at once: of so many units, the gradients of all parameters are in memory
 
 
+living: weakref.WeakSet[FullySharded] = weakref.WeakSet()  # all of this process
+
+
 class FullySharded:
     """What `fully_shard` has made of a model."""
 
     def __init__(
-        self, model: nn.Module, units: Sequence[Unit], group: ProcessGroup, loads: Loads, *, prefetch: int, keep: bool
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        group: ProcessGroup,
+        loads: Loads,
+        *,
+        prefetch: int,
+        keep: bool,
+        again: partial[Any],
     ) -> None:
-        self.units, self.group, self.loads = units, group, loads
+        """Of these units; ``again`` would make the same of an equal model, in an equal world."""
+        self.units, self.group, self.loads, self.again = units, group, loads, again
         self._root, self._prefetch, self._keep = units[0], prefetch, keep
         self._unit_of = {memory: unit for unit in units for memory in unit.memories}
         self._order: list[Unit] = []  # in which units computed in the last forward
@@ -46,9 +59,12 @@ class FullySharded:
         self._reduces = True
         self._pending = 0  # forwards since the last backward
         self._task: weakref.ref[BackwardTask] | None = None  # of the backward that goes on, the outermost one
+        self.hooks: list[int] = []  # the numbers that torch has given to those of modules
         for unit in units:
             self._hook(unit)
         model.fully_sharded = self  # type: ignore[assignment] # an attribute of any kind
+        self.model = weakref.ref(model)
+        living.add(self)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -79,8 +95,11 @@ class FullySharded:
         def after(_: nn.Module, args: Any, output: Any) -> Any:
             return self._leave(unit, output)
 
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(after, always_call=True)
+        self.hooks = [
+            *self.hooks,
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).id,
+            module.register_forward_hook(after, always_call=True).id,
+        ]
 
     def _enter(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         is_forward = current_backward() == -1

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from shardwise import settings
-from shardwise.comm.group import group_state, is_capturing, traffic
+from shardwise.comm.group import group_state, is_capturing, traffic, without_data
 from shardwise.comm.tracing import record
 from shardwise.ops.engine.call import is_pure, outer_function
 from shardwise.ops.engine.plain_values import note_plain_values
@@ -33,6 +33,7 @@ from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import Handler, registry
 from shardwise.tensor.redistribution_cache import cached_layout, is_activation
 from shardwise.torch_private import (
+    FakeTensor,
     dispatch_mode_count,
     fills_uninitialized_memory,
     is_any_autocast_enabled,
@@ -66,7 +67,7 @@ def cached_call(op: Any, args: Sequence[Any], kwargs: dict[str, Any], slow_path:
     """The result of ``slow_path(op, args, kwargs)``, by the cached program if there is one."""
     if active.recorder is not None:
         return slow_path(op, args, kwargs)
-    if is_torch_function_mode_enabled() or dispatch_mode_count():
+    if is_torch_function_mode_enabled() or (dispatch_mode_count() and not record.foresees_programs()):
         if outer_function.called is None:
             note_plain_values(op, args, kwargs)
         return slow_path(op, args, kwargs)
@@ -133,6 +134,8 @@ def _record(
 
 
 def _random_states() -> list[torch.Tensor]:
+    if without_data():
+        return []
     states = [torch.get_rng_state()]
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's
     return states + ([torch.cuda.get_rng_state()] if cuda else [])
@@ -208,7 +211,7 @@ class _Arguments(NamedTuple):
             parts += (cls, value)
         elif isinstance(value, ShardedTensorBase):
             return self._add_sharded(cls, value)
-        elif cls is torch.Tensor or cls is Parameter:
+        elif cls is torch.Tensor or cls is Parameter or cls is FakeTensor:
             self._add_plain(cls, value)
         elif isinstance(value, list | tuple):
             parts += (cls, len(value))

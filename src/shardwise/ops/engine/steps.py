@@ -31,7 +31,13 @@ from shardwise.tensor.movement import require_movable
 from shardwise.tensor.random import Draw
 from shardwise.tensor.random.fill import fill_random
 from shardwise.tensor.redistribution_cache import redistributed_once
-from shardwise.torch_private import DispatchKey, DispatchKeySet, ExcludeDispatchKeyGuard, is_any_autocast_enabled
+from shardwise.torch_private import (
+    DispatchKey,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    FakeTensor,
+    is_any_autocast_enabled,
+)
 
 Tensors = list[torch.Tensor]
 
@@ -200,7 +206,7 @@ CommStep = (
 
 def _plain(operand: torch.Tensor) -> torch.Tensor:
     """The operand itself, if it is of no other class."""
-    return operand if operand.__class__ is torch.Tensor else operand.as_subclass(torch.Tensor)
+    return operand if operand.__class__ in (torch.Tensor, FakeTensor) else operand.as_subclass(torch.Tensor)
 
 
 def _with_anchor(tensors: Tensors, anchor: torch.Tensor | None) -> Tensors:

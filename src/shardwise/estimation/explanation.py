@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from shardwise.comm.tracing.events import MEETING, Collective, Origin
 from shardwise.comm.tracing.origin import place_of
 from shardwise.comm.tracing.record import Trace, recording
 from shardwise.comm.tracing.table import show
+from shardwise.estimation.stand_ins import StandIns, restoring_state, taking_lists
 from shardwise.layout.pictures.words import bytes_text
-from shardwise.tools.stand_ins import StandIns
-from shardwise.torch_private import (
-    FAKE_TENSOR_ERRORS,
-    FakeTensorMode,
-    clipping_foreach_types,
-    optimizer_foreach_types,
-)
+from shardwise.torch_private import FAKE_TENSOR_ERRORS, FakeTensorMode
 
 GATHERS = 3  # of the weights in a step of fully sharded training: for both passes, and back as gradients
 
@@ -106,51 +96,19 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     """
     mode, explanation = FakeTensorMode(allow_non_fake_inputs=True), Explanation()
     stand_ins = StandIns(mode)
-    with _restoring_state():
+    with restoring_state():
         call, positional, named = stand_ins.of(function), stand_ins.of(args), stand_ins.of(kwargs)
-        with mode, _foreach_takes(type(mode.from_tensor(torch.empty(0)))), recording(explanation):
+        with mode, taking_lists(), recording(explanation):
             try:
                 call(*positional, **named)
             except FAKE_TENSOR_ERRORS as error:
-                explanation.stopped = _stopped(error)
+                explanation.stopped = stopped_text(error)
     return explanation
 
 
-@contextmanager
-def _foreach_takes(kind: type) -> Iterator[None]:
-    """Let optimizers and `clip_grad_norm_` take lists of tensors without data, as they do of those with data."""
-    lists = (optimizer_foreach_types, clipping_foreach_types)
-    for types in lists:
-        types.append(kind)
-    try:
-        yield
-    finally:
-        for types in lists:
-            types.remove(kind)
-
-
-def _stopped(error: BaseException) -> str:
+def stopped_text(error: BaseException) -> str:
+    """Where values decided what comes next."""
     place = place_of(error.__traceback__)
     op = getattr(error, "func", None)
     what = f"{op} depends on values" if op is not None else f"something depends on values ({error})"
     return f"stopped{f' at {place}' if place else ''}: {what}, which are not there; what comes after it is not told"
-
-
-@contextmanager
-def _restoring_state() -> Iterator[None]:
-    """Restore random states, and gradients of tensors that were not copied because the function finds them itself."""
-    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call] # torch's
-    state = random.getstate()
-    before = [(leaf, leaf.grad) for leaf in gc.get_objects() if _takes_gradients(leaf)]
-    try:
-        with torch.random.fork_rng(gpus):
-            yield
-    finally:
-        random.setstate(state)
-        for leaf, grad in before:
-            if leaf.grad is not grad:
-                leaf.grad = grad
-
-
-def _takes_gradients(value: Any) -> bool:
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_leaf and value.requires_grad

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import random
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +23,13 @@ from shardwise.layout.specs import placed
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import Distributed
 from shardwise.tensor.frame import Frame, Parts
-from shardwise.torch_private import FakeTensorMode
+from shardwise.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    clipping_foreach_types,
+    optimizer_foreach_types,
+    unset_fake_mode,
+)
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, types.ModuleType)
 LIBRARIES = {"torch", "shardwise", "numpy", *sys.stdlib_module_names}  # whose objects and functions are not copied
@@ -79,6 +88,11 @@ class StandIns:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
 
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim == 0 and tensor.device == CPU and type(tensor) is torch.Tensor and not tensor.requires_grad:
+            with unset_fake_mode():
+                value = tensor.item()
+            with self._mode:  # fake tensors keep the values of such, as of a count of steps
+                return torch.tensor(value, dtype=tensor.dtype)
         made = self._without_data(tensor).requires_grad_(tensor.requires_grad)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made.detach(), tensor.requires_grad)
@@ -191,3 +205,39 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def _are_same(some: Any, others: Any) -> bool:
     return all(one is other for one, other in zip(some, others, strict=True))
+
+
+# Around a call without data ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def taking_lists() -> Iterator[None]:
+    """Let optimizers and `clip_grad_norm_` take lists of tensors without data, as they do of those with data."""
+    lists = (optimizer_foreach_types, clipping_foreach_types)
+    for kinds in lists:
+        kinds.append(FakeTensor)
+    try:
+        yield
+    finally:
+        for kinds in lists:
+            kinds.remove(FakeTensor)
+
+
+@contextmanager
+def restoring_state() -> Iterator[None]:
+    """Restore random states, and gradients of tensors that were not copied because the function finds them itself."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call] # torch's
+    state = random.getstate()
+    before = [(leaf, leaf.grad) for leaf in gc.get_objects() if _takes_gradients(leaf)]
+    try:
+        with torch.random.fork_rng(gpus):
+            yield
+    finally:
+        random.setstate(state)
+        for leaf, grad in before:
+            if leaf.grad is not grad:
+                leaf.grad = grad
+
+
+def _takes_gradients(value: Any) -> bool:
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_leaf and value.requires_grad

@@ -1,0 +1,268 @@
+"""`Accounting`: torch's fake tensors, of which memory, arithmetic and time are noted for one rank.
+
+All is computed on fake tensors of the CPU, whatever device they stand for: the sizes are the same, and no such device
+has to be there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from shardwise.estimation.device import Device
+from shardwise.estimation.forecast import Forecast
+from shardwise.estimation.kernels import bytes_of, flops_of, is_attention, tensors_in
+from shardwise.estimation.ledger import (
+    ACTIVATIONS,
+    BACKWARD,
+    BEFORE,
+    FORWARD,
+    GATHERED,
+    GRADIENTS,
+    OTHER,
+    PARAMETERS,
+    STATES,
+    STEP,
+    TRANSFERS,
+    Ledger,
+)
+from shardwise.estimation.tape import Kernel, Tape
+from shardwise.layout import Layout
+from shardwise.tensor import ShardedTensorBase
+from shardwise.torch_private import FakeTensorMode, current_backward
+
+CPU = torch.device("cpu")
+VIEW = 0.2  # what a view takes of the host's time, in calls of an op
+Storage = Any  # torch.UntypedStorage
+
+
+class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
+    """A mode in which tensors have no data, and in which it is noted what is allocated, freed and computed."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.tape = Tape()
+        self.ledger = Ledger(device.block)
+        self.trace = Forecast(device, self.tape, self._is_buffer)
+        self.positions: list[int] = []  # for each event of the ledger, how long the tape was
+        self._known: dict[int, _Storage] = {}  # by torch's number of the storage
+        self._parameters: dict[int, torch.Tensor] = {}
+        self._phase = FORWARD
+        self.models: dict[int, torch.nn.Module] = {}  # those that were called, and not by another one
+        self.layouts: dict[bytes, Layout] = {}  # of arguments of modules
+
+    # What is told ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """An op on fake tensors."""
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs and kwargs["device"] is not None:
+            kwargs["device"] = _on_host(kwargs["device"])
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace == "prim" or self.is_inner:
+            return out
+        self._note(func, args, kwargs, out)
+        return out
+
+    @property
+    def is_inner(self) -> bool:
+        """Whether torch is computing the size of a result."""
+        return bool(self.in_kernel_invocation)
+
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        outs = tensors_in(out)
+        if not outs and not func._schema.is_mutable:
+            return
+        given = tensors_in((args, kwargs))
+        module, line = self._where()
+        for tensor in given:
+            if tensor.untyped_storage()._cdata not in self._known:
+                self._allocate(tensor.untyped_storage(), BEFORE, "", "", OTHER)
+        new = [one for one in outs if one.untyped_storage()._cdata not in self._known]
+        for tensor in new:
+            phase, category = self._phase_now()
+            self._allocate(tensor.untyped_storage(), phase, module, line, category)
+        name = func._schema.name.removeprefix("aten::")
+        if not new and not func._schema.is_mutable:
+            self.tape.entries.append(Kernel(name, module, line, VIEW))
+            return
+        flops, size = flops_of(func, args, kwargs, out), bytes_of(func, args, kwargs, out)
+        dtype = str(given[0].dtype).removeprefix("torch.") if flops else ""
+        self.tape.entries.append(Kernel(name, module, line, 1.0, flops, size, dtype, is_attention(func)))
+
+    def _where(self) -> tuple[str, str]:
+        """The module and the line that an op is of, also of a backward."""
+        origin = self.trace.here()
+        return origin.module, origin.place
+
+    def _phase_now(self) -> tuple[str, str]:
+        """The phase, and the category if the phase tells it."""
+        if self._phase == STEP:
+            return STEP, ""
+        if current_backward() == -1:
+            return FORWARD, ""
+        return BACKWARD, ACTIVATIONS if torch.is_grad_enabled() else ""  # recomputed, behind a checkpoint
+
+    # Memory ----------------------------------------------------------------------------------------------------------
+
+    def _allocate(self, storage: Storage, phase: str, module: str, line: str, category: str) -> None:
+        key = storage._cdata
+        known = _Storage(self.ledger, key, self._forget)
+        known.reference = weakref.ref(storage, known.gone)
+        self._known[key] = known
+        self._fill(known, storage.nbytes(), phase, module, line, category)
+
+    def _fill(self, known: _Storage, size: int, phase: str, module: str, line: str, category: str) -> None:
+        self.positions.append(len(self.tape.entries))
+        known.number = len(self.ledger.blocks)
+        known.block = self.ledger.allocate(size, phase, module, line, category)
+
+    def _forget(self, known: _Storage) -> None:
+        self._empty(known)
+        if self._known.get(known.key) is known:
+            del self._known[known.key]
+
+    def _empty(self, known: _Storage) -> None:
+        if known.block is not None and known.block.died is None:
+            self.positions.append(len(self.tape.entries))
+            phase = BACKWARD if current_backward() != -1 else self._phase
+            self.ledger.free(known.block, known.number, phase)
+
+    def _resized(self, storage: Storage) -> None:
+        """A storage has more or less memory now: flat memory that is gathered, or given back."""
+        known = self._known.get(storage._cdata)
+        if known is None:
+            return
+        self._empty(known)
+        if storage.nbytes():
+            module, line = self._where()
+            self._fill(known, storage.nbytes(), self._phase_now()[0], module, line, GATHERED)
+
+    def _is_buffer(self, tensor: torch.Tensor) -> None:
+        self._mark(tensor, TRANSFERS)
+
+    def _mark(self, tensor: Any, category: str) -> None:
+        """Say what the memory of a tensor is for, unless that is known."""
+        for local in _locals(tensor):
+            known = self._known.get(local.untyped_storage()._cdata)
+            if known is None:
+                self._allocate(local.untyped_storage(), BEFORE, "", "", category)
+            elif known.block is not None and known.block.category in ("", OTHER):
+                known.block.category = category
+
+    def mark_gradients(self) -> None:
+        """The gradients of all parameters that were seen."""
+        for parameter in self._parameters.values():
+            grad = parameter.grad
+            if grad is not None:
+                self._mark(grad, GRADIENTS)
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Those that were seen."""
+        return list(self._parameters.values())
+
+    def _see(self, parameter: Any) -> None:
+        self._parameters[id(parameter)] = parameter
+        self._mark(parameter, PARAMETERS)
+
+    # The course of a step --------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """From now on, a new account: what is there was there before."""
+        before = self.ledger
+        self.mark_gradients()
+        self.ledger, self.positions = Ledger(before.granularity), []
+        self.tape.entries.clear()
+        self.tape.sendings.clear()
+        self.trace.restart()
+        for known in list(self._known.values()):
+            block = known.block
+            known.ledger = self.ledger
+            if block is not None and block.died is None:
+                self._fill(known, block.bytes, BEFORE, block.module, block.line, block.category or OTHER)
+            else:
+                known.block = None
+        self.ledger.start = self.ledger.now
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within this context, phases of a step, parameters and storages that change their size are told."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: Storage, size: int) -> Any:
+            found = resize(storage, size)
+            self._resized(storage)
+            return found
+
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self.mark_gradients()
+            self._phase = STEP
+
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._phase = FORWARD
+            for tensor in _tensors_of(optimizer.state.values()):
+                self._mark(tensor, STATES)
+
+        def before_forward(module: torch.nn.Module, args: Any) -> None:
+            if not self.trace.is_in_module() and current_backward() == -1:  # else it is recomputed
+                self.models[id(module)] = module
+                for parameter in module.parameters():  # before any is replaced by a view of gathered memory
+                    self._see(parameter)
+            for tensor in tensors_in(args):
+                if isinstance(tensor, ShardedTensorBase):
+                    self.layouts[tensor._layout.digest] = tensor._layout
+
+        with ExitStack() as stack:
+            for handle in (
+                register_optimizer_step_pre_hook(before_step),
+                register_optimizer_step_post_hook(after_step),
+                register_module_forward_pre_hook(before_forward),
+            ):
+                stack.callback(handle.remove)
+            torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment] # which no dispatch shows
+            stack.callback(setattr, torch.UntypedStorage, "resize_", resize)
+            yield
+
+
+class _Storage:
+    """A storage that is known, and its block of memory; it has none between uses."""
+
+    def __init__(self, ledger: Ledger, key: int, forget: Callable[[_Storage], None]) -> None:
+        self.ledger, self.key, self._forget = ledger, key, forget
+        self.block: Any = None
+        self.number = -1
+        self.reference: Any = None
+
+    def gone(self, _: object) -> None:
+        """Torch has freed the storage."""
+        self._forget(self)
+
+
+def _on_host(device: Any) -> Any:
+    return device if torch.device(device).type == "meta" else CPU
+
+
+def _locals(tensor: Any) -> Iterable[torch.Tensor]:
+    return tensor._local_tensors() if isinstance(tensor, ShardedTensorBase) else (tensor,)
+
+
+def _tensors_of(nest: Any) -> Iterator[torch.Tensor]:
+    """All tensors in the state of an optimizer."""
+    if isinstance(nest, torch.Tensor):
+        yield nest
+    elif isinstance(nest, dict):
+        yield from _tensors_of(nest.values())
+    elif not isinstance(nest, str | bytes) and isinstance(nest, Iterable):
+        for one in nest:
+            yield from _tensors_of(one)

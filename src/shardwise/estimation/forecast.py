@@ -1,0 +1,120 @@
+"""`Forecast`: the trace of a step without data, which goes onto a tape with the time that each transfer would take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm.tracing.events import MEETING, Origin
+from shardwise.comm.tracing.origin import Origins, caller
+from shardwise.comm.tracing.record import Trace
+from shardwise.estimation.device import Device
+from shardwise.estimation.tape import Arrival, Kernel, Sending, Tape
+from shardwise.torch_private import current_backward, current_node, next_node_number
+
+SHARDED = 4.0  # host time of a call on sharded tensors besides its kernels, in calls of an op
+
+
+class _Origins(Origins):
+    """Also knows which call of a plain op each node of autograd is of."""
+
+    def __init__(self, begin_call: Callable[[], None]) -> None:
+        super().__init__()
+        self._begin_call, self._seen = begin_call, 0
+
+    def enter(self, op: Any) -> tuple[Origin, int]:
+        """An op on sharded tensors begins."""
+        if not self._running.ops:
+            self._begin_call()
+        return super().enter(op)
+
+    def here_cheaply(self) -> Origin:
+        """What is being computed, as `here`; outside of ops on sharded tensors with the module and the line alone."""
+        running, task = self._running, current_backward()
+        if running.ops and running.ops[-1][1] == task:
+            return running.ops[-1][0]
+        node = current_node() if task != -1 else None
+        if node is not None and not (torch.is_grad_enabled() and running.modules):
+            found = self._nodes.get(node._sequence_nr())
+            return Origin("backward", "", "") if found is None else found
+        origin = Origin("", caller().place, self._module())
+        last = next_node_number()
+        if torch.is_grad_enabled():
+            for number in range(max(self._seen, last - 8), last):
+                self._nodes.setdefault(number, origin)
+        self._seen = last
+        return origin
+
+
+class Forecast(Trace):
+    """What is sent in a step without data; all of it goes onto a tape."""
+
+    is_forecast = foresees_programs = True
+
+    def __init__(self, device: Device, tape: Tape, is_buffer: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self.foreseen, self._tape, self._is_buffer = device.kind, tape, is_buffer
+        self.machines: Sequence[int] = ()  # of each rank
+        self.meetings = 0
+        self._origins = _Origins(self._begin_call)
+
+    def here(self) -> Origin:
+        """What is being computed."""
+        return self._origins.here_cheaply()  # type: ignore[attr-defined,no-any-return] # made above
+
+    def is_in_module(self) -> bool:
+        """Whether a module is running within another one."""
+        return len(self._origins._running.modules) > 1
+
+    def count(self) -> int:
+        """How many transfers there were."""
+        return len(self._tape.sendings)
+
+    def restart(self) -> None:
+        """From now on, a new step."""
+        self.events.clear()
+        self.ops.clear()
+        self.meetings = 0
+
+    def add(self, origin: Origin, **said: Any) -> None:
+        """A transfer has arrived: what is said was noted when it began."""
+
+    def buffer(self, tensor: torch.Tensor) -> None:
+        """A tensor is memory of a transfer."""
+        self._is_buffer(tensor)
+
+    def begin(self, said: dict[str, Any]) -> Under | None:  # type: ignore[override] # it has the same methods
+        """A transfer begins."""
+        if said["kind"] == MEETING:
+            self.meetings += 1
+            return None
+        origin, to = self._origins.here(), said.get("to") or {}
+        sizes = said["sent"], said["received"]
+        sending = Sending(origin.op, origin.module, origin.place, said["kind"], *sizes, to, self._crosses(to))
+        return Under(self._tape, self._tape.send(sending))
+
+    def _crosses(self, to: Mapping[int, int]) -> bool:
+        """Whether any of these ranks is in another machine."""
+        return bool(self.machines) and any(self.machines[rank] != self.machines[self.rank] for rank in to)
+
+    def _begin_call(self) -> None:
+        self._tape.entries.append(Kernel("sharded call", self._origins._module(), "", SHARDED))
+
+
+class Under:
+    """A transfer under way, on the tape."""
+
+    def __init__(self, tape: Tape, number: int) -> None:
+        self._tape, self._number, self._has_arrived = tape, number, False
+
+    def waits(self) -> None:
+        """What was sent for is needed now."""
+        if not self._has_arrived:
+            self._tape.entries.append(Arrival(self._number))
+        self._has_arrived = True
+
+    def end(self) -> None:
+        """It is there."""
+        self.waits()

@@ -1,0 +1,124 @@
+"""Running a step without data, as one rank of a world that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from shardwise.comm.tracing.record import recording
+from shardwise.estimation.accounting import Accounting
+from shardwise.estimation.as_rank import StandInsOfRank, ranks_of_groups
+from shardwise.estimation.autocast import autocast_of
+from shardwise.estimation.device import Device
+from shardwise.estimation.fake_world import fake_world
+from shardwise.estimation.stand_ins import restoring_state, taking_lists
+from shardwise.layout.geometry import IntArray
+from shardwise.tensor import ShardedTensorBase
+from shardwise.torch_private import FAKE_TENSOR_ERRORS
+
+STEPS = 3  # a step settles down in the first ones: states are made, and units are tried on local samples
+CLOSE = 200  # ranks are alike if they differ by less than one part in so many
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all ranks of a world do."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    devices: Sequence[Device]  # one for each rank
+    machines: Sequence[int]  # the machine of each rank
+    steps: int = STEPS
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return len(self.devices)
+
+
+@dataclass
+class RankRun:
+    """The account of one rank."""
+
+    rank: int
+    accounting: Accounting
+    models: list[nn.Module]
+    amounts: (
+        IntArray  # for each rank, a row of what it holds as far as this rank knows: ranks with equal rows are alike
+    )
+    stopped: BaseException | None = None  # values decided what comes next
+
+
+def run_as(rank: int, job: Job) -> RankRun:
+    """Take the step as this rank, and note everything in the last one of several."""
+    device = job.devices[rank]
+    account = Accounting(device)
+    account.trace.machines = job.machines
+    stopped, groups = None, ranks_of_groups()
+    with ExitStack() as stack:
+        stack.enter_context(fake_world(rank, job.ranks))
+        stack.enter_context(restoring_state())
+        for context in (account, autocast_of(device), taking_lists(), recording(account.trace), account.watching()):
+            stack.enter_context(context)
+        stand_ins = StandInsOfRank(account, groups, job.ranks)
+        function, args, kwargs = (stand_ins.of(one) for one in (job.function, job.args, job.kwargs))
+        del stand_ins  # which keeps all copies, also those that the step drops
+        try:
+            _take_steps(account, function, args, kwargs, job.steps)
+        except FAKE_TENSOR_ERRORS as error:
+            stopped = error
+        account.mark_gradients()
+        return RankRun(rank, account, list(account.models.values()), _amounts(account, job.ranks), stopped)
+
+
+def _take_steps(account: Accounting, function: Callable[..., Any], args: Any, kwargs: Any, steps: int) -> None:
+    """A function that gives a function has set up a step; else it is the step."""
+    account.begin_step()
+    found = function(*args, **kwargs)
+    is_set_up = callable(found) and not isinstance(found, nn.Module)
+    step = found if is_set_up else lambda: function(*args, **kwargs)
+    steps -= not is_set_up
+    del found
+    for _ in range(steps):
+        account.begin_step()
+        step()
+
+
+def _amounts(account: Accounting, ranks: int) -> IntArray:
+    """What each rank holds: of all parameters together, and of each argument of a module."""
+    rows: dict[Any, np.ndarray[Any, np.dtype[np.float64]]] = {}
+    total = np.zeros(ranks)
+    for parameter in account.parameters:
+        if isinstance(parameter, ShardedTensorBase):
+            total += _elements(parameter._layout, ranks) * parameter.element_size()
+    rows["parameters"] = total
+    for digest, layout in account.layouts.items():
+        rows[digest] = _elements(layout, ranks)
+    table = np.stack(list(rows.values()), axis=1)
+    most = np.maximum(table.max(axis=0, keepdims=True), 1)
+    close: IntArray = np.rint(table / most * CLOSE).astype(np.int64)
+    return close
+
+
+def _elements(layout: Any, ranks: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    found = np.zeros(ranks)
+    for rank, elements in layout.elements_by_rank().items():
+        found[rank] = elements
+    return found
+
+
+def alike(run: RankRun, job: Job) -> list[list[int]]:
+    """The ranks in groups that have the same device and hold the same amounts; the group of the run's rank first."""
+    groups: dict[Any, list[int]] = {}
+    for rank in [run.rank, *range(job.ranks)]:
+        key = job.devices[rank], tuple(run.amounts[rank].tolist())
+        members = groups.setdefault(key, [])
+        if rank not in members[:1]:
+            members.append(rank)
+    return [sorted(members) for members in groups.values()]

@@ -1,0 +1,197 @@
+"""`estimate`: every rank of a world that is not there, or of one that is; what fits, what is shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.estimation.jobs import ROWS, WIDTH, job
+from torch import nn
+
+import shardwise
+from shardwise import estimate
+from shardwise.errors import EstimateError
+from shardwise.estimation.devices import Device, Rate
+from shardwise.testing import ranks
+
+LINKS = {"machine": Rate(1e9, 1e-5), "network": Rate(1e8, 1e-4)}
+FAST, SLOW = (
+    Device(name, "cuda", 1 << 30, {"float32": Rate(rate)}, {"float32": Rate(rate)}, Rate(rate), 0.0, LINKS, 8)
+    for name, rate in (("fast", 1e12), ("slow", 1e11))
+)
+
+
+def test_ranks_that_are_alike_are_one_part() -> None:
+    """By what they hold."""
+    even, uneven = (estimate(job, way, ranks=3) for way in ("fully sharded", "uneven"))
+    assert [list(part.ranks) for part in even.parts] == [[0, 1, 2]]
+    assert [list(part.ranks) for part in uneven.parts] == [[0], [1], [2]]
+    held = [uneven.rank(rank).at_peak["parameters"] for rank in range(3)]
+    assert held[0] == 3 * held[1]
+    assert held[2] == 0
+
+
+def test_devices_that_differ_are_parts_of_their_own() -> None:
+    """The fast ones wait for the slow one."""
+    needs = estimate(job, "fully sharded", devices=[FAST, FAST, SLOW])
+    assert [list(part.ranks) for part in needs.parts] == [[0, 1], [2]]
+    fast, slow = needs.parts
+    assert slow.computing == pytest.approx(10 * fast.computing)
+    assert fast.waiting > slow.waiting  # for the slow one
+    assert needs.seconds == max(fast.seconds, slow.seconds) >= slow.computing
+
+
+def test_arithmetic_and_bytes() -> None:
+    """As one counts them by hand."""
+    needs = estimate(job, "fully sharded", ranks=3).rank(0)
+    products = 3 * 2 * 2 * ROWS * WIDTH * 4 * WIDTH  # blocks, layers, multiply and add
+    assert needs.flops == 3 * products  # forward, and for two gradients
+    parameters = 3 * (2 * 4 * WIDTH * WIDTH + 4 * WIDTH + 3 * WIDTH)
+    # Gathered for the forward, again for the backward but for the last unit, and summed: 2/3 of each go to others.
+    units = parameters // 3
+    padded = 4 * 3 * -(-units // 3)
+    assert needs.sent - 8 == pytest.approx((3 + 2 + 3) * padded * 2 / 3, rel=0.01)
+
+
+@ranks(3)
+def test_a_world_that_is_there() -> None:
+    """What the step refers to is copied for each rank, and stays as it is; all ranks predict the same."""
+    for way in ("fully sharded", "uneven", "tensor parallel", "rows"):
+        step = job(way, "adamw")
+        here = estimate(step)
+        step()
+        before = torch.get_rng_state()
+        again = estimate(step)
+        assert torch.equal(before, torch.get_rng_state())
+        for rank in range(3):
+            assert here.rank(rank).peak == again.rank(rank).peak
+        told: list[list[int]] = [[] for _ in range(3)]
+        dist.all_gather_object(told, [here.rank(rank).peak for rank in range(3)])
+        assert told[0] == told[1] == told[2]
+
+
+def test_both_ways_agree() -> None:
+    """A step in a fake world, and a function that sets it up."""
+    for way in ("fully sharded", "uneven", "tensor parallel"):
+        dist.init_process_group("fake", rank=1, world_size=3)
+        try:
+            with torch.device("meta"):
+                step = job(way)
+            here = estimate(step)
+        finally:
+            dist.destroy_process_group()
+        there = estimate(job, way, ranks=3)
+        assert [(part.ranks, part.peak, part.flops, part.sent) for part in here.parts] == [
+            (part.ranks, part.peak, part.flops, part.sent) for part in there.parts
+        ]
+
+
+def test_a_plain_step_is_one_rank() -> None:
+    """Without a world."""
+    model = nn.Linear(8, 8)
+
+    def step() -> None:
+        model(torch.ones(2, 8)).sum().backward()
+
+    needs = estimate(step)
+    assert needs.world == 1
+    assert needs.sent == 0
+    assert model.weight.grad is None
+    assert needs.rank(0).at_peak["parameters"] == 4 * 72
+
+
+def test_fits() -> None:
+    """Yes or no, by how much, and what would help."""
+    needs = estimate(job, "fully sharded", devices=[FAST] * 3)
+    assert needs.fits()
+    assert needs.fits("1 GiB")
+    assert not needs.fits("1 KiB")
+    tight = needs.fits({"rank:1": needs.peak - 1000})
+    assert not tight
+    assert tight.lacking == {1: 1000}
+    assert "rank 1 (fast)" in str(tight)
+    assert "What would help" in str(tight)
+    with pytest.raises(EstimateError, match="'rank:3' is no rank of this world: write 'rank:0' to 'rank:2'"):
+        needs.fits({"rank:3": "1 GiB"})
+    with pytest.raises(EstimateError, match="write 500MB or 4GiB"):
+        needs.fits("a lot")
+
+
+def test_what_is_alive_at_the_peak() -> None:
+    """By category, module and line."""
+    needs = estimate(job, "fully sharded", ranks=3).rank(1)
+    assert sum(one.bytes for one in needs.alive) == needs.peak
+    lines = {one.line for one in needs.alive if one.category == "activations"}
+    assert any("jobs.py" in line and "_forward" in line for line in lines)
+    modules = {one.module for one in needs.alive if one.category == "activations"}
+    assert modules & {"0", "1", "0.norm", "1.norm", "0.up", "1.up"}
+    series = needs.memory.series
+    assert max(map(sum, zip(*series.values(), strict=True))) == needs.peak
+
+
+def test_autocast_of_a_gpu_that_is_not_there() -> None:
+    """Activations are narrow."""
+
+    def set_up(dtype: torch.dtype) -> object:
+        model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+        batch = torch.ones(128, 64)
+
+        def step() -> None:
+            with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+                loss = model(batch).sum()
+            loss.backward()
+
+        return step
+
+    device = Device(
+        "gpu", "cuda", 1 << 30, {"bfloat16": Rate(1e12)}, {"bfloat16": Rate(1e12)}, Rate(1e12), 0.0, LINKS, 8
+    )
+    wide, narrow = (estimate(set_up, dtype, devices=device) for dtype in (torch.float32, torch.bfloat16))
+    assert narrow.rank(0).at_peak["activations"] < 0.7 * wide.rank(0).at_peak["activations"]
+
+
+def test_what_values_decide_is_said() -> None:
+    """As by explain."""
+
+    def step() -> None:
+        x = torch.ones(4)
+        while x.sum() < 100:
+            x = x * 2
+
+    assert "depends on values" in estimate(step).stopped
+
+
+def test_the_page(tmp_path: Path) -> None:
+    """And the notebook."""
+    needs = estimate(job, "uneven", ranks=3)
+    needs.save(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert page.startswith("<!")
+    assert "0.up" in page
+    assert "iframe" in needs._repr_html_()
+    assert "3 ranks" in repr(needs)
+    assert "rank 0" in str(needs)
+
+
+def test_wrong_questions() -> None:
+    """Are answered in words."""
+    with pytest.raises(EstimateError, match="there are 2 devices for 3 ranks"):
+        estimate(job, "fully sharded", ranks=3, devices=[FAST, SLOW])
+    with pytest.raises(EstimateError, match="at least 1"):
+        estimate(job, "fully sharded", ranks=0)
+    with pytest.raises(EstimateError, match="there is no rank 5"):
+        estimate(job, "fully sharded", ranks=2).rank(5)
+
+
+def test_errors_of_the_step_are_its_own() -> None:
+    """And no world is left."""
+
+    def broken() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        estimate(broken, ranks=2)
+    assert not dist.is_initialized()
+    assert shardwise.estimate is estimate
