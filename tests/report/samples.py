@@ -173,7 +173,9 @@ def _links(world: int, sent: int) -> list[tuple[int, int, int]]:
     links = []
     for source in range(world):
         node = range(source // 8 * 8, min(source // 8 * 8 + 8, world))
-        links += [(source, target, sent // 8) for target in node if target != source]
+        links += [
+            (source, target, sent // (6 if target == (source + 1) % 8 else 9)) for target in node if target != source
+        ]
         links += [(source, target, sent // world) for target in range(source % 8, world, 8) if target not in node]
     return links
 

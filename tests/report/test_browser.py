@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.report.browser import Browser, found
 from tests.report.samples import large, small, tiny
 
-from shardwise.report import Memory, RankPart, Report, Run, save
+from shardwise.report import Memory, RankPart, Report, Run, notebook, save
 
 pytestmark = pytest.mark.skipif(found() is None, reason="neither Chromium nor Chrome is installed")
 
@@ -202,6 +203,43 @@ def test_everything_is_reached_by_tab(browser: Browser, pages: dict[str, Path]) 
     wanted = ["skip", "theme", "rank", "group", "chart memory", "chart timeline", "chart traffic"]
     assert [name for name in dict.fromkeys(seen) if name in wanted] == wanted
     assert browser.run(NAMELESS) == 0
+
+
+def test_charts_of_time_show_the_same_moment(browser: Browser, pages: dict[str, Path]) -> None:
+    """What is pointed at in one of them is a line in all others."""
+    browser.open(pages["small"], width=1440)
+    lines = "[...document.querySelectorAll('line.echo')].map((line) => line.getAttribute('visibility'))"
+    assert browser.run(lines) == ["hidden", "hidden"]
+    left, top, width, _ = browser.place(".chart.timeline")
+    browser.mouse("Moved", left + width / 2, top + 60)
+    assert browser.run(lines) == ["visible", "visible"]
+    left, top, width, _ = browser.place(".chart.memory")
+    browser.mouse("Moved", left + width / 2, top + 100)
+    assert browser.run("document.querySelector('i.echo').hidden") is False
+
+
+def test_ranks_without_details_say_so(browser: Browser, tmp_path: Path) -> None:
+    """Of 1,024 different ranks, most have only their sums; the page names those that have more."""
+    one = small().runs[1].parts[0]
+    parts = [replace(one, ranks=(rank,)) for rank in range(1024)]
+    browser.open(save(Report("trace", [Run("measured", 1024, parts, [])]), tmp_path / "trace.html"), width=390)
+    assert browser.run("document.querySelectorAll('.chart.memory, .chart.timeline').length") == 2
+    browser.type("#rank", "1000")
+    assert browser.run("document.querySelectorAll('.chart.memory, .chart.timeline').length") == 0
+    for section in ("#memory", "#timeline", "#modules"):
+        assert "Of rank 1000, the page has only the sums. Ranks with details: 0, 1," in text(browser, section)
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_notebook_shows_the_page_in_a_frame(browser: Browser, tmp_path: Path) -> None:
+    """With its scripts run and its styles its own."""
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<!doctype html><meta charset=utf-8><body>{notebook(tiny())}", encoding="utf-8")
+    browser.open(path, width=1440)
+    frame = "document.querySelector('iframe').contentDocument"
+    assert browser.run(f"{frame}.querySelector('h1').textContent") == "model"
+    assert browser.run(f"{frame}.querySelectorAll('main > section').length") == 7
+    assert browser.run("document.querySelectorAll('section').length") == 0
 
 
 def test_names_of_any_characters_are_text(browser: Browser, tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ class Report:
 
 def _bar_json(bar: Bar, strings: Strings) -> list[float]:
     lane, name, module, line = (strings.place(text) for text in (bar.lane, bar.name, bar.module, bar.line))
-    return [lane, name, module, _rounded(bar.start), _rounded(bar.end), bar.bytes, bar.flops, line, bar.count]
+    return [lane, name, module, _rounded(bar.start), _rounded(bar.end), bar.bytes, bar.flops, line, bar.merged]
 
 
 def _share(most: int, parts: int) -> int:

@@ -18,6 +18,8 @@ SCRIPTS = (
     "table",
     "header",
     "memory",
+    "alive",
+    "spans",
     "timeline",
     "differences",
     "modules",

@@ -17,7 +17,7 @@ class Bar(NamedTuple):
     bytes: int
     flops: int
     line: str
-    count: int = 1  # type: ignore[assignment] # the method of tuples is not needed
+    merged: int = 1
 
 
 def kept_points(series: Sequence[Sequence[int]], length: int, most: int, *, always: int = 0) -> list[int]:
@@ -39,9 +39,9 @@ def kept_points(series: Sequence[Sequence[int]], length: int, most: int, *, alwa
 
 
 def merged_bars(bars: Sequence[Bar], most: int) -> list[Bar]:
-    """At most `most` bars: the longest as they are, runs of short neighbours in one lane as one bar each."""
+    """At most `most` bars by their starts: the longest as they are, short neighbours in one lane as one bar."""
     if len(bars) <= most:
-        return list(bars)
+        return sorted(bars, key=lambda bar: bar.start)
     by_length = sorted(range(len(bars)), key=lambda k: bars[k].start - bars[k].end)
     long = set(by_length[: most // 4])
     begin = min(bar.start for bar in bars)
@@ -92,5 +92,5 @@ def _as_one(run: Sequence[Bar]) -> Bar:
         sum(bar.bytes for bar in run),
         sum(bar.flops for bar in run),
         lines.pop() if len(lines) == 1 else "",
-        sum(bar.count for bar in run),
+        sum(bar.merged for bar in run),
     )

@@ -1,7 +1,7 @@
 // Colours: of categories and lanes from the style, of ranks by their number. Canvases need them resolved.
 
 const category = (name) => `var(--c${report.categories.includes(name) ? report.categories.indexOf(name) : 7})`;
-const lane = (name) => `var(--${["compute", "transfer", "wait"].includes(name) ? name : "compute"})`;
+const laneColour = (name) => `var(--${["compute", "transfer", "wait"].includes(name) ? name : "compute"})`;
 
 const probe = element("i", { hidden: true });
 document.body.append(probe);

@@ -19,7 +19,8 @@ const drawn = (tag, attributes = {}, ...children) =>
 
 function section(id, title, lead, ...children) {
   const heading = element("h2", { id: id + "-title" }, title);
-  const node = element("section", { id, "aria-labelledby": id + "-title" }, heading, lead && element("p", { class: "lead" }, lead), children);
+  const node = element("section", { id, "aria-labelledby": id + "-title" }, heading,
+    lead && element("p", { class: "lead" }, lead), children);
   document.getElementById("sections").append(node);
   return node;
 }
@@ -47,6 +48,18 @@ const tip = {
 };
 addEventListener("scroll", () => tip.hide(), { passive: true });
 addEventListener("keydown", (event) => event.key === "Escape" && tip.hide());
+
+addEventListener("pointerdown", () => tip.hide(), { capture: true });
+
+// A finger leaves when it is lifted; what it has touched stays shown until the next touch.
+function onLeave(node, act) {
+  node.addEventListener("pointerleave", (event) => event.pointerType !== "touch" && act());
+  node.addEventListener("blur", act);
+}
+function onPoint(node, act) {
+  node.addEventListener("pointermove", act);
+  node.addEventListener("pointerdown", act);
+}
 
 let waiting = 0;
 function say(sentence) {
@@ -80,5 +93,6 @@ function sized(canvas, width, height) {
 
 function bar(part, colour = "var(--accent)") {
   const width = Math.max(0, Math.min(1, part || 0)) * 100;
-  return element("span", { class: "bar", "aria-hidden": "true" }, element("i", { style: `width:${width}%;background:${colour}` }));
+  return element("span", { class: "bar", "aria-hidden": "true" },
+    element("i", { style: `width:${width}%;background:${colour}` }));
 }

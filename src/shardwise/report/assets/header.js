@@ -6,73 +6,89 @@ function runSums(run) {
   const seconds = Math.max(0, ...run.parts.map((part) => part.seconds));
   const ranks = counts.reduce((a, b) => a + b, 0) || 1;
   const peaks = run.parts.map((part) => part.peak).filter((peak) => peak !== null);
-  return { seconds, ranks, peak: peaks.length ? Math.max(...peaks) : null, flops: sum("flops"), sent: sum("sent") };
+  const peak = peaks.length ? Math.max(...peaks) : null;
+  return { name: run.name, seconds, ranks, peak, flops: sum("flops"), sent: sum("sent") };
+}
+
+function misfit(over) {
+  const worst = over.reduce((a, b) => (free(b) < free(a) ? b : a));
+  const which = ranksText(joinedRuns(over.flatMap((part) => part.ranks)));
+  const [peak, more, capacity] = [worst.peak, -free(worst), worst.capacity].map(bytesText);
+  return ` on ${which}: ${peak} at the peak are ${more} more than the ${capacity} of ${worst.device}.`;
 }
 
 function verdict(run) {
   const known = run.parts.filter((part) => free(part) !== null);
-  const named = report.runs.length > 1 ? run.name + ": " : "";
   if (!known.length) return null;
   const over = known.filter((part) => free(part) < 0);
   if (over.length) {
-    const worst = over.reduce((a, b) => (free(b) < free(a) ? b : a));
-    const which = ranksText(joinedRuns(over.flatMap((part) => part.ranks)));
-    const how = `${bytesText(worst.peak)} at the peak are ${bytesText(-free(worst))} more than the ${bytesText(worst.capacity)} of ${worst.device}.`;
-    return element("p", { class: "verdict bad" }, element("b", {}, capital(named + "does not fit")), ` on ${which}: ${how}`);
+    const answer = element("b", {}, capital(runLabel(run) + "does not fit"));
+    return element("p", { class: "verdict bad" }, answer, misfit(over));
   }
-  const tight = known.reduce((a, b) => (free(b) / b.capacity < free(a) / a.capacity ? b : a));
+  const share = (part) => free(part) / part.capacity;
+  const tight = known.reduce((a, b) => (share(b) < share(a) ? b : a));
+  const left = `: ${bytesText(free(tight))} (${percentText(share(tight))}) stay free on the fullest ${tight.device}.`;
   const rest = known.length < run.parts.length ? " The capacity of some devices is not known." : "";
-  const left = `${bytesText(free(tight))} (${percentText(free(tight) / tight.capacity)}) stay free on the fullest ${tight.device}.`;
-  return element("p", { class: "verdict good" }, element("b", {}, capital(named + "fits")), `: ${left}${rest}`);
+  return element("p", { class: "verdict good" }, element("b", {}, capital(runLabel(run) + "fits")), left + rest);
 }
 
-function tile(title, values, note) {
-  const [first, second] = values;
-  const several = values.length > 1;
-  const change = several && first.number && second.number ? second.number / first.number - 1 : null;
-  return element("div", { class: "tile" }, element("h3", {}, title), values.map((value) => element("p", { class: several ? "value half" : "value" },
-    value.text, several && element("small", {}, " " + value.name))),
-    element("p", { class: "note" }, [change !== null && `${change >= 0 ? "+" : "−"}${Math.abs(change * 100).toFixed(1)}%`, note].filter(Boolean).join(" · ")));
+// One number of all runs; of two, with the difference.
+function tile(title, runs, number, show, note) {
+  const several = runs.length > 1;
+  const values = runs.map((run) => element("p", { class: several ? "value half" : "value" }, show(number(run)),
+    several && element("small", {}, " " + run.name)));
+  const change = several && number(runs[0]) ? number(runs[1]) / number(runs[0]) - 1 : null;
+  const notes = [change === null ? "" : change === 0 ? "no difference" : changeText(change), note];
+  return element("div", { class: "tile" }, element("h3", {}, title), values,
+    element("p", { class: "note" }, notes.filter(Boolean).join(" · ")));
 }
 
 function tiles() {
-  const all = report.runs.map((run) => ({ name: run.name, ...runSums(run) }));
-  const values = (pickNumber, show) => all.map((run) => ({ name: run.name, number: pickNumber(run), text: show(pickNumber(run), run) }));
-  const main = all[0];
+  const runs = report.runs.map(runSums);
+  const [main] = runs;
+  const rate = (run) => run.flops / (run.seconds || 1) / run.ranks;
+  const sent = main.ranks > 1 ? `by all ranks; ${bytesText(main.sent / main.ranks)} each` : "by this rank";
   return element("div", { class: "tiles" },
-    main.peak !== null && tile("Peak memory", values((run) => run.peak || 0, bytesText), "of the fullest rank"),
-    tile("Step", values((run) => run.seconds, secondsText), "of the slowest rank"),
-    main.flops > 0 && tile("Compute", values((run) => run.flops / run.seconds / run.ranks, (rate) => flopsText(rate) + "/s"), "per rank"),
-    tile("Sent", values((run) => run.sent, bytesText), main.ranks > 1 ? `by all ranks; ${bytesText(main.sent / main.ranks)} each` : "by this rank"));
+    main.peak !== null && tile("Peak memory", runs, (run) => run.peak || 0, bytesText, "of the fullest rank"),
+    tile("Step", runs, (run) => run.seconds, secondsText, "of the slowest rank"),
+    main.flops > 0 && tile("Compute", runs, rate, (value) => flopsText(value) + "/s", "per rank"),
+    tile("Sent", runs, (run) => run.sent, bytesText, sent));
 }
 
-// The fullest groups, as bars of their capacity.
+function groupPeak(part, top) {
+  const over = free(part) !== null && free(part) < 0;
+  const known = part.capacity !== null;
+  return element("li", {}, element("button", { type: "button", onclick: () => choose(part.ranks[0][0]) },
+    element("span", { class: "who" }, ranksText(part.ranks, 2)),
+    element("span", { class: "track" }, bar(part.peak / top, over ? "var(--bad)" : "var(--c0)"),
+      known && element("i", { class: "limit", style: `left:${(part.capacity / top) * 100}%` })),
+    element("span", { class: over ? "what bad" : "what" }, element(over ? "b" : "span", {}, bytesText(part.peak)),
+      known && element("small", {}, ` of ${bytesText(part.capacity)}`))));
+}
+
+// The fullest groups, as bars beside their capacity.
 function groupPeaks() {
-  const run = report.runs[report.runs.length - 1];
+  const run = report.runs.at(-1);
   const known = run.parts.filter((part) => part.peak !== null);
   if (known.length < 2) return null;
-  const top = Math.max(...known.map((part) => Math.max(part.peak, part.capacity || 0)));
-  const sorted = [...known].sort((a, b) => b.peak - a.peak).slice(0, 8);
-  const list = element("ul", { class: "groups", "aria-label": "Peak memory by group of ranks" }, sorted.map((part) => {
-    const over = free(part) !== null && free(part) < 0;
-    return element("li", {}, element("button", { type: "button", onclick: () => choose(part.ranks[0][0]) },
-      element("span", { class: "who" }, ranksText(part.ranks, 2)),
-      element("span", { class: "track" }, bar(part.peak / top, over ? "var(--bad)" : "var(--c0)"),
-        part.capacity !== null && element("i", { class: "limit", style: `left:${(part.capacity / top) * 100}%` })),
-      element("span", { class: over ? "what bad" : "what" }, element(over ? "b" : "span", {}, bytesText(part.peak)), part.capacity !== null && element("small", {}, ` of ${bytesText(part.capacity)}`))));
-  }));
-  const rest = known.length - sorted.length;
-  return element("div", { class: "peaks" }, element("h3", {}, "Peak by group of ranks" + (report.runs.length > 1 ? `, ${run.name}` : "")),
-    list, rest > 0 && element("p", { class: "quiet" }, `and ${plural(rest, "group")} with lower peaks`));
+  const top = Math.max(...known.map((part) => Math.max(part.peak, part.capacity || 0)), 1);
+  const shown = [...known].sort((a, b) => b.peak - a.peak).slice(0, 8);
+  const rest = known.length - shown.length;
+  const title = report.runs.length > 1 ? `Peak by group of ranks, ${run.name}` : "Peak by group of ranks";
+  return element("div", { class: "peaks" }, element("h3", {}, title),
+    element("ul", { class: "groups", "aria-label": title }, shown.map((part) => groupPeak(part, top))),
+    rest > 0 && element("p", { class: "quiet" }, `and ${plural(rest, "group")} with lower peaks`));
 }
 
 function showHeader() {
   const devices = new Map();
-  for (const part of report.runs[0]?.parts || []) devices.set(part.device, (devices.get(part.device) || 0) + rankCount(part.ranks));
+  for (const part of report.runs[0]?.parts || []) {
+    devices.set(part.device, (devices.get(part.device) || 0) + rankCount(part.ranks));
+  }
   const about = [...devices].map(([device, count]) => `${countText(count)} × ${device}`);
   if (report.runs.length) about.push(report.runs.map((run) => run.name).join(" and "));
-  document.getElementById("top").append(
-    element("div", { class: "titles" }, element("div", {}, element("h1", {}, report.title), element("p", { class: "quiet" }, about.join(" · "))), themeButton()),
-    ...report.runs.map(verdict).filter(Boolean));
-  if (report.runs.length) document.getElementById("top").append(tiles(), groupPeaks() || "");
+  const titles = element("div", {}, element("h1", {}, report.title), element("p", { class: "quiet" }, about.join(" · ")));
+  const top = document.getElementById("top");
+  fill(top, {}, [element("div", { class: "titles" }, titles, themeButton()), report.runs.map(verdict)]);
+  if (report.runs.length) fill(top, {}, [tiles(), groupPeaks()]);
 }

@@ -1,20 +1,36 @@
 // Sharding plans compared, and notes.
 
 function planVerdict(plan) {
-  const [kind, text] = plan.fits === null ? ["unknown", "not known"] : plan.fits ? ["good", "fits"] : ["bad", "does not fit"];
-  return element("span", { class: `badge ${kind}` }, text);
+  if (plan.fits === null) return element("span", { class: "badge unknown" }, "not known");
+  return element("span", { class: plan.fits ? "badge good" : "badge bad" }, plan.fits ? "fits" : "does not fit");
+}
+
+function planName(plan) {
+  const chosen = plan.chosen && element("span", { class: "badge chosen" }, "chosen");
+  return [plan.name, chosen, element("small", { class: "narrow", "aria-hidden": "true" }, plan.reason)];
 }
 
 function showPlans() {
   if (!report.plans.length) return;
   const top = Math.max(...report.plans.map((plan) => Math.max(plan.peak || 0, plan.capacity || 0)), 1);
   const slow = Math.max(...report.plans.map((plan) => plan.seconds || 0), 1e-12);
+  const colour = (plan) => (plan.fits === false ? "var(--bad)" : "var(--c0)");
+  const orNone = (value, show) => (value === null ? "–" : show());
   const table = makeTable({
-    caption: "Plans", rows: report.plans, sort: 1, most: 30, columns: [
-      { title: "Plan", number: false, value: (plan) => plan.name, show: (plan) => [plan.name, plan.chosen && element("span", { class: "badge chosen" }, "chosen"), element("small", { class: "narrow", "aria-hidden": "true" }, plan.reason)] },
-      { title: "Step", value: (plan) => -(plan.seconds ?? Infinity), show: (plan) => (plan.seconds === null ? "–" : [bar(plan.seconds / slow, "var(--compute)"), secondsText(plan.seconds)]) },
-      { title: "Peak", value: (plan) => plan.peak ?? -1, show: (plan) => (plan.peak === null ? "–" : [bar(plan.peak / top, plan.fits === false ? "var(--bad)" : "var(--c0)"), bytesText(plan.peak)]) },
-      { title: "Capacity", value: (plan) => plan.capacity ?? -1, show: (plan) => (plan.capacity === null ? "–" : bytesText(plan.capacity)), class: "wide" },
+    caption: "Plans", rows: report.plans, sort: 1, down: false, most: 30, columns: [
+      { title: "Plan", number: false, value: (plan) => plan.name, show: planName },
+      {
+        title: "Step", value: (plan) => plan.seconds ?? Infinity,
+        show: (plan) => orNone(plan.seconds, () => [bar(plan.seconds / slow, "var(--compute)"), secondsText(plan.seconds)]),
+      },
+      {
+        title: "Peak", value: (plan) => plan.peak ?? Infinity,
+        show: (plan) => orNone(plan.peak, () => [bar(plan.peak / top, colour(plan)), bytesText(plan.peak)]),
+      },
+      {
+        title: "Capacity", value: (plan) => plan.capacity ?? Infinity, class: "wide",
+        show: (plan) => orNone(plan.capacity, () => bytesText(plan.capacity)),
+      },
       { title: "Memory", number: false, value: (plan) => String(plan.fits), show: planVerdict },
       { title: "Why", number: false, value: (plan) => plan.reason, class: "why" },
     ],
@@ -23,5 +39,6 @@ function showPlans() {
 }
 
 function showNotes() {
-  if (report.notes.length) section("notes", "Notes", null, element("ul", {}, report.notes.map((note) => element("li", {}, note))));
+  if (!report.notes.length) return;
+  section("notes", "Notes", null, element("ul", {}, report.notes.map((note) => element("li", {}, note))));
 }
