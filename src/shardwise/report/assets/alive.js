@@ -6,7 +6,10 @@ function aliveTable(run, { memory }) {
   const title = report.runs.length > 1 ? `Alive at the peak, ${run.name}` : "Alive at the peak";
   const table = makeTable({
     caption: title, rows: memory.alive, sort: 4, most: 8, search: "Search a module, line or category", columns: [
-      { title: "Module", number: false, value: (row) => moduleName(words(row[1])), class: "name" },
+      {
+        title: "Module", number: false, value: (row) => moduleName(words(row[1])), class: "name",
+        show: (row) => breakable(moduleName(words(row[1]))),
+      },
       { title: "Category", number: false, value: kind, show: (row) => [swatch(category(kind(row))), kind(row)] },
       { title: "Line", number: false, value: (row) => words(row[2]), class: "name wide" },
       { title: "Tensors", value: (row) => row[4], show: (row) => countText(row[4]), class: "wide" },
@@ -17,7 +20,8 @@ function aliveTable(run, { memory }) {
     ],
   });
   const [left, bytes] = memory.aliveRest;
-  const rest = left > 0 && element("p", { class: "quiet" }, `Not shown: ${countText(left)} smaller, ${bytesText(bytes)} together.`);
+  const note = `Not shown: ${countText(left)} smaller, ${bytesText(bytes)} together.`;
+  const rest = left > 0 && element("p", { class: "quiet" }, note);
   return element("div", { class: "alive" }, element("h3", {}, title), table.node, rest);
 }
 

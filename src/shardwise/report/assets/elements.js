@@ -27,6 +27,9 @@ function section(id, title, lead, ...children) {
 
 const moduleName = (path) => path || "(model)";
 
+// A path that may break after its dots.
+const breakable = (path) => path.split(/(?<=\.)/).flatMap((part, k) => (k ? [element("wbr"), part] : [part]));
+
 const tip = {
   node: document.getElementById("tip"),
   show(x, y, title, rows) {

@@ -162,6 +162,7 @@ function memoryChart(run, part, scale) {
   showLegend(at, `At the peak, ${secondsText(memory.peakTime)}`);
   onWidth(frame, draw);
   const peak = `${bytesText(memory.peak)} at the peak, ${secondsText(memory.peakTime)} into the step.`;
-  return element("figure", {}, element("figcaption", {}, capital(`${runLabel(run)}rank ${choice.rank}: ${peak}`)),
+  const of = `${report.runs.length > 1 ? `${run.name}, ` : ""}rank ${choice.rank}`;
+  return element("figure", {}, element("figcaption", {}, capital(`${of}: ${peak}`)),
     element("div", { class: "beside" }, frame, legend));
 }

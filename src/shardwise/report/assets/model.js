@@ -61,7 +61,7 @@ function parameterItem([name, shape, dtype, bytes, place, placed], path = "") {
   const description = placed || plural(layout.count, "shard");
   const facts = [shape.map(countText).join(" × ") || "scalar", dtype, bytesText(bytes)].join(" · ");
   return element("li", { class: "parameter" }, boxPicture(shape, layout, `${name}: ${description}`), element("div", {},
-    element("p", { class: "name" }, path ? `${path}.${name}` : name),
+    element("p", { class: "name" }, breakable(path ? `${path}.${name}` : name)),
     element("p", { class: "quiet" }, facts),
     element("p", { class: "quiet" }, description,
       layout.left > 0 && `; ${layout.boxes.length} of ${countText(layout.boxes.length + layout.left)} boxes are drawn`)));

@@ -7,7 +7,10 @@ function moduleColumns(rows) {
     return (row) => (row[place] ? [bar(row[place] / most, colour), show(row[place])] : "–");
   };
   return [
-    { title: "Module", number: false, value: (row) => moduleName(words(row[0])), class: "name" },
+    {
+      title: "Module", number: false, value: (row) => moduleName(words(row[0])), class: "name",
+      show: (row) => breakable(moduleName(words(row[0]))),
+    },
     { title: "Kind", number: false, value: (row) => words(row[1]), class: "wide" },
     { title: "Time", value: (row) => row[2], show: barred(2, "var(--compute)", secondsText) },
     { title: "Compute", value: (row) => row[3], show: (row) => (row[3] ? flopsText(row[3]) : "–"), class: "wide" },

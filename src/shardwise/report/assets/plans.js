@@ -7,7 +7,8 @@ function planVerdict(plan) {
 
 function planName(plan) {
   const chosen = plan.chosen && element("span", { class: "badge chosen" }, "chosen");
-  return [plan.name, chosen, element("small", { class: "narrow", "aria-hidden": "true" }, plan.reason)];
+  const narrow = element("small", { class: "narrow", "aria-hidden": "true" }, planVerdict(plan), " " + plan.reason);
+  return [plan.name, chosen, narrow];
 }
 
 function showPlans() {
@@ -21,7 +22,7 @@ function showPlans() {
       { title: "Plan", number: false, value: (plan) => plan.name, show: planName },
       {
         title: "Step", value: (plan) => plan.seconds ?? Infinity,
-        show: (plan) => orNone(plan.seconds, () => [bar(plan.seconds / slow, "var(--compute)"), secondsText(plan.seconds)]),
+        show: ({ seconds }) => orNone(seconds, () => [bar(seconds / slow, "var(--compute)"), secondsText(seconds)]),
       },
       {
         title: "Peak", value: (plan) => plan.peak ?? Infinity,
@@ -31,7 +32,7 @@ function showPlans() {
         title: "Capacity", value: (plan) => plan.capacity ?? Infinity, class: "wide",
         show: (plan) => orNone(plan.capacity, () => bytesText(plan.capacity)),
       },
-      { title: "Memory", number: false, value: (plan) => String(plan.fits), show: planVerdict },
+      { title: "Memory", number: false, value: (plan) => String(plan.fits), show: planVerdict, class: "wide" },
       { title: "Why", number: false, value: (plan) => plan.reason, class: "why" },
     ],
   });

@@ -133,7 +133,8 @@ function trafficFigure(run) {
   });
   const total = bytesText(cells.reduce((sum, cell) => sum + cell[2], 0));
   const between = block === 1 ? "one rank to another" : `one block of ${block} ranks to another`;
-  const caption = `${runLabel(run)}${total} between ${plural(run.world, "rank")}; at most ${bytesText(scale.most)} from ${between}.`;
+  const most = `at most ${bytesText(scale.most)} from ${between}`;
+  const caption = `${runLabel(run)}${total} between ${plural(run.world, "rank")}; ${most}.`;
   const map = element("div", { style: `flex-basis:${Math.min(520, MARGIN + 60 * count)}px` },
     heatMap(run, blockName, scale, count), heatLegend(scale));
   return element("figure", {}, element("figcaption", {}, caption), element("div", { class: "map" }, map, table.node));
