@@ -36,6 +36,7 @@ from shardwise.estimation.ledger import (
     TRANSFERS,
     Ledger,
 )
+from shardwise.estimation.result_cache import MISSING, ResultCache
 from shardwise.estimation.tape import Kernel, Tape
 from shardwise.layout import Layout
 from shardwise.tensor import ShardedTensorBase
@@ -57,6 +58,7 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
         self.positions: list[int] = []  # for each event of the ledger, how long the tape was
         self._known: dict[int, _Storage] = {}  # by torch's number of the storage
         self._parameters: dict[int, torch.Tensor] = {}
+        self._results = ResultCache(self)
         self._phase = FORWARD
         self.models: dict[int, torch.nn.Module] = {}  # those that were called, and not by another one
         self.layouts: dict[bytes, Layout] = {}  # of arguments of modules
@@ -68,9 +70,15 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
         kwargs = dict(kwargs or {})
         if "device" in kwargs and kwargs["device"] is not None:
             kwargs["device"] = _on_host(kwargs["device"])
-        out = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "prim" or self.is_inner:
-            return out
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        tensors: list[torch.Tensor] = []
+        key = self._results.key(func, args, kwargs, tensors)
+        out = MISSING if key is None else self._results.result(key, tensors)
+        if out is MISSING:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if key is not None:
+                self._results.keep(key, tensors, out)
         self._note(func, args, kwargs, out)
         return out
 
@@ -80,10 +88,10 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
         return bool(self.in_kernel_invocation)
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        outs = tensors_in(out)
+        outs = [one for one in tensors_in(out) if not one.is_meta]
         if not outs and not func._schema.is_mutable:
             return
-        given = tensors_in((args, kwargs))
+        given = [one for one in tensors_in((args, kwargs)) if not one.is_meta]
         module, line = self._where()
         for tensor in given:
             if tensor.untyped_storage()._cdata not in self._known:
@@ -154,6 +162,8 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
     def _mark(self, tensor: Any, category: str) -> None:
         """Say what the memory of a tensor is for, unless that is known."""
         for local in _locals(tensor):
+            if local.is_meta:
+                continue
             known = self._known.get(local.untyped_storage()._cdata)
             if known is None:
                 self._allocate(local.untyped_storage(), BEFORE, "", "", category)

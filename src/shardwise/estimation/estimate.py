@@ -18,7 +18,7 @@ from shardwise.estimation.explanation import stopped_text
 from shardwise.estimation.fit import Capacities, Fit, fit_of
 from shardwise.estimation.model_rows import module_rows
 from shardwise.estimation.rank_estimate import RankEstimate
-from shardwise.estimation.rank_run import STEPS, Job, RankRun, alike, run_as
+from shardwise.estimation.rank_run import STEPS, Job, RankRun, runs_of
 from shardwise.estimation.timeline import simulate
 from shardwise.layout.pictures.words import bytes_text, ranks_text
 
@@ -33,15 +33,16 @@ class Estimate:
     empty.
     """
 
-    def __init__(self, name: str, runs: Sequence[RankRun], groups: Sequence[Sequence[int]], job: Job) -> None:
-        timelines = simulate([run.accounting.tape for run in runs], [job.devices[run.rank] for run in runs])
+    def __init__(self, name: str, runs: Sequence[tuple[RankRun, Sequence[int]]], job: Job) -> None:
+        devices = [job.devices[ranks[0]] for _, ranks in runs]
+        timelines = simulate([run.accounting.tape for run, _ in runs], devices)
         self.name, self.world = name, job.ranks
         self.parts = [
-            RankEstimate(tuple(ranks), job.devices[ranks[0]], run.rank, run.accounting, timeline)
-            for run, ranks, timeline in zip(runs, groups, timelines, strict=True)
+            RankEstimate(tuple(ranks), device, run.rank, run.accounting, timeline)
+            for (run, ranks), device, timeline in zip(runs, devices, timelines, strict=True)
         ]
-        self.stopped = next((stopped_text(run.stopped) for run in runs if run.stopped is not None), "")
-        self._models = runs[0].models
+        self.stopped = next((stopped_text(run.stopped) for run, _ in runs if run.stopped is not None), "")
+        self._models = runs[0][0].models
 
     @property
     def peak(self) -> int:
@@ -158,10 +159,7 @@ def estimate(
     if steps < 1:
         raise EstimateError(f"steps is how often the step is called, at least once; found {steps!r:.80}")
     job = Job(step, args, kwargs, found, machines(found), steps)
-    first = run_as(0, job)
-    groups = alike(first, job)
-    runs = [first, *(run_as(members[0], job) for members in groups[1:])]
-    return Estimate(name, runs, groups, job)
+    return Estimate(name, runs_of(job), job)
 
 
 def _devices(named: Devices | None, ranks: int | None, world: int) -> Sequence[Device]:

@@ -91,13 +91,18 @@ class Forecast(Trace):
             self.meetings += 1
             return None
         origin, to = self._origins.here(), said.get("to") or {}
-        sizes = said["sent"], said["received"]
-        sending = Sending(origin.op, origin.module, origin.place, said["kind"], *sizes, to, self._crosses(to))
+        sizes, network = (said["sent"], said["received"]), self._over_network(said["kind"], to)
+        sending = Sending(origin.op, origin.module, origin.place, said["kind"], *sizes, to, network)
         return Under(self._tape, self._tape.send(sending))
 
-    def _crosses(self, to: Mapping[int, int]) -> bool:
-        """Whether any of these ranks is in another machine."""
-        return bool(self.machines) and any(self.machines[rank] != self.machines[self.rank] for rank in to)
+    def _over_network(self, kind: str, to: Mapping[int, int]) -> int:
+        """Bytes for other machines. In a collective all ranks of a machine pass on what the others need, each a part."""
+        here = self.machines[self.rank] if self.machines else 0
+        away = sum(size for rank, size in to.items() if self.machines and self.machines[rank] != here)
+        if not away or kind == "exchange":
+            return away
+        near = 1 + sum(self.machines[rank] == here for rank in to)
+        return sum(to.values()) // near
 
     def _begin_call(self) -> None:
         self._tape.entries.append(Kernel("sharded call", self._origins._module(), "", SHARDED))

@@ -16,12 +16,13 @@ from shardwise.estimation.as_rank import StandInsOfRank, ranks_of_groups
 from shardwise.estimation.autocast import autocast_of
 from shardwise.estimation.device import Device
 from shardwise.estimation.fake_world import fake_world
-from shardwise.estimation.stand_ins import restoring_state, taking_lists
+from shardwise.estimation.stand_ins import converting_modules, restoring_state, taking_lists
+from shardwise.interop.huggingface.without_values import answering_for_batches
 from shardwise.layout.geometry import IntArray
 from shardwise.tensor import ShardedTensorBase
 from shardwise.torch_private import FAKE_TENSOR_ERRORS
 
-STEPS = 3  # a step settles down in the first ones: states are made, and units are tried on local samples
+STEPS = 2  # a step settles down in the first ones: states are made, and units are tried on local samples
 CLOSE = 200  # ranks are alike if they differ by less than one part in so many
 
 
@@ -64,7 +65,8 @@ def run_as(rank: int, job: Job) -> RankRun:
     with ExitStack() as stack:
         stack.enter_context(fake_world(rank, job.ranks))
         stack.enter_context(restoring_state())
-        for context in (account, autocast_of(device), taking_lists(), recording(account.trace), account.watching()):
+        around = autocast_of(device), taking_lists(), converting_modules(), account.watching(), answering_for_batches()
+        for context in (account, recording(account.trace), *around):
             stack.enter_context(context)
         stand_ins = StandInsOfRank(account, groups, job.ranks)
         function, args, kwargs = (stand_ins.of(one) for one in (job.function, job.args, job.kwargs))
@@ -113,12 +115,20 @@ def _elements(layout: Any, ranks: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     return found
 
 
-def alike(run: RankRun, job: Job) -> list[list[int]]:
-    """The ranks in groups that have the same device and hold the same amounts; the group of the run's rank first."""
+def runs_of(job: Job) -> list[tuple[RankRun, list[int]]]:
+    """A run for each group of ranks that have the same device and hold the same amounts, and these ranks.
+
+    The time of a run is that of any device: where only that differs, one run does for both.
+    """
+    first = run_as(0, job)
     groups: dict[Any, list[int]] = {}
-    for rank in [run.rank, *range(job.ranks)]:
-        key = job.devices[rank], tuple(run.amounts[rank].tolist())
-        members = groups.setdefault(key, [])
-        if rank not in members[:1]:
-            members.append(rank)
-    return [sorted(members) for members in groups.values()]
+    for rank in range(job.ranks):
+        groups.setdefault((tuple(first.amounts[rank].tolist()), job.devices[rank]), []).append(rank)
+    runs: dict[Any, RankRun] = {}
+    found = []
+    for (amounts, device), members in groups.items():
+        key = amounts, device.kind, device.block
+        if key not in runs:
+            runs[key] = run_as(members[0], job) if members[0] else first
+        found.append((runs[key], members))
+    return found

@@ -224,6 +224,39 @@ def taking_lists() -> Iterator[None]:
 
 
 @contextmanager
+def converting_modules() -> Iterator[None]:
+    """Let modules of tensors without data be converted, as by ``model.to(torch.bfloat16)``: torch refuses to, where
+    anything has a weak reference to a parameter, as fake tensors have."""
+    convert = nn.Module._apply
+
+    def replace(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        nonlocal made
+        if not any(isinstance(one, FakeTensor) for one in self.parameters()):
+            return convert(self, fn, recurse)
+        is_outermost, made = made is None, {} if made is None else made
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                if parameter is not None:
+                    found = made.setdefault(
+                        id(parameter), (parameter, nn.Parameter(fn(parameter), parameter.requires_grad))
+                    )
+                    self._parameters[name] = found[1]
+            for name, buffer in self._buffers.items():
+                self._buffers[name] = None if buffer is None else fn(buffer)
+        made = None if is_outermost else made
+        return self
+
+    made: dict[int, tuple[Any, Any]] | None = None  # in a conversion, so that tied parameters stay tied
+    nn.Module._apply = replace  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = convert  # type: ignore[method-assign]
+
+
+@contextmanager
 def restoring_state() -> Iterator[None]:
     """Restore random states, and gradients of tensors that were not copied because the function finds them itself."""
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call] # torch's

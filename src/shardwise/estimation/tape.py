@@ -44,12 +44,13 @@ class Sending:
     sent: int  # bytes
     received: int
     to: Mapping[int, int]  # by rank, the bytes of what is sent
-    crosses: bool  # whether it goes to other machines
+    network: int  # bytes that this rank sends to other machines; in a collective, its share of what its machine sends
 
     def seconds(self, device: Device) -> float:
-        """How long it takes."""
-        link = device.link("network" if self.crosses else "machine", KINDS.get(self.kind, "exchange"))
-        return link.seconds(max(self.sent, self.received))
+        """How long it takes: by the slower link."""
+        what = KINDS.get(self.kind, "exchange")
+        within = device.link("machine", what).seconds(max(self.sent, self.received))
+        return max(within, device.link("network", what).seconds(self.network)) if self.network else within
 
 
 @dataclass(frozen=True, slots=True)
