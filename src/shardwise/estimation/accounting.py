@@ -106,7 +106,9 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
             return
         flops, size = flops_of(func, args, kwargs, out), bytes_of(func, args, kwargs, out)
         dtype = str(given[0].dtype).removeprefix("torch.") if flops else ""
-        self.tape.entries.append(Kernel(name, module, line, 1.0, flops, size, dtype, is_attention(func)))
+        self.tape.entries.append(
+            Kernel(name, module, line, 1.0, flops, size, dtype, is_attention(func), self._phase == STEP)
+        )
 
     def _where(self) -> tuple[str, str]:
         """The module and the line that an op is of, also of a backward."""
@@ -167,7 +169,7 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
             known = self._known.get(local.untyped_storage()._cdata)
             if known is None:
                 self._allocate(local.untyped_storage(), BEFORE, "", "", category)
-            elif known.block is not None and known.block.category in ("", OTHER):
+            elif known.block is not None and known.block.category in ("", OTHER, TRANSFERS):  # a sum may be the gradient
                 known.block.category = category
 
     def mark_gradients(self) -> None:

@@ -96,7 +96,7 @@ class Forecast(Trace):
         return Under(self._tape, self._tape.send(sending))
 
     def _over_network(self, kind: str, to: Mapping[int, int]) -> int:
-        """Bytes for other machines. In a collective all ranks of a machine pass on what the others need, each a part."""
+        """Bytes for other machines. In a collective, all ranks of a machine pass on what others need, each a part."""
         here = self.machines[self.rank] if self.machines else 0
         away = sum(size for rank, size in to.items() if self.machines and self.machines[rank] != here)
         if not away or kind == "exchange":

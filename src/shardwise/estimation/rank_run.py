@@ -16,7 +16,7 @@ from shardwise.estimation.as_rank import StandInsOfRank, ranks_of_groups
 from shardwise.estimation.autocast import autocast_of
 from shardwise.estimation.device import Device
 from shardwise.estimation.fake_world import fake_world
-from shardwise.estimation.stand_ins import converting_modules, restoring_state, taking_lists
+from shardwise.estimation.stand_ins import converting_modules, making_meshes, restoring_state, taking_lists
 from shardwise.interop.huggingface.without_values import answering_for_batches
 from shardwise.layout.geometry import IntArray
 from shardwise.tensor import ShardedTensorBase
@@ -64,9 +64,8 @@ def run_as(rank: int, job: Job) -> RankRun:
     stopped, groups = None, ranks_of_groups()
     with ExitStack() as stack:
         stack.enter_context(fake_world(rank, job.ranks))
-        stack.enter_context(restoring_state())
-        around = autocast_of(device), taking_lists(), converting_modules(), account.watching(), answering_for_batches()
-        for context in (account, recording(account.trace), *around):
+        usable = taking_lists(), converting_modules(), making_meshes(), answering_for_batches()
+        for context in (account, recording(account.trace), autocast_of(device), account.watching(), *usable):
             stack.enter_context(context)
         stand_ins = StandInsOfRank(account, groups, job.ranks)
         function, args, kwargs = (stand_ins.of(one) for one in (job.function, job.args, job.kwargs))
@@ -120,6 +119,11 @@ def runs_of(job: Job) -> list[tuple[RankRun, list[int]]]:
 
     The time of a run is that of any device: where only that differs, one run does for both.
     """
+    with restoring_state():
+        return _runs_of(job)
+
+
+def _runs_of(job: Job) -> list[tuple[RankRun, list[int]]]:
     first = run_as(0, job)
     groups: dict[Any, list[int]] = {}
     for rank in range(job.ranks):

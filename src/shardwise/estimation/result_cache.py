@@ -13,6 +13,8 @@ from shardwise.torch_private import FakeTensor, FakeTensorMode
 
 LITERALS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 MISSING = object()
+MOST = 50_000  # results that are kept
+_known: dict[Any, Any] = {}  # of all modes: sizes are those of any
 
 
 class _Same(NamedTuple):
@@ -36,7 +38,8 @@ class ResultCache:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._known: dict[Any, Any] = {}
+        if len(_known) > MOST:
+            _known.clear()
 
     def key(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
         """What equal calls have in common, and their tensors into the list; None if it is not known."""
@@ -68,7 +71,7 @@ class ResultCache:
 
     def result(self, key: Any, tensors: list[torch.Tensor]) -> Any:
         """The result of a call with this key, or `MISSING`."""
-        known = self._known.get(key, MISSING)
+        known = _known.get(key, MISSING)
         return MISSING if known is MISSING else self._made(known, tensors)
 
     def _made(self, known: Any, tensors: list[torch.Tensor]) -> Any:
@@ -90,7 +93,7 @@ class ResultCache:
         numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         storages = {tensor.untyped_storage()._cdata: number for number, tensor in enumerate(tensors)}
         try:
-            self._known[key] = self._description(out, numbers, storages)
+            _known[key] = self._description(out, numbers, storages)
         except _UnknownError:
             return
 

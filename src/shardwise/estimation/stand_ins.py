@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.layout.specs import placed
 from shardwise.tensor import ShardedTensorBase
@@ -227,15 +228,16 @@ def taking_lists() -> Iterator[None]:
 def converting_modules() -> Iterator[None]:
     """Let modules of tensors without data be converted, as by ``model.to(torch.bfloat16)``: torch refuses to, where
     anything has a weak reference to a parameter, as fake tensors have."""
-    convert = nn.Module._apply
+    convert: Any = nn.Module._apply
+    made: dict[int, tuple[Any, Any]] | None = None  # in a conversion, so that tied parameters stay tied
 
-    def replace(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+    def replace(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
         nonlocal made
         if not any(isinstance(one, FakeTensor) for one in self.parameters()):
             return convert(self, fn, recurse)
         is_outermost, made = made is None, {} if made is None else made
         for child in self.children() if recurse else ():
-            child._apply(fn)
+            child._apply(fn)  # type: ignore[no-untyped-call] # torch's
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 if parameter is not None:
@@ -248,12 +250,34 @@ def converting_modules() -> Iterator[None]:
         made = None if is_outermost else made
         return self
 
-    made: dict[int, tuple[Any, Any]] | None = None  # in a conversion, so that tied parameters stay tied
-    nn.Module._apply = replace  # type: ignore[assignment,method-assign]
+    nn.Module._apply = replace  # type: ignore[method-assign]
     try:
         yield
     finally:
         nn.Module._apply = convert  # type: ignore[method-assign]
+
+
+@contextmanager
+def making_meshes() -> Iterator[None]:
+    """Let meshes be made and cut where tensors have no data: torch keeps the ranks of a mesh in a tensor."""
+    own: Any = DeviceMesh
+    before = {name: getattr(own, name) for name in ("__init__", "__getitem__", "get_group", "get_local_rank")}
+
+    def with_data(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with unset_fake_mode():
+                return function(*args, **kwargs)
+
+        return call
+
+    for name, function in before.items():
+        setattr(own, name, with_data(function))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(own, name, function)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ class Kernel:
     bytes: int = 0  # read and written
     dtype: str = ""  # of products
     is_attention: bool = False  # whether this is fused attention
+    is_step: bool = False  # whether this is of the step of an optimizer
 
     def seconds(self, device: Device) -> float:
         """How long a device computes."""

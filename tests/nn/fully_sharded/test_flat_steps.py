@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -193,3 +194,20 @@ def test_a_closure() -> None:
 
             optimizer.step(closure)
     assert_same(plain, model)
+
+
+@ranks(2)
+def test_a_step_keeps_no_gradients() -> None:
+    """When they are dropped, their memory is free: the optimizer that steps on flat memory has none of them."""
+    model = shardwise.fully_shard(nn.Sequential(*[nn.Linear(8, 8) for _ in range(2)]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = shardwise.from_local(torch.ones(2, 8))
+    model(batch).sum().backward()
+    fully_sharded: Any = model.fully_sharded
+    (memory,) = fully_sharded.units[1].memories
+    held = weakref.ref(memory.grad.untyped_storage())
+    optimizer.step()
+    optimizer.zero_grad()
+    model(batch)
+    assert memory.grad is None
+    assert held() is None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -162,6 +162,8 @@ class FlatOptimizer:
                 assert run.memory.grad is not None
                 tensor.grad = run.part_of(run.memory.grad)
         step_without_hooks(self._inner, None)
+        for tensor in chain.from_iterable(self._tensors):
+            tensor.grad = None  # which would keep the memory of the gradients until the next step
         self._give_states()
         self._hidden = [group["params"] for group in self._outer.param_groups]
         skipped = {id(one.sharded) for group in runs for run in group for one in run.parameters}

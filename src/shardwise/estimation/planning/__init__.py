@@ -1,0 +1,13 @@
+"""Choosing how a model is trained on given devices: `auto` predicts each way, and takes the fastest that fits.
+
+- `work`: what is trained: the model, the batch, the optimizer
+- `candidate`: one way to train it: who has which part of the model, and how many samples
+- `probes`: what a model of one or two blocks costs, by which the cost of all blocks is known
+- `shares`: how many samples and which share of the states each rank gets, by a solver of linear programs
+- `auto`: all ways compared, and the choice in words
+"""
+
+from shardwise.estimation.planning.auto import AutoPlan, auto, estimate_candidate
+from shardwise.estimation.planning.candidate import Candidate
+
+__all__ = ["AutoPlan", "Candidate", "auto", "estimate_candidate"]

@@ -1,0 +1,168 @@
+"""`Costs`: what a step of all blocks and of any number of samples costs, known from steps of few blocks and samples.
+
+Time and memory grow with the blocks, with the samples, and with both. So four steps of small models, run without data
+on two rows of ranks, tell them for all: those of three and of four blocks, with about as many samples as a rank gets,
+and with half of them. Fewer blocks tell less: while one computes, another is gathered and a third one is summed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import EstimateError
+from shardwise.estimation.device import Device
+from shardwise.estimation.explanation import stopped_text
+from shardwise.estimation.ledger import GRADIENTS, PARAMETERS, STATES
+from shardwise.estimation.planning.candidate import REPLICATED, Candidate, set_up
+from shardwise.estimation.planning.work import Work
+from shardwise.estimation.rank_run import Job, RankRun, run_as
+from shardwise.estimation.tape import Kernel, Sending, Tape
+from shardwise.estimation.timeline import simulate
+
+ROWS, FEW = 2, 3  # of ranks, and of blocks, in a probe
+NUMBER = re.compile(r"\d+")
+NOTHING: Any = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """What something costs on a rank: a part of its own, and a part for each sample."""
+
+    fixed: float
+    each: float
+
+    def of(self, samples: float) -> float:
+        """For so many samples."""
+        return self.fixed + self.each * samples
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a candidate costs on a rank of one device, as lines over its samples."""
+
+    seconds: Line
+    computing: Line  # seconds without any transfer
+    memory: Line  # bytes, without states, gradients and parameters
+    states: float  # bytes of all states, gradients and parameters, of which a row has its share
+
+
+class Probes:
+    """The four runs of a candidate, from which costs on any device are known."""
+
+    def __init__(self, work: Work, candidate: Candidate, devices: Sequence[Device], machines: Sequence[int]) -> None:
+        self._blocks, self._rows = work.blocks, len(candidate.samples)
+        self._few = max(work.samples // (2 * self._rows), 1)  # near to what a rank will have: a host may be the slower
+        self._sizes = (FEW, FEW + 1) if self._blocks > FEW else (self._blocks,)
+        rows = min(self._rows, ROWS)
+        some = replace(candidate, samples=(1,) * rows)
+        world = devices[: rows * candidate.row], machines[: rows * candidate.row]
+        self._runs = {
+            (blocks, count): _run(work, some, *world, blocks, count)
+            for blocks in self._sizes
+            for count in (self._few, 2 * self._few)
+        }
+        self._holders = rows if candidate.kind != REPLICATED else 1  # who have all states together
+        dealt = Dealt(rows, self._rows, candidate.row, machines, shares_states=candidate.kind != REPLICATED)
+        self._tapes = {shape: dealt.tape(run.accounting.tape) for shape, run in self._runs.items()}
+
+    def costs(self, device: Device) -> Costs:
+        """On a device."""
+        alone = {
+            shape: Tape([one for one in tape.entries if isinstance(one, Kernel)]) for shape, tape in self._tapes.items()
+        }
+        return Costs(
+            self._line(self._for_all(lambda shape: simulate([self._tapes[shape]], [device])[0].seconds)),
+            self._line(self._for_all(lambda shape: simulate([alone[shape]], [device])[0].seconds)),
+            self._line(lambda count: self._peak(count) + device.reserved),
+            self._for_all(lambda shape: _held(self._runs[shape]))(self._few) * self._holders,
+        )
+
+    def _for_all(self, measure: Callable[[tuple[int, int]], float]) -> Callable[[int], float]:
+        """A measure for all blocks, by samples."""
+
+        def found(count: int) -> float:
+            first, last = (measure((blocks, count)) for blocks in (self._sizes[0], self._sizes[-1]))
+            return first + (last - first) * (self._blocks - self._sizes[0])
+
+        return found
+
+    def _line(self, measure: Callable[[int], float]) -> Line:
+        few = measure(self._few)
+        slope = max(measure(2 * self._few) - few, 0.0) / self._few
+        return Line(max(few - slope * self._few, 0.0), slope)
+
+    def _peak(self, count: int) -> float:
+        """The most bytes that are there besides states: of each place in the model, then of all."""
+        fewer, more = (_by_place(self._runs[blocks, count]) for blocks in (self._sizes[0], self._sizes[-1]))
+        further = self._blocks - self._sizes[-1]
+        return max(size + (size - fewer.get(place, size)) * further for place, size in more.items())
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """How what some rows do becomes what all rows do: transfers between rows, and the step on a row's states."""
+
+    some: int
+    all: int
+    row: int
+    machines: Sequence[int]
+    shares_states: bool  # whether each row has a part of the states
+
+    def tape(self, tape: Tape) -> Tape:
+        """The same for all rows."""
+        if self.some == self.all:
+            return tape
+        made = Tape()
+        for entry in tape.entries:
+            if isinstance(entry, Sending):
+                made.send(self._sending(entry))
+            elif isinstance(entry, Kernel) and entry.is_step and self.shares_states:
+                made.entries.append(replace(entry, bytes=entry.bytes * self.some // self.all))
+            else:
+                made.entries.append(entry)
+        return made
+
+    def _sending(self, one: Sending) -> Sending:
+        if all(rank < self.row for rank in one.to):  # within a row
+            return one
+        factor = ((self.all - 1) / self.all) / ((self.some - 1) / self.some)
+        peers = range(0, self.all * self.row, self.row)
+        near = sum(self.machines[rank] == self.machines[0] for rank in peers)
+        sent = int(one.sent * factor)
+        network = sent // near if near < self.all else 0
+        return replace(one, sent=sent, received=int(one.received * factor), to={}, network=network)
+
+
+def _run(
+    work: Work, candidate: Candidate, devices: Sequence[Device], machines: Sequence[int], blocks: int, samples: int
+) -> RankRun:
+    """The step of a shortened model, as the first rank, of rows that have equal samples and states."""
+    even = replace(candidate, samples=tuple(samples for _ in candidate.samples), weights=None)
+    with work.shortened(blocks):
+        run = run_as(0, Job(set_up, (work.model, even, replace(work, model=NOTHING)), {}, devices, machines))
+    if run.stopped is not None:
+        raise EstimateError(stopped_text(run.stopped)) from run.stopped
+    return run
+
+
+def _held(run: RankRun) -> float:
+    """Bytes of parameters, gradients and states of this rank: gradients are as large as parameters."""
+    at = run.accounting.ledger.at(run.accounting.ledger.peak_event)
+    return float(2 * at[PARAMETERS] + at[STATES])
+
+
+def _by_place(run: RankRun) -> dict[tuple[str, str, str], float]:
+    """The most bytes besides parameters, gradients and states, when something is made for equal modules by a line."""
+    ledger = run.accounting.ledger
+    series = ledger.series()
+    apart: Any = sum(values for name, values in series.items() if name not in (PARAMETERS, GRADIENTS, STATES))
+    found: dict[tuple[str, str, str], float] = {}
+    for block in ledger.blocks:
+        place = NUMBER.sub("*", block.module), block.line, block.phase
+        found[place] = max(found.get(place, 0.0), float(np.asarray(apart)[block.born]))
+    return found

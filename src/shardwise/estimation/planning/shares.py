@@ -1,0 +1,112 @@
+"""How many samples and which share of the states each row of ranks gets: the fastest that fits, by scipy's solver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardwise.errors import PlanError
+from shardwise.estimation.planning.probes import Costs
+
+SPARE = 0.02  # of the memory that a plan leaves free: a prediction is not exact
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What each row gets, and what comes of it."""
+
+    samples: tuple[int, ...]
+    weights: tuple[float, ...]
+    seconds: float
+    lacking: float  # bytes that the row with the least memory lacks; at most 0 if all fits
+
+
+def best_shares(costs: Sequence[Costs], memory: Sequence[int], samples: int, *, shared: bool, apart: bool) -> Shares:
+    """The shares with the shortest step, for rows with these costs and memory; the least lacking one if none fits.
+
+    If states are ``shared`` out, each row has a part of them, else all. If samples are ``apart``, each row has its own.
+    """
+    found = _solve(costs, memory, samples, shared=shared, apart=apart, slack=False)
+    return found or _solve(costs, memory, samples, shared=shared, apart=apart, slack=True) or _nothing(len(costs))
+
+
+def _solve(
+    costs: Sequence[Costs], memory: Sequence[int], samples: int, *, shared: bool, apart: bool, slack: bool
+) -> Shares | None:
+    """One mixed integer program. The variables: samples of rows, shares of rows, seconds, bytes that are lacking."""
+    try:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+    except ImportError as error:
+        raise PlanError("plans.auto needs scipy, whose solver it asks: pip install 'shardwise[plan]'") from error
+    rows, unit = len(costs), float(max(memory))
+    limit = [(1 - SPARE) * one / unit for one in memory]
+    table, low, high = [], [], []
+
+    def add(entries: dict[int, float], least: float, most: float) -> None:
+        line = np.zeros(2 * rows + 2)
+        for place, factor in entries.items():
+            line[place] = factor
+        table.append(line)
+        low.append(least)
+        high.append(most)
+
+    seconds, lacking = 2 * rows, 2 * rows + 1
+    for row, cost in enumerate(costs):
+        add({row: -cost.seconds.each, seconds: 1.0}, cost.seconds.fixed, np.inf)
+        used = {row: cost.memory.each / unit, rows + row: cost.states / unit, lacking: -1.0}
+        add(used, -np.inf, limit[row] - cost.memory.fixed / unit)
+    if apart:
+        add(dict.fromkeys(range(rows), 1.0), samples, samples)
+    if shared:
+        add(dict.fromkeys(range(rows, 2 * rows), 1.0), 1.0, 1.0)
+    least = np.zeros(2 * rows + 2)
+    most = np.full(2 * rows + 2, np.inf)
+    if not apart:
+        least[:rows] = most[:rows] = samples
+    most[rows : 2 * rows] = 1.0
+    if not shared:
+        least[rows : 2 * rows] = 1.0
+    most[lacking] = np.inf if slack else 0.0
+    goal = np.zeros(2 * rows + 2)
+    goal[lacking if slack else seconds] = 1.0
+    whole = np.array([1.0] * rows + [0.0] * (rows + 2))
+    solved: Any = milp(
+        goal, constraints=LinearConstraint(np.array(table), low, high), integrality=whole, bounds=Bounds(least, most)
+    )
+    if solved.x is None:
+        return None
+    counts = tuple(round(one) for one in solved.x[:rows])
+    weights = tuple(float(one) for one in solved.x[rows : 2 * rows])
+    slowest = max(cost.seconds.of(count) for cost, count in zip(costs, counts, strict=True))
+    return Shares(
+        counts,
+        _evened(weights, costs, counts, limit, unit) if shared else weights,
+        slowest,
+        float(solved.x[lacking]) * unit,
+    )
+
+
+def _evened(
+    weights: tuple[float, ...], costs: Sequence[Costs], counts: Sequence[int], limit: Sequence[float], unit: float
+) -> tuple[float, ...]:
+    """The same for all rows, if that fits as well: equal stretches are gathered fastest."""
+    even = 1.0 / len(weights)
+    for cost, count, most in zip(costs, counts, limit, strict=True):
+        if cost.memory.of(count) + cost.states * even > most * unit:
+            return weights
+    return tuple(even for _ in weights)
+
+
+def _nothing(rows: int) -> Shares:
+    return Shares((0,) * rows, (1.0 / rows,) * rows, float("inf"), float("inf"))
+
+
+def least_seconds(costs: Sequence[Sequence[Costs]], samples: int) -> float:
+    """A time that no plan can beat: all rows compute at once, without waiting, each by its fastest way.
+
+    ``costs`` has for each way of making rows those of its rows.
+    """
+    return min(samples / sum(1.0 / max(one.computing.each, 1e-12) for one in way) for way in costs)

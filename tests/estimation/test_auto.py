@@ -1,0 +1,196 @@
+"""`plans.auto`: the fastest plan that fits, on devices that need not be alike; and what is said of the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.estimation.jobs import WIDTH, Block
+from torch import nn
+
+import shardwise
+from shardwise import plans
+from shardwise.errors import PlanError
+from shardwise.estimation.devices import Device, Rate
+from shardwise.estimation.planning import Candidate, estimate_candidate
+from shardwise.estimation.planning.probes import Costs, Line
+from shardwise.estimation.planning.shares import SPARE, best_shares, least_seconds
+from shardwise.testing import ranks
+
+MIB = 2**20
+
+
+def device(name: str, rate: float, memory: int = 1 << 30, link: float = 1e12) -> Device:
+    """One whose time is that of its arithmetic and its links."""
+    rates = {"float32": Rate(rate)}
+    links = {"machine": Rate(link), "network": Rate(link)}
+    return Device(name, "cuda", memory, rates, rates, Rate(1e3 * rate), 0.0, links, 8)
+
+
+def model(blocks: int = 6) -> nn.Module:
+    """Of equal blocks, on meta."""
+    with torch.device("meta"):
+        return nn.Sequential(*[Block(recompute=False) for _ in range(blocks)])
+
+
+BATCH = torch.empty(24, WIDTH, device="meta")
+
+
+def test_samples_go_by_speed() -> None:
+    """The fast device gets three times the samples of the slow ones."""
+    plan = plans.auto(model(), devices=[device("fast", 3e9), device("slow", 1e9), device("slow", 1e9)], batch=BATCH)
+    first, *others = plan.chosen.samples
+    assert sum(plan.chosen.samples) == 24
+    assert first in (14, 15)
+    assert set(others) <= {4, 5}
+    assert plan.bound <= plan.chosen.seconds
+    assert plan.gap < 0.2
+    assert "chosen: " in str(plan)
+    assert "no plan of these kinds takes less than" in str(plan)
+
+
+def test_states_go_where_there_is_room() -> None:
+    """A device with little memory keeps less of the states, not fewer samples."""
+    found = plans.auto(model(), devices=[device("large", 1e9)] * 2, batch=BATCH)
+    fully = next(one for one in found.candidates if one.kind == "fully sharded")
+    needed = fully.needed[0]
+    small = device("small", 1e9, memory=int(needed * 0.9))
+    plan = plans.auto(model(), devices=[device("large", 1e9), small], batch=BATCH)
+    assert plan.chosen.kind == "fully sharded"
+    assert plan.chosen.weights is not None
+    assert plan.chosen.weights[0] > plan.chosen.weights[1]
+    assert plan.chosen.needed[1] <= small.memory
+    rejected = {one.kind: one.reason for one in plan.candidates[1:]} | {
+        name.partition(",")[0]: why for name, why in plan.rejected.items()
+    }
+    assert (
+        "lacks" in rejected["replicated"]
+        or "alone need" in rejected["replicated"]
+        or "looked" in rejected["replicated"]
+    )
+
+
+def test_the_estimate_of_all_blocks_agrees() -> None:
+    """What probes of few blocks tell is what a step of all blocks needs; of memory rather more."""
+    plan = plans.auto(model(9), devices=[device("one", 1e9, link=1e8)] * 4, batch=BATCH, recompute=False)
+    for one in plan.candidates:
+        needs = plan.estimate(one)
+        assert one.seconds == pytest.approx(needs.seconds, rel=0.1), one.name
+        assert 0.98 * needs.peak <= max(one.needed) <= 1.1 * needs.peak, one.name
+
+
+def test_nothing_fits() -> None:
+    """Which device lacks how much, and what would fit."""
+    with pytest.raises(PlanError, match=r"nothing fits .* rank \d \(tiny\) lacks .* MiB .* more memory"):
+        plans.auto(model(), devices=[device("tiny", 1e9, memory=200_000)] * 2, batch=BATCH, recompute=False)
+    large = torch.empty(4096, WIDTH, device="meta")
+    with pytest.raises(PlanError, match=r"what would fit: a batch of \d+ samples instead of 4096"):
+        plans.auto(model(), devices=[device("tiny", 1e9, memory=4 * MIB)] * 2, batch=large, recompute=False)
+
+
+def test_wrong_questions() -> None:
+    """Are answered in words."""
+    with pytest.raises(PlanError, match="there is no optimizer 'adamv'"):
+        plans.auto(model(), devices="CPU", batch=BATCH, optimizer="adamv")
+    with pytest.raises(PlanError, match="there is no precision 'b16'"):
+        plans.auto(model(), devices="CPU", batch=BATCH, precision="b16")
+    with pytest.raises(PlanError, match=r"batch is .samples, tokens."):
+        plans.auto(model(), devices="CPU", batch=3)
+    with pytest.raises(PlanError, match="the plan is for 2 ranks, and there are 3 devices"):
+        estimate_candidate(model(), Candidate("replicated", 1, (1, 1), None), devices="3xT4", batch=BATCH)
+
+
+def test_plans_in_json() -> None:
+    """A plan is the same after it was written and read."""
+    one = Candidate("fully sharded", 1, (3, 1), (0.75, 0.25), recompute=True)
+    assert Candidate.from_json(one.as_json()) == one
+    with pytest.raises(PlanError, match="says nothing of 'samples'"):
+        Candidate.from_json({"kind": "replicated", "row": 1})
+    with pytest.raises(PlanError, match="no kind of plan 'odd'"):
+        Candidate.from_json({"kind": "odd", "row": 1, "samples": [1]})
+
+
+def test_the_page(tmp_path: Path) -> None:
+    """Of the chosen plan, with all of them compared."""
+    plan = plans.auto(model(3), devices=[device("one", 1e9)] * 2, batch=BATCH, recompute=False)
+    plan.save(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    assert "fully sharded" in page
+    assert "replicated" in page
+
+
+@ranks(4)
+def test_a_chosen_plan_trains_as_the_plain_model() -> None:
+    """On real ranks, with samples and states that are not the same on all."""
+    torch.manual_seed(0)
+    batch = torch.rand(9, WIDTH, dtype=torch.float64)
+    for one in (
+        Candidate("replicated", 1, (4, 2, 2, 1), None),
+        Candidate("fully sharded", 1, (4, 3, 0, 2), (0.4, 0.3, 0.2, 0.1)),
+        Candidate("fully sharded", 1, (3, 2, 2, 2), None, recompute=True),
+    ):
+        torch.manual_seed(1)
+        plain = nn.Sequential(*[Block(recompute=False) for _ in range(3)]).double()
+        torch.manual_seed(1)
+        sharded = nn.Sequential(*[Block(recompute=False) for _ in range(3)]).double()
+        one.apply(sharded)
+        plain(batch).square().sum().backward()
+        sharded(one.cut(batch)).square().sum().backward()
+        for (name, expected), found in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+            assert isinstance(found.grad, shardwise.ShardedTensor)
+            torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=name)
+    with pytest.raises(PlanError, match="this plan is for 2 ranks, and the world has 4"):
+        Candidate("replicated", 1, (1, 1), None).apply(nn.Linear(2, 2))
+
+
+# Shares ---------------------------------------------------------------------------------------------------------------
+
+COSTS = st.builds(
+    Costs,
+    st.builds(Line, st.floats(0, 1), st.floats(0.01, 1)),
+    st.builds(Line, st.floats(0, 1), st.floats(0.001, 0.01)),
+    st.builds(Line, st.floats(0, 1e9), st.floats(0, 1e8)),
+    st.just(4e9),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(COSTS, min_size=1, max_size=4), st.integers(1, 40), st.integers(1, 8))
+def test_shares(costs: list[Costs], samples: int, memory: int) -> None:
+    """They fit, they are all, and no sample moved to another row makes the step shorter."""
+    sizes = [memory * 10**9] * len(costs)
+    found = best_shares(costs, sizes, samples, shared=True, apart=True)
+    assert sum(found.samples) == samples
+    assert sum(found.weights) == pytest.approx(1)
+    used = [
+        cost.memory.of(count) + cost.states * weight
+        for cost, count, weight in zip(costs, found.samples, found.weights, strict=True)
+    ]
+    if found.lacking > 0:
+        assert max(used) > (1 - SPARE) * min(sizes) - 1
+        return
+    assert all(use <= size for use, size in zip(used, sizes, strict=True))
+    assert least_seconds([costs], samples) <= found.seconds * (1 + 1e-6)
+    slowest = max(range(len(costs)), key=lambda row: costs[row].seconds.of(found.samples[row]))
+    if not found.samples[slowest]:
+        return
+    for row, cost in enumerate(costs):
+        if row != slowest:
+            moved = cost.memory.of(found.samples[row] + 1)
+            room = sum((1 - SPARE) * size for size in sizes) - sum(used) - cost.memory.each
+            if moved + cost.states * found.weights[row] <= (1 - SPARE) * sizes[row] and room > 0:
+                assert cost.seconds.of(found.samples[row] + 1) >= found.seconds * (1 - 1e-6)
+
+
+def test_a_replica_has_all_states() -> None:
+    """States that are not shared out are on every row."""
+    cost = Costs(Line(0, 1), Line(0, 1), Line(0, 0), 5e8)
+    found = best_shares([cost] * 2, [10**9] * 2, 4, shared=False, apart=True)
+    assert found.weights == (1.0, 1.0)
+    assert found.lacking <= 0
+    tight = best_shares([replace(cost, states=2e9)] * 2, [10**9] * 2, 4, shared=False, apart=True)
+    assert tight.lacking > 0
