@@ -169,7 +169,7 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
             known = self._known.get(local.untyped_storage()._cdata)
             if known is None:
                 self._allocate(local.untyped_storage(), BEFORE, "", "", category)
-            elif known.block is not None and known.block.category in ("", OTHER, TRANSFERS):  # a sum may be the gradient
+            elif known.block is not None and known.block.category in ("", OTHER, TRANSFERS):  # a sum becomes one
                 known.block.category = category
 
     def mark_gradients(self) -> None:
