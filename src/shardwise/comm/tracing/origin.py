@@ -104,6 +104,7 @@ class Origins:
         self._nodes: dict[int, Origin] = {}  # by the number that torch gives to nodes in order
         self._names: tuple[Any, dict[int, str]] = (None, {})
         self.weights: dict[str, int] = {}  # bytes of the parameters of each module that ran, without its children's
+        self.kinds: dict[str, str] = {}  # the class of each module that ran
 
     def enter(self, op: Any) -> tuple[Origin, int]:
         """An op begins. Leave with what this gives.
@@ -155,6 +156,7 @@ class Origins:
         kind = type(module).__name__
         name = self._names[1].get(id(module), kind) or kind
         running.append((module, name))
+        self.kinds[name] = kind
         self.weights[name] = sum(one.nbytes for one in module._parameters.values() if one is not None)
 
     def _end(self, module: Any) -> None:

@@ -12,10 +12,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise import report
 from shardwise.comm.tracing.chrome import chrome_events, write
 from shardwise.comm.tracing.events import Collective, Op, Origin, UncachedCall
+from shardwise.comm.tracing.memory import MemoryLog
 from shardwise.comm.tracing.origin import Origins, name_of
+from shardwise.comm.tracing.page import report_of, run_of
 from shardwise.comm.tracing.table import show
+from shardwise.errors import ReportError
 from shardwise.settings import ContextValue
 
 T = TypeVar("T")
@@ -23,10 +27,11 @@ running = 0  # traces in this process: while there is none, nobody asks for one
 
 
 class Trace:
-    """What this rank sent, received and waited for, collective by collective; printed, it is a table.
+    """What this rank sent, received and waited for, collective by collective.
 
-    ``events`` are the collectives and meetings, in the order in which they ended, ``ops`` the ops on sharded tensors,
-    ``uncached`` the calls that were worked out anew, each with the reason.
+    Printed, a table; in a notebook, the page that `save` writes. ``events`` are the collectives and meetings, in the
+    order in which they ended, ``ops`` the ops on sharded tensors, ``uncached`` the calls that were worked out anew,
+    each with the reason, ``memory`` what was allocated on the GPU.
     """
 
     is_forecast = False  # whether it tells what would be sent
@@ -39,6 +44,7 @@ class Trace:
         self.ops: list[Op] = []
         self.uncached: list[UncachedCall] = []
         self.seconds = 0.0
+        self.memory: MemoryLog | None = None  # of the GPU, where there is one
         self._origins = Origins()
         self._lock = threading.Lock()
         self._begun, self._clock = time.perf_counter(), time.time()
@@ -55,6 +61,12 @@ class Trace:
         """A collective begins."""
         return Begun(self, said)
 
+    def note_memory(self) -> None:
+        """What is in the memory of the GPU now, where that is counted."""
+        if self.memory is not None:
+            with self._lock:
+                self.memory.note(self.now())
+
     def buffer(self, tensor: torch.Tensor) -> None:
         """A tensor is memory of a collective, besides what it is given and what it gives."""
 
@@ -64,9 +76,37 @@ class Trace:
             number = len(self.events) + 1
             self.events.append(Collective(number, origin.op, origin.place, origin.module, **said))
 
-    def save(self, path: str | Path) -> None:
-        """Write the trace as Chrome trace events, which Perfetto opens. One file for each rank; `merge` joins them."""
-        write(path, chrome_events(self.rank, self._clock, self.events, self.ops))
+    # Shown -----------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path, *others: Any) -> None:
+        """Write the trace to a file.
+
+        A path that ends with ``.html`` gets a page that needs no other file; other traces or estimates are shown beside
+        this one. Any other path gets Chrome trace events, which Perfetto opens: one file for each rank, and `merge`
+        joins them.
+        """
+        if Path(path).suffix == ".html":
+            report.save(self.report(*others), path)
+        elif others:
+            raise ReportError(f"only a page shows several runs: the path should end with .html, found '{path}'")
+        else:
+            write(path, chrome_events(self.rank, self._clock, self.events, self.ops))
+
+    def as_run(self, name: str = "measured") -> report.Run:
+        """The trace as one run of a report, which has this rank alone."""
+        return run_of(self, name)
+
+    def report(self, *others: Any) -> report.Report:
+        """A page of this trace, and of other traces or estimates beside it."""
+        return report_of(self, [self.as_run(), *(one.as_run() for one in others)])
+
+    @property
+    def module_kinds(self) -> dict[str, str]:
+        """The class of each module that ran, by its name in the model."""
+        return self._origins.kinds
+
+    def _repr_html_(self) -> str | None:
+        return None if self.is_forecast else report.notebook(self.report())
 
     def __str__(self) -> str:
         what = f"{len(self.ops):,} ops in {self.seconds * 1e3:,.1f} ms"
@@ -91,11 +131,16 @@ def trace() -> Iterator[Trace]:
         >>> [event.kind for event in t.events if not event.is_meeting]  # print(t) is a table
         ['exchange']
 
-    ``t.save(f"step-{t.rank}.json")`` writes it for Perfetto. The time of a collective on a GPU is that until the host
-    went on, which does not wait for the GPU.
+    ``t.save("step.html")`` writes a page of it, and ``t.save(f"step-{t.rank}.json")`` a file for Perfetto. The time of
+    a collective on a GPU is that until the host went on, which does not wait for the GPU. Where CUDA is in use, the
+    memory of the current GPU is noted after each op; for that, torch's peak statistics are reset.
     """
-    with recording(Trace()) as made:
+    made = Trace()
+    made.memory = MemoryLog.where_counted()
+    with recording(made):
+        made.note_memory()
         yield made
+        made.note_memory()
 
 
 @contextmanager
@@ -222,6 +267,7 @@ class Entered:
         seconds, thread = trace.now() - self._begin, threading.get_ident()
         with trace._lock:
             trace.ops.append(Op(self._name, origin.place, origin.module, self._begin, seconds, thread))
+        trace.note_memory()
 
 
 def enter(op: Any) -> Entered | None:

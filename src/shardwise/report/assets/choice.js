@@ -14,6 +14,14 @@ function fullest(run) {
   return run.parts.reduce((best, part) => (share(part) > share(best) ? part : best), run.parts[0]);
 }
 
+// The rank to begin with: one that all runs have, for a trace has only one; of those, the fullest of the first run.
+function firstRank() {
+  const size = (run) => run.parts.reduce((sum, part) => sum + rankCount(part.ranks), 0);
+  const known = report.runs.filter((run) => run.parts.length);
+  const fewest = known.reduce((best, run) => (size(run) < size(best) ? run : best), known[0]);
+  return fullest(fewest).ranks[0][0];
+}
+
 // The moment that is pointed at in one chart, shown in all charts of time.
 const moment = {
   shown: [],

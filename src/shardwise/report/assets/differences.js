@@ -12,11 +12,12 @@ function differenceRows(first, second) {
   };
   if (first.peak !== null && second.peak !== null) {
     rows.push(["Peak memory", first.peak, second.peak, bytesText]);
-    for (const name of report.categories) rows.push([name, atPeak(first, name), atPeak(second, name), bytesText, true]);
+    const known = [first, second].every((part) => report.categories.some((name) => atPeak(part, name)));
+    for (const name of known ? report.categories : []) rows.push([name, atPeak(first, name), atPeak(second, name), bytesText, true]);
   }
   const rate = (part) => part.flops / (part.seconds || 1);
   rows.push(["Sent", first.sent, second.sent, bytesText], ["Received", first.received, second.received, bytesText]);
-  rows.push(["Compute", rate(first), rate(second), (value) => flopsText(value) + "/s"]);
+  if (first.flops && second.flops) rows.push(["Compute", rate(first), rate(second), (value) => flopsText(value) + "/s"]);
   return rows.filter(([, one, other]) => one || other);
 }
 

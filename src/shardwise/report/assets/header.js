@@ -32,12 +32,14 @@ function verdict(run) {
   return element("p", { class: "verdict good" }, element("b", {}, capital(runLabel(run) + "fits")), left + rest);
 }
 
-// One number of all runs; of two, with the difference.
+// One number of all runs, null where it is not known; of two, with the difference.
 function tile(title, runs, number, show, note) {
   const several = runs.length > 1;
-  const values = runs.map((run) => element("p", { class: several ? "value half" : "value" }, show(number(run)),
+  const text = (run) => (number(run) === null ? "–" : show(number(run)));
+  const values = runs.map((run) => element("p", { class: several ? "value half" : "value" }, text(run),
     several && element("small", {}, " " + run.name)));
-  const change = several && number(runs[0]) ? number(runs[1]) / number(runs[0]) - 1 : null;
+  const comparable = several && number(runs[0]) && number(runs[1]) !== null;
+  const change = comparable ? number(runs[1]) / number(runs[0]) - 1 : null;
   const notes = [change === null ? "" : change === 0 ? "no difference" : changeText(change), note];
   return element("div", { class: "tile" }, element("h3", {}, title), values,
     element("p", { class: "note" }, notes.filter(Boolean).join(" · ")));
@@ -46,13 +48,14 @@ function tile(title, runs, number, show, note) {
 function tiles() {
   const runs = report.runs.map(runSums);
   const [main] = runs;
-  const rate = (run) => run.flops / (run.seconds || 1) / run.ranks;
-  const sent = main.ranks > 1 ? `by all ranks; ${bytesText(main.sent / main.ranks)} each` : "by this rank";
+  const rate = (run) => (run.flops ? run.flops / (run.seconds || 1) / run.ranks : null);
+  const each = runs.some((run) => run.ranks !== main.ranks);  // a trace is of one rank, an estimate of all
+  const all = main.ranks > 1 ? `by all ranks; ${bytesText(main.sent / main.ranks)} each` : "by this rank";
   return element("div", { class: "tiles" },
-    main.peak !== null && tile("Peak memory", runs, (run) => run.peak || 0, bytesText, "of the fullest rank"),
+    main.peak !== null && tile("Peak memory", runs, (run) => run.peak, bytesText, "of the fullest rank"),
     tile("Step", runs, (run) => run.seconds, secondsText, "of the slowest rank"),
     main.flops > 0 && tile("Compute", runs, rate, (value) => flopsText(value) + "/s", "per rank"),
-    tile("Sent", runs, (run) => run.sent, bytesText, sent));
+    tile("Sent", runs, (run) => (each ? run.sent / run.ranks : run.sent), bytesText, each ? "per rank" : all));
 }
 
 function groupPeak(part, top) {

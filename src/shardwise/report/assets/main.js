@@ -7,7 +7,7 @@ for (const show of [
 
 if (report.runs.length && report.runs[0].parts.length) {
   document.getElementById("bar").append(rankPicker());
-  choose(fullest(report.runs[0]).ranks[0][0]);
+  choose(firstRank());
 }
 document.getElementById("bar").append(element("ul", {}, [...document.querySelectorAll("main > section")].map((node) =>
   element("li", {}, element("a", { href: "#" + node.id }, node.querySelector("h2").textContent)))));
