@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import nn
 
 import shardwise
 from shardwise import report
-from shardwise.comm.tracing import Collective, Op, memory, page
+from shardwise.comm.tracing import Collective, Op, chrome, memory, merge, page
+from shardwise.comm.tracing.events import TracedRank
 from shardwise.errors import ReportError
 from shardwise.testing import ranks, run_on_ranks
 
@@ -90,12 +92,13 @@ def save_page(folder: str) -> str:
     path = Path(folder) / f"step-{dist.get_rank()}.html"
     needs.save(path, t)
     t.save(path.with_stem(f"alone-{dist.get_rank()}"))
+    t.save(path.with_suffix(".json"))
     return str(path)
 
 
 @pytest.mark.skipif(found() is None, reason="neither Chromium nor Chrome is installed")
 def test_a_browser_shows_the_rank_that_was_traced(tmp_path: Path) -> None:
-    """With no script's errors; what was not measured is not compared."""
+    """With no script's errors; what was not measured is not compared. A page of both ranks shows either."""
     pages = run_on_ranks(2, save_page, str(tmp_path))
     with Browser() as browser:
         for rank, path in enumerate(pages):
@@ -111,7 +114,40 @@ def test_a_browser_shows_the_rank_that_was_traced(tmp_path: Path) -> None:
             sections = browser.run("[...document.querySelectorAll('main > section')].map((one) => one.id)")
             assert sections == ["timeline", "modules", "traffic", "notes"]
             assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+        merge([Path(path).with_suffix(".json") for path in pages], tmp_path / "both.html")
+        browser.open(tmp_path / "both.html", width=1440)
+        browser.type("#rank", "1")
+        assert browser.run("document.querySelectorAll('.chart.timeline').length") == 1
+        assert "4.01 KiB between 2 ranks" in browser.run("document.querySelector('#traffic').innerText")
         assert browser.problems == []
+
+
+def saved_here(folder: str) -> report.RankPart:
+    """On a rank: what a page would show of a step, which is saved as JSON."""
+    step = step_here()
+    with shardwise.trace() as t:
+        step()
+    t.save(Path(folder) / f"{t.rank}.json")
+    return t.as_run().parts[0]
+
+
+def test_what_is_read_again_is_what_was_saved(tmp_path: Path) -> None:
+    """So that files of all ranks become one page; times are those to a microsecond."""
+    parts = run_on_ranks(2, saved_here, str(tmp_path))
+    run = page.run_of(chrome.traced_ranks(chrome.read([tmp_path / "0.json", tmp_path / "1.json"])), "measured")
+    assert [link[:2] for link in run.links] == [(0, 1), (1, 0)]
+    for part, again in zip(parts, run.parts, strict=True):
+        assert (again.ranks, again.sent, again.received, again.device) == (part.ranks, part.sent, part.received, "CPU")
+        assert again.seconds == part.seconds
+        for lane in ("transfer", "wait"):
+            both = [[one for one in each.spans if one.lane == lane] for each in (part, again)]
+            for span, same in zip(*both, strict=True):
+                assert replace(same, start=span.start, end=span.end) == span
+                assert (same.start, same.end) == pytest.approx((span.start, span.end), abs=1e-6)
+        costs = {one.path: one for one in part.modules}
+        assert {one.path: (one.kind, one.bytes) for one in again.modules} == {
+            path: (one.kind, one.bytes) for path, one in costs.items()
+        }
 
 
 def test_ops_within_others_and_waits_are_not_computed_twice() -> None:
@@ -149,11 +185,13 @@ def test_memory_of_a_gpu_is_noted_with_peaks_between_ops(monkeypatch: pytest.Mon
     log = memory.MemoryLog()
     for now in (0.0, 1.0, 2.0, 3.0):
         log.note(now)
-    assert log.as_memory() == report.Memory(
-        [0.0, 0.5, 1.0, 2.0, 3.0], {"allocated": [100, 900, 200, 300, 950]}, 950, 3.0, ()
-    )
+    expected = report.Memory([0.0, 0.5, 1.0, 2.0, 3.0], {"allocated": [100, 900, 200, 300, 950]}, 950, 3.0, ())
+    assert log.as_memory() == expected
+    traced = TracedRank(0, 1, 1000.0, 3.0, (), (), {}, "some GPU", 1 << 30, expected)
+    assert chrome.traced_ranks(chrome.chrome_events(traced)) == [replace(traced, collectives=[], ops=[])]
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_trace_on_a_gpu_has_its_memory() -> None:
     """The peak is that of the allocator, in whichever op it was."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from shardwise.report import Memory
 
 MEETING = "meeting"  # the kind of an exchange in which ranks only agree, or add up small results
 
@@ -65,3 +67,19 @@ class Op:
     begin: float
     seconds: float
     thread: int
+
+
+@dataclass(frozen=True)
+class TracedRank:
+    """All that a trace tells of its rank, for files and pages."""
+
+    rank: int
+    ranks: int  # of the world
+    clock: float  # the time of day when the trace began
+    seconds: float
+    collectives: Sequence[Collective]
+    ops: Sequence[Op]
+    kinds: Mapping[str, str]  # the class of each module that ran
+    device: str
+    capacity: int | None  # bytes of the device's memory, where that is counted
+    memory: Memory | None

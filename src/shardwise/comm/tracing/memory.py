@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shardwise.comm.tracing.chrome import MEMORY
 from shardwise.report import Memory
 
 
@@ -23,7 +24,8 @@ class MemoryLog:
     @staticmethod
     def where_counted() -> MemoryLog | None:
         """A log, where something counts: None without CUDA, or before its first use."""
-        return MemoryLog() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+        is_used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call] # torch's
+        return MemoryLog() if is_used else None
 
     @property
     def device(self) -> str:
@@ -51,4 +53,4 @@ class MemoryLog:
 
     def as_memory(self) -> Memory:
         """For a report: one series, for the allocator does not know what its memory is for."""
-        return Memory(self._times, {"allocated": self._bytes}, self.peak, self.peak_time, ())
+        return Memory(self._times, {MEMORY: self._bytes}, self.peak, self.peak_time, ())

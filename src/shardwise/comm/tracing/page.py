@@ -1,21 +1,18 @@
-"""A trace as a run of a report page: what this rank computed, sent, and waited for, in seconds of its host."""
+"""Traces as runs of a report page: what each rank computed, sent, and waited for, in seconds of its host."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from shardwise import report
-from shardwise.comm.tracing.events import Collective, Op
-
-if TYPE_CHECKING:
-    from shardwise.comm.tracing.record import Trace
+from shardwise.comm.tracing.events import Collective, Op, TracedRank
 
 HOST = (
     "Times of a trace are those of the host. Compute is ops on sharded tensors, without the time that they wait; what "
-    "is computed on plain tensors is not noted. A trace is of one rank."
+    "is computed on plain tensors is not noted."
 )
 
 
@@ -26,36 +23,46 @@ class Interval(NamedTuple):
     end: float
 
 
-def report_of(trace: Trace, runs: Sequence[report.Run]) -> report.Report:
-    """A page of these runs, the first of which is the trace's."""
+def report_of(title: str, runs: Sequence[report.Run], uncached: int = 0) -> report.Report:
+    """A page of these runs, some of which are traces; so many calls of them were worked out anew."""
     notes = [HOST]
-    if trace.uncached:
-        notes.append(f"{len(trace.uncached)} calls were worked out anew: `uncached` of the trace says why.")
-    return report.Report(f"rank {trace.rank} of {trace.ranks}", runs, notes=notes)
+    if uncached:
+        notes.append(f"{uncached} calls were worked out anew: `uncached` of the trace says why.")
+    return report.Report(title, runs, notes=notes)
 
 
-def run_of(trace: Trace, name: str) -> report.Run:
-    """The trace as a run that has a single rank."""
-    data = [one for one in trace.events if not one.is_meeting]
-    spans = [*compute_spans(trace.ops, trace.events), *collective_spans(trace.events)]
-    log = trace.memory
-    part = report.RankPart(
-        ranks=(trace.rank,),
-        device="CPU" if log is None else log.device,
-        capacity=None if log is None else log.capacity,
-        seconds=max([trace.seconds, *(span.end for span in spans)]),
+def run_of(traced: Sequence[TracedRank], name: str) -> report.Run:
+    """The traces of some ranks as one run."""
+    links = [link for one in traced for link in links_of(one)]
+    return report.Run(name, traced[0].ranks, [part_of(one) for one in traced], links)
+
+
+def part_of(traced: TracedRank) -> report.RankPart:
+    """The trace of a rank as a part of a run."""
+    spans = [*compute_spans(traced.ops, traced.collectives), *collective_spans(traced.collectives)]
+    data = [one for one in traced.collectives if not one.is_meeting]
+    return report.RankPart(
+        ranks=(traced.rank,),
+        device=traced.device,
+        capacity=traced.capacity,
+        seconds=max([traced.seconds, *(span.end for span in spans)]),
         flops=0,
         sent=sum(one.sent for one in data),
         received=sum(one.received for one in data),
-        memory=None if log is None else log.as_memory(),
+        memory=traced.memory,
         spans=spans,
-        modules=module_costs(spans, data, trace.module_kinds),
+        modules=module_costs(spans, data, traced.kinds),
     )
+
+
+def links_of(traced: TracedRank) -> list[tuple[int, int, int]]:
+    """The bytes that the rank sent to each other one, where that is known."""
     to: dict[int, int] = defaultdict(int)
-    for one in data:
-        for rank, size in (one.to or {}).items():
-            to[rank] += size
-    return report.Run(name, trace.ranks, [part], [(trace.rank, rank, size) for rank, size in sorted(to.items())])
+    for one in traced.collectives:
+        if not one.is_meeting:
+            for rank, size in (one.to or {}).items():
+                to[rank] += size
+    return [(traced.rank, rank, size) for rank, size in sorted(to.items())]
 
 
 def compute_spans(ops: Sequence[Op], collectives: Sequence[Collective]) -> Iterator[report.Span]:
@@ -77,7 +84,7 @@ def collective_spans(collectives: Sequence[Collective]) -> Iterator[report.Span]
 
 
 def module_costs(
-    spans: Sequence[report.Span], data: Sequence[Collective], kinds: dict[str, str]
+    spans: Sequence[report.Span], data: Sequence[Collective], kinds: Mapping[str, str]
 ) -> list[report.ModuleCost]:
     """What each module computed and sent, without the modules within it: the busiest first."""
     seconds: dict[str, float] = defaultdict(float)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardwise import report
 from shardwise.comm.tracing.chrome import chrome_events, write
-from shardwise.comm.tracing.events import Collective, Op, Origin, UncachedCall
+from shardwise.comm.tracing.events import Collective, Op, Origin, TracedRank, UncachedCall
 from shardwise.comm.tracing.memory import MemoryLog
 from shardwise.comm.tracing.origin import Origins, name_of
 from shardwise.comm.tracing.page import report_of, run_of
@@ -83,27 +83,40 @@ class Trace:
 
         A path that ends with ``.html`` gets a page that needs no other file; other traces or estimates are shown beside
         this one. Any other path gets Chrome trace events, which Perfetto opens: one file for each rank, and `merge`
-        joins them.
+        joins them, also to a page.
         """
         if Path(path).suffix == ".html":
             report.save(self.report(*others), path)
         elif others:
             raise ReportError(f"only a page shows several runs: the path should end with .html, found '{path}'")
         else:
-            write(path, chrome_events(self.rank, self._clock, self.events, self.ops))
+            write(path, chrome_events(self.traced_rank))
 
     def as_run(self, name: str = "measured") -> report.Run:
         """The trace as one run of a report, which has this rank alone."""
-        return run_of(self, name)
+        return run_of([self.traced_rank], name)
 
     def report(self, *others: Any) -> report.Report:
         """A page of this trace, and of other traces or estimates beside it."""
-        return report_of(self, [self.as_run(), *(one.as_run() for one in others)])
+        runs = [self.as_run(), *(one.as_run() for one in others)]
+        return report_of(f"rank {self.rank} of {self.ranks}", runs, len(self.uncached))
 
     @property
-    def module_kinds(self) -> dict[str, str]:
-        """The class of each module that ran, by its name in the model."""
-        return self._origins.kinds
+    def traced_rank(self) -> TracedRank:
+        """What there is to write of this rank."""
+        log = self.memory
+        return TracedRank(
+            rank=self.rank,
+            ranks=self.ranks,
+            clock=self._clock,
+            seconds=self.seconds,
+            collectives=self.events,
+            ops=self.ops,
+            kinds=self._origins.kinds,
+            device="CPU" if log is None else log.device,
+            capacity=None if log is None else log.capacity,
+            memory=None if log is None else log.as_memory(),
+        )
 
     def _repr_html_(self) -> str | None:
         return None if self.is_forecast else report.notebook(self.report())
