@@ -191,6 +191,13 @@ if torch.distributed.rpc.is_available():
     rpc_agent = _private("torch.distributed.rpc._get_current_rpc_agent", "list the workers of RPC")
     rpc_all_gather = _private("torch.distributed.rpc.api._all_gather", "exchange references to remote shards")
 
+resolve_process_group = _private(
+    "torch.distributed.distributed_c10d._resolve_process_group", "tell whether torch knows a group by its name"
+)
+register_process_group = _private(
+    "torch.distributed.distributed_c10d._register_process_group", "keep the names of groups after an estimate"
+)
+
 # What other files read on torch's objects ----------------------------------------------------------------------------
 
 for _path, _purpose in {

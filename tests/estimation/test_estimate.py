@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.estimation.jobs import ROWS, WIDTH, job
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise import estimate
@@ -70,6 +71,7 @@ def test_a_world_that_is_there() -> None:
         told: list[list[int]] = [[] for _ in range(3)]
         dist.all_gather_object(told, [here.rank(rank).peak for rank in range(3)])
         assert told[0] == told[1] == told[2]
+    assert init_device_mesh("cpu", (3,)).get_group().size() == 3  # torch still knows the groups that are there
 
 
 def test_both_ways_agree() -> None:

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from shardwise.torch_private import register_process_group, resolve_process_group
 
 _first_names = count(1 << 20, 1 << 10)
 
@@ -37,10 +38,20 @@ def fake_world(rank: int, ranks: int) -> Iterator[None]:
     show = sys.excepthook  # torch writes the rank before each line
     distributed_c10d._world = _Registry()  # type: ignore[assignment] # it has the same attributes
     try:
-        dist.init_process_group("fake", rank=rank, world_size=ranks)
+        distributed_c10d.init_process_group("fake", rank=rank, world_size=ranks)
         try:
             yield
         finally:
-            dist.destroy_process_group()
+            distributed_c10d.destroy_process_group()
     finally:
         distributed_c10d._world, sys.excepthook = before, show
+        _register_names(before)
+
+
+def _register_names(world: Any) -> None:
+    """Destroying a world makes torch forget the names of all groups in the process: say those of this world again."""
+    for group, name in world.pg_names.items():
+        try:
+            resolve_process_group(name)
+        except RuntimeError:
+            register_process_group(name, group)
