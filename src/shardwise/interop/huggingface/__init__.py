@@ -1,6 +1,7 @@
 """Hugging Face: folders written and read in pieces, and patches of its libraries for sharded models.
 
 - `pretrained`: `load`, which makes the model of a folder in pieces.
+- `configuration`: the class that a configuration names, and its model without weights.
 - `saving`, `loading`: `save_pretrained` and `load_pretrained`; `files` (where each tensor lies), `folder`, `names`.
 - `models`: how transformers and peft save sharded models. `resizing`: resized embeddings. `trainers`: the Trainer.
 - `generation`: `generate` of sharded models.

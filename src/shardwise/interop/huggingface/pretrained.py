@@ -6,7 +6,6 @@ import copy
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +19,14 @@ from shardwise.checkpoint.storage import Storage, storage_at
 from shardwise.checkpoint.storage.protocol import read_file
 from shardwise.comm.group import Fields
 from shardwise.errors import CheckpointError, PlanKindError
+from shardwise.interop.huggingface.configuration import MOST_BYTES, class_of, read_config, safe_on_meta
 from shardwise.interop.huggingface.loading import load_pretrained, weights_index
 from shardwise.nn.buffers import fill_buffers
 from shardwise.nn.fully_sharded import FullyShard
 from shardwise.nn.modules import shard_module
 from shardwise.nn.plans import columns, fully_sharded, rows, tensor_parallel
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
-MOST_BYTES = 2**26  # of a file of JSON
+GENERATION = "generation_config.json"
 PLANS: Mapping[str, Callable[..., Any]] = {
     "tensor_parallel": tensor_parallel,
     "fully_sharded": fully_sharded,
@@ -71,7 +70,7 @@ def load(
         return maker, {"model": maker.name, "dtype": str(maker.dtype)}, None
 
     maker, _ = ranks.in_step(find)
-    with torch.device("meta"), _safe_on_meta():
+    with torch.device("meta"), safe_on_meta():
         model = maker.make()
     maker.keep_in_float32(model)
     shard_module(model, _plan_of(plan, model, process_group), process_group=ranks.group)
@@ -94,12 +93,12 @@ class _Maker:
     @staticmethod
     def of(storage: Storage, folder: str, model_class: Any, config: Any, dtype: torch.dtype | str) -> _Maker:
         """By the folder's configuration, unless another one is given."""
-        config = copy.deepcopy(config) if config is not None else _read_config(storage)
+        config = copy.deepcopy(config) if config is not None else read_config(storage)
         if isinstance(config, Mapping):
             raise CheckpointError("config is a configuration of transformers, such as LlamaConfig(...), found a dict")
         if getattr(config, "quantization_config", None):
             raise CheckpointError(f"'{storage}' holds quantised weights, which are not read in pieces")
-        model_class = model_class or _class_of(config, storage)
+        model_class = model_class or class_of(config, storage)
         if not hasattr(model_class, "from_config") and not hasattr(model_class, "_from_config"):
             raise CheckpointError(
                 f"model_class is a class of transformers, such as AutoModel; found {model_class!r:.50}"
@@ -149,42 +148,7 @@ def _plan_of(plan: Any, model: nn.Module, process_group: ProcessGroup | None) ->
     return plan(model) if is_function else plan
 
 
-def _read_config(storage: Storage) -> Any:
-    from transformers import CONFIG_MAPPING
-
-    if CONFIG not in storage.names():
-        raise CheckpointError(
-            f"'{storage}' is no folder of transformers: there is no '{CONFIG}' in it. Models are read from folders; "
-            "huggingface_hub.snapshot_download gives the folder of a model's name"
-        )
-    words = parse_json(read_file(storage, CONFIG, most=MOST_BYTES), f"'{CONFIG}' of '{storage}'")
-    kind = str(words.get("model_type"))
-    if kind not in CONFIG_MAPPING:
-        raise CheckpointError(f"'{CONFIG}' of '{storage}' is of model_type {kind!r:.50}, unknown to transformers")
-    return CONFIG_MAPPING[kind].from_dict(words)
-
-
-def _class_of(config: Any, storage: Storage) -> Any:
-    """The class that the configuration names."""
-    import transformers
-
-    named = next(iter(getattr(config, "architectures", None) or ()), None)
-    found = getattr(transformers, named, None) if isinstance(named, str) else None
-    if found is None:
-        raise CheckpointError(
-            f"the configuration of '{storage}' names no class of transformers ({named!r:.50}): give model_class"
-        )
-    return found
-
-
 def _dtype_of_weights(storage: Storage) -> torch.dtype:
     """The dtype of the first tensor of floats."""
     found = (stored.dtype for stored in weights_index(storage).tensors.values() if stored.dtype.is_floating_point)
     return next(found, torch.get_default_dtype())
-
-
-def _safe_on_meta() -> Any:
-    """A context in which models read numbers of tensors that they make, although they are made on meta."""
-    from transformers import initialization
-
-    return getattr(initialization, "meta_device_safe_creation_ops", nullcontext)()
