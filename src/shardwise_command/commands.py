@@ -9,19 +9,21 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from shardwise_command.completion import SHELLS
+from shardwise_command.planning import add_estimate, add_plan
 from shardwise_command.suggestions import one_of
 from shardwise_command.usage import Formatter, Parser, add_memory, add_overwrite, add_selection, byte_count, command
 
 FORMATS = ("shardwise", "safetensors", "torch", "dcp")
 
 ABOUT = """\
-Look at checkpoints, check, compare and rewrite them, without a model or a GPU.
+Look at checkpoints, check, compare and rewrite them; plan the training of a model on devices that are not there.
 
 A checkpoint is a folder that shardwise.save wrote; or one of Hugging Face (safetensors), torch.distributed.checkpoint
 or torchsnapshot; or a file of torch.save or safetensors. It lies at a path, or at a URL such as s3://bucket/run."""
 
 CODES = """\
-exit codes: 0 all is well; 1 the answer is no (damage, differences, a failed self-test); 2 wrong usage or an error"""
+exit codes: 0 all is well; 1 the answer is no (damage, differences, a failed self-test, too little memory); 2 wrong
+usage or an error"""
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
@@ -36,6 +38,8 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     _add_convert(commands)
     _add_extract(commands)
     _add_merge(commands)
+    add_plan(commands)
+    add_estimate(commands)
     _add_doctor(commands)
     _add_completion(commands)
     return parser, commands.choices

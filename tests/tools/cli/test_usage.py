@@ -92,7 +92,18 @@ def test_numbers_of_bytes_are_read_as_people_write_them() -> None:
 def test_every_command_has_help_with_an_example(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """That fits 80 columns, but for examples."""
     monkeypatch.setenv("COLUMNS", "80")
-    for command in ("inspect", "verify", "diff", "reshard", "convert", "extract", "merge", "doctor"):
+    for command in (
+        "inspect",
+        "verify",
+        "diff",
+        "reshard",
+        "convert",
+        "extract",
+        "merge",
+        "plan",
+        "estimate",
+        "doctor",
+    ):
         code, out, _ = cli(command, "--help")
         text, _, examples = out.partition("\nexamples:\n")
         assert code == 0

@@ -1,7 +1,7 @@
 """`run_command`: runs a command, and turns its errors into exit codes.
 
-Exit codes: 0, all is well; 1, the answer is no (`verify` found damage, `diff` differences, `doctor` a failure); 2,
-wrong usage or any other error, in one line on stderr.
+Exit codes: 0, all is well; 1, the answer is no (`verify` found damage, `diff` differences, `plan` nothing that fits,
+`doctor` a failure); 2, wrong usage or any other error, in one line on stderr.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 
 from shardwise.errors import ShardwiseError
-from shardwise.tools.cli import convert, diff, doctor, extract, merge, reshard, show, verify
+from shardwise.tools.cli import convert, diff, doctor, estimate, extract, merge, plan, reshard, show, verify
 from shardwise.tools.cli.console import Console
 
 COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
@@ -23,6 +23,8 @@ COMMANDS: dict[str, Callable[[argparse.Namespace, Console], int]] = {
     "convert": convert.run,
     "extract": extract.run,
     "merge": merge.run,
+    "plan": plan.run,
+    "estimate": estimate.run,
     "doctor": doctor.run,
 }
 FAILED = 2
