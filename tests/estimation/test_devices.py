@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import DeviceError
-from shardwise.estimation.device_table import TABLE
 from shardwise.estimation.devices import Device, Rate, devices_of, machines, read_devices, write_devices
+from shardwise.estimation.devices.table import TABLE
 
 
 def names(text: object) -> list[str]:

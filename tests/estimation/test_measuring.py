@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from shardwise.errors import DeviceError
 from shardwise.estimation import measuring
-from shardwise.estimation.device_table import TABLE
-from shardwise.estimation.fitting import error_of, fit_line
-from shardwise.estimation.measured_devices import known_device, measured_devices
-from shardwise.estimation.measuring import Measurement, Sizes, measure
+from shardwise.estimation.devices.fitting import error_of, fit_line
+from shardwise.estimation.devices.measured_devices import known_device, measured_devices
+from shardwise.estimation.devices.measuring import Measurement, Sizes, measure
+from shardwise.estimation.devices.table import TABLE
 from shardwise.testing import run_on_ranks
 
 SMALL = Sizes(

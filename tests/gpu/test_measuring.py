@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from shardwise.estimation.measured_devices import measured_devices
-from shardwise.estimation.measuring import Sizes, measure
+from shardwise.estimation.devices.measured_devices import measured_devices
+from shardwise.estimation.devices.measuring import Sizes, measure
 from shardwise.testing import run_on_ranks
 
 pytestmark = [

@@ -1,7 +1,7 @@
-"""Predicting the memory and the time of a training step, without the devices.
+"""What a call would move, what a step would need, and which plan is best: all without data and without devices.
 
-- what a device can do: `device` (one of them), `device_table` (usual ones, from data sheets), `devices` (many, by name
-  or from a file)
-- measuring it: `own_device` (what this rank has), `timing` (seconds of a call), `measuring` and `measuring_links` (what
-  a rank measures), `fitting` (a line through the points), `measured_devices` (what all ranks together found)
+- `explanation`: `explain`, the transfers of a call; `estimate`: the memory and the time of a step on every rank
+- `rank_estimate`, `fit`, `model_rows`: what is told of a rank, whether it fits, and the model for a page
+- `without_data/`: running a function on tensors without data; `account/`: what is noted meanwhile
+- `devices/`: what devices can do, by name or measured; `planning/`: the fastest plan that fits
 """

@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 from shardwise import report
 from shardwise.errors import EstimateError
-from shardwise.estimation.device import Device
+from shardwise.estimation.account.timeline import simulate
 from shardwise.estimation.devices import Devices, devices_of, machines
+from shardwise.estimation.devices.device import Device
 from shardwise.estimation.explanation import stopped_text
 from shardwise.estimation.fit import Capacities, Fit, fit_of
 from shardwise.estimation.model_rows import module_rows
 from shardwise.estimation.rank_estimate import RankEstimate
-from shardwise.estimation.rank_run import STEPS, Job, RankRun, runs_of
-from shardwise.estimation.timeline import simulate
+from shardwise.estimation.without_data.rank_run import STEPS, Job, RankRun, runs_of
 from shardwise.layout.pictures.words import bytes_text, ranks_text
 
 SHOWN = 8  # groups of ranks in the printed table

@@ -9,7 +9,7 @@ from shardwise.comm.tracing.events import MEETING, Collective, Origin
 from shardwise.comm.tracing.origin import place_of
 from shardwise.comm.tracing.record import Trace, recording
 from shardwise.comm.tracing.table import show
-from shardwise.estimation.stand_ins import StandIns, restoring_state, taking_lists
+from shardwise.estimation.without_data.stand_ins import StandIns, restoring_state, taking_lists
 from shardwise.layout.pictures.words import bytes_text
 from shardwise.torch_private import FAKE_TENSOR_ERRORS, FakeTensorMode
 

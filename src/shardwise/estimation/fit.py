@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.errors import EstimateError
-from shardwise.estimation.ledger import ACTIVATIONS, GATHERED, GRADIENTS, PARAMETERS, STATES, TEMPORARIES, TRANSFERS
+from shardwise.estimation.account.ledger import (
+    ACTIVATIONS,
+    GATHERED,
+    GRADIENTS,
+    PARAMETERS,
+    STATES,
+    TEMPORARIES,
+    TRANSFERS,
+)
 from shardwise.layout.pictures.words import bytes_text, ranks_text
 from shardwise_command.byte_counts import parse_bytes
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from shardwise import report
-from shardwise.estimation.accounting import Accounting
-from shardwise.estimation.as_rank import shifted
-from shardwise.estimation.device import Device
-from shardwise.estimation.ledger import BACKWARD, STEP
-from shardwise.estimation.tape import Kernel
-from shardwise.estimation.timeline import COMPUTE, WAIT, Timeline
+from shardwise.estimation.account.accounting import Accounting
+from shardwise.estimation.account.ledger import BACKWARD, STEP
+from shardwise.estimation.account.tape import Kernel
+from shardwise.estimation.account.timeline import COMPUTE, WAIT, Timeline
+from shardwise.estimation.devices.device import Device
+from shardwise.estimation.without_data.as_rank import shifted
 from shardwise.layout.pictures.words import bytes_text, count_text
 
 

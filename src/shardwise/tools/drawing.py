@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import SignatureError
-from shardwise.estimation.stand_ins import StandIns
+from shardwise.estimation.without_data.stand_ins import StandIns
 from shardwise.layout.pictures import Picture, picture_of
 from shardwise.layout.pictures.picture import WIDTH
 from shardwise.nn.fully_sharded import FullyShard

@@ -11,7 +11,7 @@ import torch
 from tests.tools.cli.states import Cli
 
 from shardwise.estimation.devices import devices_of, machines, read_devices
-from shardwise.estimation.measuring import Sizes
+from shardwise.estimation.devices.measuring import Sizes
 from shardwise.testing import RankFailure, run_on_ranks
 from shardwise.tools.cli import measure as measure_command
 

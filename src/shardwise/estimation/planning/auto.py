@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.estimation.device import Device
 from shardwise.estimation.devices import Devices, devices_of, machines
+from shardwise.estimation.devices.device import Device
 from shardwise.estimation.estimate import Estimate
 from shardwise.estimation.planning.candidate import (
     FULLY_SHARDED,
@@ -26,8 +26,8 @@ from shardwise.estimation.planning.candidate import (
 from shardwise.estimation.planning.probes import Costs, Probes
 from shardwise.estimation.planning.shares import Shares, best_shares, least_seconds
 from shardwise.estimation.planning.work import Work, work_of
-from shardwise.estimation.rank_run import Job, runs_of
-from shardwise.estimation.stand_ins import restoring_state
+from shardwise.estimation.without_data.rank_run import Job, runs_of
+from shardwise.estimation.without_data.stand_ins import restoring_state
 from shardwise.layout.pictures.words import bytes_text, ranks_text
 from shardwise.report import PlanRow, Report, notebook, save
 

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import EstimateError
-from shardwise.estimation.device import Device
+from shardwise.estimation.account.ledger import GRADIENTS, PARAMETERS, STATES
+from shardwise.estimation.account.tape import Kernel, Sending, Tape
+from shardwise.estimation.account.timeline import simulate
+from shardwise.estimation.devices.device import Device
 from shardwise.estimation.explanation import stopped_text
-from shardwise.estimation.ledger import GRADIENTS, PARAMETERS, STATES
 from shardwise.estimation.planning.candidate import REPLICATED, Candidate, set_up
 from shardwise.estimation.planning.work import Work
-from shardwise.estimation.rank_run import Job, RankRun, run_as
-from shardwise.estimation.tape import Kernel, Sending, Tape
-from shardwise.estimation.timeline import simulate
+from shardwise.estimation.without_data.rank_run import Job, RankRun, run_as
 
 ROWS, FEW = 2, 3  # of ranks, and of blocks, in a probe
 NUMBER = re.compile(r"\d+")

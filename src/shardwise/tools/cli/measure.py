@@ -13,10 +13,10 @@ import torch
 
 import shardwise
 from shardwise.errors import DeviceError
-from shardwise.estimation.device import Rate
 from shardwise.estimation.devices import read_devices, write_devices
-from shardwise.estimation.measured_devices import Finding, MeasuredDevice, measured_devices
-from shardwise.estimation.measuring import measure
+from shardwise.estimation.devices.device import Rate
+from shardwise.estimation.devices.measured_devices import Finding, MeasuredDevice, measured_devices
+from shardwise.estimation.devices.measuring import measure
 from shardwise.layout.pictures.words import bytes_text, numbered
 from shardwise.testing import RankFailure, run_on_ranks
 from shardwise.tools.cli.console import Column, Console, names, numbers

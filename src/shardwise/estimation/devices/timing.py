@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 Call = Callable[[], object]
 
-LONG_ENOUGH = 1e-2  # seconds: shorter calls are repeated to fill it, so that ranks that share a core take turns
+LONG_ENOUGH = 3e-2  # seconds: shorter calls are repeated to fill it, so that ranks that share a core take turns
 MOST_CALLS = {"cpu": 1000, "cuda": 20}  # in one stretch; on a GPU, so few that the host runs ahead of it
 BUSY, BUSY_FOR = 4096, 2  # the size and the number of products that keep the GPU busy while the host queues calls
 
 
 class Stopwatch:
-    """Times calls on a device: a stretch of several calls, several times, and the median of those."""
+    """Times calls on a device: a stretch of several calls, several times, and what is typical of those."""
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self._repeats = device, repeats
@@ -27,7 +27,7 @@ class Stopwatch:
         """Seconds of the device for one call. The host's are not in it, unless the device is the CPU."""
         call()
         calls = self._calls(self._stretch(call, 1))
-        return statistics.median(self._stretch(call, calls) / calls for _ in range(self._repeats))
+        return self._typical([self._stretch(call, calls) / calls for _ in range(self._repeats)])
 
     def on_host(self, call: Call) -> float:
         """Seconds that the host needs to begin one call."""
@@ -40,7 +40,7 @@ class Stopwatch:
                 call()
             found.append((time.perf_counter() - begun) / calls)
             self._wait()
-        return statistics.median(found)
+        return self._typical(found)
 
     def on_all_ranks(self, call: Call) -> float:
         """Seconds of one call that all ranks make together, until the last of them is done. All ranks call it."""
@@ -53,6 +53,10 @@ class Stopwatch:
         found = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return [float(one) for one in found.tolist()]
+
+    def _typical(self, seconds: list[float]) -> float:
+        """The median; of ranks that share cores the mean, for each has a core at one time and none at another."""
+        return statistics.fmean(seconds) if self.device.type == "cpu" else statistics.median(seconds)
 
     def _stretch(self, call: Call, calls: int) -> float:
         if self._busy is None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 # as everybody calls it
 from torch.overrides import TorchFunctionMode
 
-from shardwise.estimation.device import Device
+from shardwise.estimation.devices.device import Device
 from shardwise.torch_private import pytree
 
 # What autocast computes in float32 on CUDA and in the lower dtype on the CPU, of what models are made of.

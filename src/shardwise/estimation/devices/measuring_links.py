@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.transfer import TransferPlan, empty_tensors, make_plan, move
-from shardwise.estimation.fitting import Points
-from shardwise.estimation.timing import Stopwatch
+from shardwise.estimation.devices.fitting import Points
+from shardwise.estimation.devices.timing import Stopwatch
 from shardwise.layout import Layout
 from shardwise.layout.specs import ChunkShardingSpec
 

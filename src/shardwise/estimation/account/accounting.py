@@ -19,10 +19,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shardwise.estimation.device import Device
-from shardwise.estimation.forecast import Forecast
-from shardwise.estimation.kernels import bytes_of, flops_of, is_attention, tensors_in
-from shardwise.estimation.ledger import (
+from shardwise.estimation.account.forecast import Forecast
+from shardwise.estimation.account.kernels import bytes_of, flops_of, is_attention, tensors_in
+from shardwise.estimation.account.ledger import (
     ACTIVATIONS,
     BACKWARD,
     BEFORE,
@@ -36,8 +35,9 @@ from shardwise.estimation.ledger import (
     TRANSFERS,
     Ledger,
 )
-from shardwise.estimation.result_cache import MISSING, ResultCache
-from shardwise.estimation.tape import Kernel, Tape
+from shardwise.estimation.account.result_cache import MISSING, ResultCache
+from shardwise.estimation.account.tape import Kernel, Tape
+from shardwise.estimation.devices.device import Device
 from shardwise.layout import Layout
 from shardwise.tensor import ShardedTensorBase
 from shardwise.torch_private import FakeTensorMode, current_backward

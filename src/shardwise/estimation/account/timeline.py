@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardwise.estimation.device import Device
-from shardwise.estimation.tape import Arrival, Kernel, Sending, Tape
+from shardwise.estimation.account.tape import Arrival, Kernel, Sending, Tape
+from shardwise.estimation.devices.device import Device
 
 COMPUTE, TRANSFER, WAIT = "compute", "transfer", "wait"
 
@@ -71,6 +71,9 @@ class Timeline:
         self._wire = start + seconds
         self._ends.append(self._wire)
         self.spans.append(Span(TRANSFER, entry, start, self._wire))
+        if not self._is_asynchronous:  # the cores that compute are those that send
+            self.spans.append(Span(WAIT, entry, self._device, self._wire))
+            self._host = self._device = self._wire
         self.times.append(self._device)
 
     def _compute(self, kernel: Kernel) -> None:

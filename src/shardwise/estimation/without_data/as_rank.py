@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ProcessGroupError
-from shardwise.estimation.stand_ins import CPU, StandIns
+from shardwise.estimation.without_data.stand_ins import CPU, StandIns
 from shardwise.layout.placement import mesh_ranks
 from shardwise.layout.specs import placed
 from shardwise.nn.fully_sharded import FullySharded

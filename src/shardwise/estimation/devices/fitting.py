@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from shardwise.errors import DeviceError
-from shardwise.estimation.device import Rate
+from shardwise.estimation.devices.device import Rate
 
 Points = Sequence[tuple[float, float]]  # an amount, and the seconds that it took
 

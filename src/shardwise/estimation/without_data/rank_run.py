@@ -11,12 +11,12 @@ import numpy as np
 from torch import nn
 
 from shardwise.comm.tracing.record import recording
-from shardwise.estimation.accounting import Accounting
-from shardwise.estimation.as_rank import StandInsOfRank, ranks_of_groups
-from shardwise.estimation.autocast import autocast_of
-from shardwise.estimation.device import Device
-from shardwise.estimation.fake_world import fake_world
-from shardwise.estimation.stand_ins import converting_modules, making_meshes, restoring_state, taking_lists
+from shardwise.estimation.account.accounting import Accounting
+from shardwise.estimation.account.autocast import autocast_of
+from shardwise.estimation.devices.device import Device
+from shardwise.estimation.without_data.as_rank import StandInsOfRank, ranks_of_groups
+from shardwise.estimation.without_data.fake_world import fake_world
+from shardwise.estimation.without_data.stand_ins import converting_modules, making_meshes, restoring_state, taking_lists
 from shardwise.interop.huggingface.without_values import answering_for_batches
 from shardwise.layout.geometry import IntArray
 from shardwise.tensor import ShardedTensorBase

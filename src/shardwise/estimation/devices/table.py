@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.estimation.device import Device, Rate
+from shardwise.estimation.devices.device import Device, Rate
 
 PRODUCTS = 0.70  # of the peak, by large matrix products
 ATTENTION = 0.45  # of the peak of products, by fused attention, forward and backward

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardwise.estimation.device import Device, Rate
+from shardwise.estimation.devices.device import Device, Rate
 
 KINDS = {"all-gather": "gather", "reduce-scatter": "sum", "all-reduce": "sum", "exchange": "exchange"}
 

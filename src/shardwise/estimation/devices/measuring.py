@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from shardwise.estimation.device_table import DTYPES, FUSED
-from shardwise.estimation.fitting import Points
-from shardwise.estimation.measuring_links import time_links
-from shardwise.estimation.own_device import (
+from shardwise.estimation.devices.fitting import Points
+from shardwise.estimation.devices.measuring_links import time_links
+from shardwise.estimation.devices.own_device import (
     device_name,
     product,
     product_dtypes,
@@ -24,7 +23,8 @@ from shardwise.estimation.own_device import (
     usable_memory,
     workspace,
 )
-from shardwise.estimation.timing import Call, Stopwatch
+from shardwise.estimation.devices.table import DTYPES, FUSED
+from shardwise.estimation.devices.timing import Call, Stopwatch
 
 SLOW = 0.06  # seconds: after a call that takes as long, no larger one is timed
 

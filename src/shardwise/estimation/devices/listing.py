@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import DeviceError
-from shardwise.estimation.device import Device, Rate
-from shardwise.estimation.device_table import TABLE
+from shardwise.estimation.devices.device import Device, Rate
+from shardwise.estimation.devices.table import TABLE
 from shardwise_command.byte_counts import parse_bytes
 from shardwise_command.suggestions import did_you_mean
 

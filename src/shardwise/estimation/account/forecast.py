@@ -10,8 +10,8 @@ import torch
 from shardwise.comm.tracing.events import MEETING, Origin
 from shardwise.comm.tracing.origin import Origins, caller
 from shardwise.comm.tracing.record import Trace
-from shardwise.estimation.device import Device
-from shardwise.estimation.tape import Arrival, Kernel, Sending, Tape
+from shardwise.estimation.account.tape import Arrival, Kernel, Sending, Tape
+from shardwise.estimation.devices.device import Device
 from shardwise.torch_private import current_backward, current_node, next_node_number
 
 SHARDED = 4.0  # host time of a call on sharded tensors besides its kernels, in calls of an op

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from shardwise.estimation.device import Device, Rate
-from shardwise.estimation.device_table import BLOCK, TABLE
-from shardwise.estimation.fitting import Points, error_of, fit_line
-from shardwise.estimation.measuring import Measurement
+from shardwise.estimation.devices.device import Device, Rate
+from shardwise.estimation.devices.fitting import Points, error_of, fit_line
+from shardwise.estimation.devices.measuring import Measurement
+from shardwise.estimation.devices.table import BLOCK, TABLE
 
 UNKNOWN = {"cuda": "RTX4090", "cpu": "CPU"}  # devices of the table whose links stand for those not measured
 

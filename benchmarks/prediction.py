@@ -1,0 +1,113 @@
+"""What `shardwise.estimate` predicts of a step, beside what the step takes: `python -m benchmarks.prediction`.
+
+The devices are measured first. On gloo, four ranks of one thread each: `--devices devices.json` takes measured ones. On
+NCCL (`--backend nccl`) the peaks are those of CUDA's allocator; ranks share the GPUs that there are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.estimation.planning import Candidate
+from shardwise.testing import run_on_ranks
+from shardwise.tools.cli import main as command
+
+RANKS, BLOCKS, WARM_UP, STEPS = 4, 4, 4, 8
+WAYS = ("fully sharded", "replicated", "tensor parallel")
+
+
+class Block(nn.Module):
+    """Two layers behind a norm, added to what they are given."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add what the layers make of it."""
+        found: torch.Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return found
+
+
+def set_up(way: str, width: int, rows: int, device: str) -> Any:
+    """A model that is sharded in some way, and a function that takes a step on so many rows a rank."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = nn.Sequential(*[Block(width) for _ in range(BLOCKS)])
+        batch: Any = torch.ones(RANKS * rows, width)
+    if way == "tensor parallel":
+        shardwise.shard_module(model, {"*.up.*": 0, "*.down.weight": 1})
+    else:
+        candidate = Candidate(way, 1, (rows,) * RANKS, None)
+        candidate.apply(model)
+        batch = candidate.cut(batch)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def measured(way: str, width: int, rows: int, device: str) -> tuple[float, int]:
+    """Seconds of a step, and the most bytes of CUDA's allocator."""
+    step = set_up(way, width, rows, device)
+    for _ in range(WARM_UP):
+        step()
+    seconds = []
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(STEPS):
+        dist.barrier()
+        begun = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds), torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--devices", help="a file that `shardwise doctor --measure` wrote")
+    parser.add_argument("--width", type=int, default=512)
+    options = parser.parse_args()
+    device = "cuda" if options.backend == "nccl" else "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.devices or str(Path(folder) / "devices.json")
+        if not options.devices:
+            command(["doctor", "--measure", path, "--ranks", str(RANKS)])
+        print(f"{'way':18}{'rows':>6}{'measured':>12}{'predicted':>12}{'off by':>9}", end="")
+        print(f"{'peak':>14}{'predicted':>14}{'off by':>9}")
+        for way in WAYS:
+            for rows in (64, 512):
+                given = way, options.width, rows, device
+                needs = shardwise.estimate(set_up, *given[:3], "cpu", devices=path, ranks=RANKS)
+                found = run_on_ranks(RANKS, measured, *given, backend=options.backend, timeout=600, fresh=True)
+                seconds, peak = (max(each) for each in zip(*found, strict=True))
+                line = f"{way:18}{rows:6}{seconds * 1e3:9.1f} ms{needs.seconds * 1e3:9.1f} ms"
+                line += f"{needs.seconds / seconds - 1:+9.0%}"
+                if peak:
+                    line += f"{peak / 2**20:10.1f} MiB{needs.peak / 2**20:10.1f} MiB{needs.peak / peak - 1:+9.1%}"
+                print(line, flush=True)
+
+
+if __name__ == "__main__":
+    from benchmarks import prediction  # as the ranks import it
+
+    prediction.main()
