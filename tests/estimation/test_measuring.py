@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import DeviceError
-from shardwise.estimation import measuring
+from shardwise.estimation.devices import measuring
 from shardwise.estimation.devices.fitting import error_of, fit_line
 from shardwise.estimation.devices.measured_devices import known_device, measured_devices
 from shardwise.estimation.devices.measuring import Measurement, Sizes, measure

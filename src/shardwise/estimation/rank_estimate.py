@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 
 from shardwise import report
+from shardwise.errors import ProcessGroupError
 from shardwise.estimation.account.accounting import Accounting
 from shardwise.estimation.account.ledger import BACKWARD, STEP
 from shardwise.estimation.account.tape import Kernel
@@ -118,12 +120,17 @@ class RankEstimate:
         """By rank, the bytes that one of the ranks sends to it: as the one that was looked at does to its peers."""
         found: dict[int, int] = defaultdict(int)
         for (peers, sizes), count in self._patterns.items():
-            everyone = tuple(sorted((*peers, self._rank)))
-            there = everyone if len(everyone) == world else shifted(everyone, rank)
-            others = [peer for peer in there if peer != rank]
-            for peer, size in zip(others, sizes, strict=True):
+            for peer, size in zip(self._peers_of(rank, peers, world), sizes, strict=False):
                 found[peer] += size * count
         return dict(found)
+
+    def _peers_of(self, rank: int, peers: tuple[int, ...], world: int) -> list[int]:
+        """Whom a rank sends to, where the one that was looked at sends to these: to the same if they repeat nowhere."""
+        everyone = tuple(sorted((*peers, self._rank)))
+        if len(everyone) < world and rank not in everyone:
+            with suppress(ProcessGroupError):
+                everyone = shifted(everyone, rank)
+        return [peer for peer in everyone if peer != rank]
 
     @cached_property
     def _patterns(self) -> dict[tuple[tuple[int, ...], tuple[int, ...]], int]:

@@ -20,6 +20,12 @@ SMALL = Sizes(
 )
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal in which no table is broken up."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+
 def small_run(ranks: int, function: Any, kind: str, **options: Any) -> list[Any]:
     """Measures as the command does, on the CPU and less."""
     return run_on_ranks(ranks, function, "cpu", SMALL)

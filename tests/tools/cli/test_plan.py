@@ -40,6 +40,12 @@ def model(tmp_path: Path) -> Path:
     return written(tmp_path / "llama")
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal in which no table is broken up."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+
 def written(folder: Path, **changes: Any) -> Path:
     """A folder with a configuration in which some entries differ, or are left out where they are None."""
     folder.mkdir()

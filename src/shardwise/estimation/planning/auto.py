@@ -227,8 +227,8 @@ class _Search:
 
 
 def _row_sizes(devices: Sequence[Device]) -> list[int]:
-    """How many ranks may share a layer: equal devices of one machine."""
-    places, found = machines(devices), [1]
+    """How many ranks may share a layer: one alone, two, or as many as are equal and in one machine."""
+    places, found = machines(devices), []
     size = 2
     while size <= len(devices):
         rows = [range(first, first + size) for first in range(0, len(devices), size)]
@@ -236,7 +236,7 @@ def _row_sizes(devices: Sequence[Device]) -> list[int]:
         if fits and all(len({(places[rank], devices[rank]) for rank in row}) == 1 for row in rows):
             found.append(size)
         size *= 2
-    return found
+    return [1, *dict.fromkeys(found[:1] + found[-1:])]
 
 
 def _shares(start: Candidate, probes: Probes, work: Work, devices: Sequence[Device]) -> tuple[Shares, list[Costs]]:

@@ -11,6 +11,7 @@ import numpy as np
 from shardwise.errors import PlanError
 from shardwise.estimation.planning.probes import Costs
 
+TIE = 1e-5  # what memory counts, beside time
 SPARE = 0.02  # of the memory that a plan leaves free: a prediction is not exact
 
 
@@ -36,7 +37,8 @@ def best_shares(costs: Sequence[Costs], memory: Sequence[int], samples: int, *, 
 def _solve(
     costs: Sequence[Costs], memory: Sequence[int], samples: int, *, shared: bool, apart: bool, slack: bool
 ) -> Shares | None:
-    """One mixed integer program. The variables: samples of rows, shares of rows, seconds, bytes that are lacking."""
+    """One mixed integer program. Its variables: samples of rows, shares of rows, seconds, bytes that are lacking, and
+    the part of the memory that the fullest row uses: of plans that are as fast, the one that leaves most."""
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp
     except ImportError as error:
@@ -44,35 +46,36 @@ def _solve(
     rows, unit = len(costs), float(max(memory))
     limit = [(1 - SPARE) * one / unit for one in memory]
     table, low, high = [], [], []
+    seconds, lacking, fullest, variables = 2 * rows, 2 * rows + 1, 2 * rows + 2, 2 * rows + 3
 
     def add(entries: dict[int, float], least: float, most: float) -> None:
-        line = np.zeros(2 * rows + 2)
+        line = np.zeros(variables)
         for place, factor in entries.items():
             line[place] = factor
         table.append(line)
         low.append(least)
         high.append(most)
 
-    seconds, lacking = 2 * rows, 2 * rows + 1
     for row, cost in enumerate(costs):
         add({row: -cost.seconds.each, seconds: 1.0}, cost.seconds.fixed, np.inf)
         used = {row: cost.memory.each / unit, rows + row: cost.states / unit, lacking: -1.0}
         add(used, -np.inf, limit[row] - cost.memory.fixed / unit)
+        add({**used, lacking: 0.0, fullest: -limit[row]}, -np.inf, -cost.memory.fixed / unit)
     if apart:
         add(dict.fromkeys(range(rows), 1.0), samples, samples)
     if shared:
         add(dict.fromkeys(range(rows, 2 * rows), 1.0), 1.0, 1.0)
-    least = np.zeros(2 * rows + 2)
-    most = np.full(2 * rows + 2, np.inf)
+    least, most = np.zeros(variables), np.full(variables, np.inf)
     if not apart:
         least[:rows] = most[:rows] = samples
     most[rows : 2 * rows] = 1.0
     if not shared:
         least[rows : 2 * rows] = 1.0
     most[lacking] = np.inf if slack else 0.0
-    goal = np.zeros(2 * rows + 2)
-    goal[lacking if slack else seconds] = 1.0
-    whole = np.array([1.0] * rows + [0.0] * (rows + 2))
+    goal = np.zeros(variables)
+    goal[lacking if slack else seconds] = 1.0 if slack else 1.0 / max(one.seconds.of(samples) for one in costs)
+    goal[fullest] = TIE
+    whole = np.array([1.0] * rows + [0.0] * (variables - rows))
     solved: Any = milp(
         goal, constraints=LinearConstraint(np.array(table), low, high), integrality=whole, bounds=Bounds(least, most)
     )
