@@ -19,7 +19,7 @@ help:
 	@echo "make bench  measure against torch.distributed._shard, DTensor and plain tensors"
 	@echo "make coverage-ops  try every op, module and optimizer of torch's own databases, here and on DTensor"
 	@echo "make docs   build the site of the documentation, in docs/_build/html; warnings are errors"
-	@echo "make pictures  draw the pictures of the documentation, in docs/pictures"
+	@echo "make pictures  draw the pictures of the documentation, in docs/pictures, and its sample report"
 	@echo "make clean  remove the virtual environment and every cache"
 
 $(DEMO_READY): pyproject.toml constraints.txt
@@ -58,6 +58,7 @@ docs: $(READY)
 
 pictures: $(READY)
 	@$(BIN)/python docs/pictures/make.py
+	@$(BIN)/python docs/pictures/sample_report.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist docs/_build
