@@ -31,8 +31,8 @@ class Block(nn.Module):
         """Attention, then two layers, each added to its input."""
         q, k, v = (one.unflatten(-1, (HEADS, -1)).transpose(1, 2) for one in self.qkv(self.first(x)).chunk(3, -1))
         x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        x = x + self.down(gelu(self.up(self.second(x))))
-        return x
+        made: torch.Tensor = x + self.down(gelu(self.up(self.second(x))))
+        return made
 
 
 class Transformer(nn.Module):

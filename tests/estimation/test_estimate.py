@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,7 +163,39 @@ def test_what_values_decide_is_said() -> None:
         while x.sum() < 100:
             x = x * 2
 
-    assert "depends on values" in estimate(step).stopped
+    needs = estimate(step)
+    assert "depends on values" in needs.stopped
+    with pytest.raises(EstimateError, match="whether the step fits is not known"):
+        needs.fits()
+
+
+def test_meshes_are_made_in_a_set_up() -> None:
+    """Though torch puts their ranks into tensors, which have no data here."""
+
+    def set_up() -> object:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        assert mesh["tp"].get_local_rank() == dist.get_rank() % 2
+        model = shardwise.fully_shard(nn.Linear(8, 8), mesh=mesh)
+        batch = shardwise.from_local(torch.ones(2, 8))
+        return lambda: model(batch).sum().backward()
+
+    needs = estimate(set_up, ranks=4)
+    assert not needs.stopped
+    assert needs.sent
+
+
+def test_which_machine_a_rank_is_in() -> None:
+    """Decides what it sends over the network, on every rank alike."""
+    near, far = (estimate(job, "uneven", devices=[FAST, FAST, last]) for last in (FAST, replace(FAST, name="far")))
+    for rank in range(3):
+        assert near.rank(rank).sent == far.rank(rank).sent
+    assert far.seconds > near.seconds
+
+
+def test_the_same_again() -> None:
+    """Whatever was estimated before in this process."""
+    first, second = (estimate(job, "rows", "adamw", ranks=3) for _ in range(2))
+    assert (first.peak, first.seconds, first.flops) == (second.peak, second.seconds, second.flops)
 
 
 def test_the_page(tmp_path: Path) -> None:

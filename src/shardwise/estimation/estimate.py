@@ -77,6 +77,10 @@ class Estimate:
         ``memory`` is what ranks have: ``"80 GiB"`` for all, or by rank, as in ``{"rank:0": "80 GiB"}``; ranks that are
         not named have what their devices have.
         """
+        if self.stopped:
+            raise EstimateError(
+                f"whether the step fits is not known, for it was not followed to its end: {self.stopped}"
+            )
         return fit_of(self.parts, memory, self.world)
 
     # Shown -----------------------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ lower bound  1.00 s: no plan of these kinds takes less; the chosen plan takes 25
 rejected
   replicated              rank 2 lacks 36.0 GiB
   replicated, recomputed  rank 2 lacks 36.0 GiB
-  tensor parallel over 4  not possible: odd heads
+  tensor parallel over 4  left out: odd heads
 """
 
 

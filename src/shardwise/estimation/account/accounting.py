@@ -58,7 +58,7 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
         self.positions: list[int] = []  # for each event of the ledger, how long the tape was
         self._known: dict[int, _Storage] = {}  # by torch's number of the storage
         self._parameters: dict[int, torch.Tensor] = {}
-        self._results = ResultCache(self)
+        self._results, self._is_resolving = ResultCache(self), False
         self._phase = FORWARD
         self.models: dict[int, torch.nn.Module] = {}  # those that were called, and not by another one
         self.layouts: dict[bytes, Layout] = {}  # of arguments of modules
@@ -70,22 +70,21 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
         kwargs = dict(kwargs or {})
         if "device" in kwargs and kwargs["device"] is not None:
             kwargs["device"] = _on_host(kwargs["device"])
-        if func.namespace == "prim" or self.is_inner:
+        if func.namespace == "prim" or self._is_resolving or self.in_kernel_invocation:
             return super().__torch_dispatch__(func, types, args, kwargs)
         tensors: list[torch.Tensor] = []
         key = self._results.key(func, args, kwargs, tensors)
         out = MISSING if key is None else self._results.result(key, tensors)
         if out is MISSING:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
+            self._is_resolving = True  # ops by which torch finds the size of a result are none of the step
+            try:
+                out = super().__torch_dispatch__(func, types, args, kwargs)
+            finally:
+                self._is_resolving = False
             if key is not None:
                 self._results.keep(key, tensors, out)
         self._note(func, args, kwargs, out)
         return out
-
-    @property
-    def is_inner(self) -> bool:
-        """Whether torch is computing the size of a result."""
-        return bool(self.in_kernel_invocation)
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         outs = [one for one in tensors_in(out) if not one.is_meta]

@@ -102,7 +102,7 @@ class AutoPlan:
             lines.append(f"  {ranks_text(ranks)} ({device}): at most {needs}")
         for one in self.candidates[1:]:
             lines.append(f"rejected: {one.name}, {one.seconds * 1e3:,.1f} ms: {one.reason}")
-        lines += [f"not possible: {name}: {why}" for name, why in self.rejected.items()]
+        lines += [f"left out: {name}: {why}" for name, why in self.rejected.items()]
         lines.append(f"no plan of these kinds takes less than {self.bound * 1e3:,.1f} ms; the gap is {self.gap:.0%}")
         return "\n".join(lines)
 
@@ -217,7 +217,7 @@ class _Search:
         """Why a way need not be looked at; empty if it must."""
         best = min((one for one, _ in self.judged if one.fits), key=lambda one: one.seconds, default=None)
         if best is not None and best.seconds <= self.bound * (1 + NEAR):
-            return f"not looked at: nothing is faster than {best.name} by more than {best.seconds / self.bound - 1:.0%}"
+            return f"nothing is faster than {best.name} by more than {best.seconds / self.bound - 1:.0%}"
         for one, costs in self.judged:
             if start.kind == REPLICATED and one.kind == FULLY_SHARDED:
                 states, least = costs[0].states, min(device.memory for device in self.devices)

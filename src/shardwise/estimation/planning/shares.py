@@ -83,6 +83,7 @@ def _solve(
         return None
     counts = tuple(round(one) for one in solved.x[:rows])
     weights = tuple(float(one) for one in solved.x[rows : 2 * rows])
+    counts, weights = _alike_evened(counts, weights, costs, memory)
     slowest = max(cost.seconds.of(count) for cost, count in zip(costs, counts, strict=True))
     return Shares(
         counts,
@@ -90,6 +91,22 @@ def _solve(
         slowest,
         float(solved.x[lacking]) * unit,
     )
+
+
+def _alike_evened(
+    counts: tuple[int, ...], weights: tuple[float, ...], costs: Sequence[Costs], memory: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The same together, and of rows that are alike about the same each: the solver takes any that is as fast."""
+    alike: dict[tuple[Costs, int], list[int]] = {}
+    for row, key in enumerate(zip(costs, memory, strict=True)):
+        alike.setdefault(key, []).append(row)
+    samples, shares = list(counts), list(weights)
+    for members in alike.values():
+        total, weight = sum(counts[row] for row in members), sum(weights[row] for row in members)
+        for number, row in enumerate(members):
+            samples[row] = total // len(members) + (number < total % len(members))
+            shares[row] = weight / len(members)
+    return tuple(samples), tuple(shares)
 
 
 def _evened(

@@ -59,11 +59,11 @@ class RankRun:
 def run_as(rank: int, job: Job) -> RankRun:
     """Take the step as this rank, and note everything in the last one of several."""
     device = job.devices[rank]
-    account = Accounting(device)
-    account.trace.machines = job.machines
     stopped, groups = None, ranks_of_groups()
     with ExitStack() as stack:
         stack.enter_context(fake_world(rank, job.ranks))
+        account = Accounting(device)  # as this rank of that world
+        account.trace.machines = job.machines
         usable = taking_lists(), converting_modules(), making_meshes(), answering_for_batches()
         for context in (account, recording(account.trace), autocast_of(device), account.watching(), *usable):
             stack.enter_context(context)

@@ -267,7 +267,7 @@ def making_meshes() -> Iterator[None]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             with unset_fake_mode():
-                return function(*args, **kwargs)
+                return function(*map(_with_ranks, args), **{name: _with_ranks(one) for name, one in kwargs.items()})
 
         return call
 
@@ -278,6 +278,13 @@ def making_meshes() -> Iterator[None]:
     finally:
         for name, function in before.items():
             setattr(own, name, function)
+
+
+def _with_ranks(value: Any) -> Any:
+    """The ranks of a mesh, if they were put into a tensor without data: all in order, as `init_device_mesh` does."""
+    if not isinstance(value, FakeTensor):
+        return value
+    return torch.arange(value.numel()).view(value.shape) if value.constant is None else value.constant
 
 
 @contextmanager

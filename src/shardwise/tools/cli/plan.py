@@ -78,7 +78,7 @@ def _answer(plan: AutoPlan) -> dict[str, object]:
         "bound": plan.bound,
         "gap": plan.gap,
         "plans": [{"name": one.name, **one.as_json()} for one in plan.candidates],
-        "not possible": plan.rejected,
+        "left out": plan.rejected,
     }
 
 
@@ -117,7 +117,7 @@ def _print_choice(plan: AutoPlan, console: Console) -> None:
     facts = [("chosen", f"{plan.chosen.name}: {plan.chosen.reason}"), ("lower bound", bound)]
     console.facts(facts)
     others = [(f"  {one.name}", one.reason) for one in plan.candidates[1:]]
-    others += [(f"  {name}", f"not possible: {why}") for name, why in plan.rejected.items()]
+    others += [(f"  {name}", f"left out: {why}") for name, why in plan.rejected.items()]
     if others:
         console.line("rejected", "bold")
         console.facts(others[:MOST])
