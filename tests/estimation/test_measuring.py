@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shardwise.errors import DeviceError
 from shardwise.estimation.devices import measuring
-from shardwise.estimation.devices.fitting import error_of, fit_line
+from shardwise.estimation.devices.fitting import fit_line, median_error
 from shardwise.estimation.devices.measured_devices import known_device, measured_devices
 from shardwise.estimation.devices.measuring import Measurement, Sizes, measure
 from shardwise.estimation.devices.table import TABLE
@@ -36,7 +36,7 @@ def test_a_fit_recovers_a_line_from_noisy_points() -> None:
         rate = fit_line(points)
         assert math.isclose(rate.per_second, per_second, rel_tol=0.05)
         assert math.isclose(rate.start, start, rel_tol=0.05)
-        assert error_of(rate, points) < 0.05
+        assert median_error(rate, points) < 0.05
 
 
 def test_a_fit_is_a_rate_whatever_was_measured() -> None:

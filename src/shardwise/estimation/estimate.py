@@ -159,7 +159,7 @@ def estimate(
     make their states. Arguments go to the step.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    found = _devices(devices, ranks if ranks is not None else None, world)
+    found = _devices(devices, ranks, world)
     if steps < 1:
         raise EstimateError(f"steps is how often the step is called, at least once; found {steps!r:.80}")
     job = Job(step, args, kwargs, found, machines(found), steps)

@@ -11,7 +11,7 @@ from shardwise import report
 from shardwise.errors import ProcessGroupError
 from shardwise.estimation.account.accounting import Accounting
 from shardwise.estimation.account.ledger import BACKWARD, STEP
-from shardwise.estimation.account.tape import Kernel
+from shardwise.estimation.account.tape import Kernel, Sending
 from shardwise.estimation.account.timeline import COMPUTE, WAIT, Timeline
 from shardwise.estimation.devices.device import Device
 from shardwise.estimation.without_data.as_rank import shifted
@@ -148,10 +148,11 @@ class RankEstimate:
         """As a part of a report."""
         spans = []
         for span in self._timeline.spans:
-            entry, is_kernel = span.entry, isinstance(span.entry, Kernel)
-            flops = entry.flops if isinstance(entry, Kernel) else 0
-            size = 0 if isinstance(entry, Kernel) else entry.sent
-            name = entry.name if is_kernel or isinstance(entry, Kernel) else f"{entry.kind} for {entry.name}"
+            entry = span.entry
+            if isinstance(entry, Sending):
+                name, size, flops = f"{entry.kind} for {entry.name}", entry.sent, 0
+            else:
+                name, size, flops = entry.name, 0, entry.flops
             spans.append(report.Span(span.lane, name, entry.module, span.start, span.end, size, flops, entry.line))
         return report.RankPart(
             self.ranks,

@@ -67,7 +67,7 @@ def links_of(traced: TracedRank) -> list[tuple[int, int, int]]:
 
 def compute_spans(ops: Sequence[Op], collectives: Sequence[Collective]) -> Iterator[report.Span]:
     """The outermost ops of each thread, less the time in which the host waited."""
-    waits = joined(wait for one in collectives if (wait := wait_of(one)) is not None)
+    waits = without_overlaps(wait for one in collectives if (wait := wait_of(one)) is not None)
     for op in outermost(ops):
         for piece in without(Interval(op.begin, op.begin + op.seconds), waits):
             yield report.Span("compute", op.op, op.module, *piece, line=op.place)
@@ -118,10 +118,10 @@ def outermost(ops: Sequence[Op]) -> list[Op]:
     return found
 
 
-def joined(intervals: Iterable[Interval]) -> list[Interval]:
+def without_overlaps(intervals: Iterable[Interval]) -> list[Interval]:
     """The same time in intervals that do not overlap, in order.
 
-    >>> joined([Interval(4, 5), Interval(0, 2), Interval(1, 3)])
+    >>> without_overlaps([Interval(4, 5), Interval(0, 2), Interval(1, 3)])
     [Interval(start=0, end=3), Interval(start=4, end=5)]
     """
     found: list[Interval] = []

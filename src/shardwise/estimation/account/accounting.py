@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from shardwise.estimation.account.forecast import Forecast
-from shardwise.estimation.account.kernels import bytes_of, flops_of, is_attention, tensors_in
+from shardwise.estimation.account.kernels import bytes_of, flops_of, is_attention
 from shardwise.estimation.account.ledger import (
     ACTIVATIONS,
     BACKWARD,
@@ -39,6 +39,7 @@ from shardwise.estimation.account.result_cache import MISSING, ResultCache
 from shardwise.estimation.account.tape import Kernel, Tape
 from shardwise.estimation.devices.device import Device
 from shardwise.layout import Layout
+from shardwise.ops.engine.program import tensors_in
 from shardwise.tensor import ShardedTensorBase
 from shardwise.torch_private import FakeTensorMode, current_backward
 
@@ -90,7 +91,7 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
         outs = [one for one in tensors_in(out) if not one.is_meta]
         if not outs and not func._schema.is_mutable:
             return
-        given = [one for one in tensors_in((args, kwargs)) if not one.is_meta]
+        given = [one for one in tensors_in((*args, *kwargs.values())) if not one.is_meta]
         module, line = self._where()
         for tensor in given:
             if tensor.untyped_storage()._cdata not in self._known:
@@ -126,7 +127,7 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
 
     def _allocate(self, storage: Storage, phase: str, module: str, line: str, category: str) -> None:
         key = storage._cdata
-        known = _Storage(self.ledger, key, self._forget)
+        known = _Storage(key, self._forget)
         known.reference = weakref.ref(storage, known.gone)
         self._known[key] = known
         self._fill(known, storage.nbytes(), phase, module, line, category)
@@ -199,7 +200,6 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
         self.trace.restart()
         for known in list(self._known.values()):
             block = known.block
-            known.ledger = self.ledger
             if block is not None and block.died is None:
                 self._fill(known, block.bytes, BEFORE, block.module, block.line, block.category or OTHER)
             else:
@@ -249,8 +249,8 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
 class _Storage:
     """A storage that is known, and its block of memory; it has none between uses."""
 
-    def __init__(self, ledger: Ledger, key: int, forget: Callable[[_Storage], None]) -> None:
-        self.ledger, self.key, self._forget = ledger, key, forget
+    def __init__(self, key: int, forget: Callable[[_Storage], None]) -> None:
+        self.key, self._forget = key, forget
         self.block: Any = None
         self.number = -1
         self.reference: Any = None

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from shardwise.torch_private import pytree
+from shardwise.ops.engine.program import tensors_in
 
-aten: Any = torch.ops.aten
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh", "alias"}
 LOOKUPS = {"embedding", "index_select", "gather", "index"}  # read as much as they write
 ATTENTION_FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
@@ -48,14 +47,7 @@ def bytes_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     written = sum(map(size_of, tensors_in(out)))
     if name in LOOKUPS:
         return 2 * written
-    return written + sum(map(size_of, tensors_in((args, kwargs))))
-
-
-def tensors_in(nest: Any) -> list[torch.Tensor]:
-    """All tensors in arguments or results."""
-    if isinstance(nest, torch.Tensor):
-        return [nest]
-    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
+    return written + sum(map(size_of, tensors_in((*args, *kwargs.values()))))
 
 
 def size_of(tensor: torch.Tensor) -> int:

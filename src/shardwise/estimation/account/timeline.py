@@ -12,7 +12,7 @@ COMPUTE, TRANSFER, WAIT = "compute", "transfer", "wait"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimedEntry:
     """Something that takes time."""
 
     lane: str
@@ -30,7 +30,7 @@ class Timeline:
     times: list[float] = field(
         default_factory=list
     )  # when each entry of the tape is over, or begun if it is a transfer
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TimedEntry] = field(default_factory=list)
     seconds: float = 0.0
     _position: int = 0
     _host: float = 0.0  # when the host is free
@@ -70,9 +70,9 @@ class Timeline:
         self._position += 1
         self._wire = start + seconds
         self._ends.append(self._wire)
-        self.spans.append(Span(TRANSFER, entry, start, self._wire))
+        self.spans.append(TimedEntry(TRANSFER, entry, start, self._wire))
         if not self._is_asynchronous:  # the cores that compute are those that send
-            self.spans.append(Span(WAIT, entry, self._device, self._wire))
+            self.spans.append(TimedEntry(WAIT, entry, self._device, self._wire))
             self._host = self._device = self._wire
         self.times.append(self._device)
 
@@ -83,11 +83,11 @@ class Timeline:
         if not self._is_asynchronous:
             self._host = self._device
         if self._device > start:
-            self.spans.append(Span(COMPUTE, kernel, start, self._device))
+            self.spans.append(TimedEntry(COMPUTE, kernel, start, self._device))
 
     def _arrive(self, end: float, sending: Sending) -> None:
         if end > self._device:
-            self.spans.append(Span(WAIT, sending, self._device, end))
+            self.spans.append(TimedEntry(WAIT, sending, self._device, end))
         self._device = max(self._device, end)
         if not self._is_asynchronous:
             self._host = max(self._host, self._device)

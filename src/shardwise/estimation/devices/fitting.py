@@ -34,7 +34,7 @@ def fit_line(points: Points) -> Rate:
     return Rate(vv / sum(v))
 
 
-def error_of(rate: Rate, points: Points) -> float:
+def median_error(rate: Rate, points: Points) -> float:
     """How far the rate is off at these points: the median of the relative errors."""
     return statistics.median(abs(rate.seconds(amount) / seconds - 1) for amount, seconds in points)
 

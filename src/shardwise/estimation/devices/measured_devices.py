@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from shardwise.estimation.devices.device import Device, Rate
-from shardwise.estimation.devices.fitting import Points, error_of, fit_line
+from shardwise.estimation.devices.fitting import Points, fit_line, median_error
 from shardwise.estimation.devices.measuring import Measurement
 from shardwise.estimation.devices.table import BLOCK, TABLE
 
@@ -69,7 +69,7 @@ def _device(ranks: Sequence[Measurement], in_all: int) -> MeasuredDevice:
     ]
     copied = [point for one in ranks for point in one.copies]
     copies = fit_line(copied)
-    findings.insert(0, Finding("copy", "B", copies, error_of(copies, copied), known.copies if known else None))
+    findings.insert(0, Finding("copy", "B", copies, median_error(copies, copied), known.copies if known else None))
     rates = {one.what: one.rate for one in findings}
     device = Device(
         name=first.name,
@@ -92,7 +92,7 @@ def _finding(what: str, unit: str, ranks: Sequence[Measurement], of: str, name: 
     points: Points = [point for one in ranks for point in getattr(one, of)[name]]
     rate = fit_line(points)
     in_table = None if known is None else getattr(known, of).get(name)
-    return Finding(what, unit, rate, error_of(rate, points), in_table)
+    return Finding(what, unit, rate, median_error(rate, points), in_table)
 
 
 def _link_findings(ranks: Sequence[Measurement], known: Device | None) -> list[Finding]:
@@ -104,6 +104,6 @@ def _link_findings(ranks: Sequence[Measurement], known: Device | None) -> list[F
     findings = []
     for what, points in {**found, "network": []}.items():
         rate = fit_line(points) if points else table[what]
-        error = error_of(rate, points) if points else None
+        error = median_error(rate, points) if points else None
         findings.append(Finding(what, "B", rate, error, known.link(*what.split()) if known else None))
     return findings

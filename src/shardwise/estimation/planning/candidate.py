@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -112,10 +112,6 @@ class Candidate:
         if self.kind == TENSOR_PARALLEL:
             return batch
         return pytree.tree_map(lambda one: _cut(one, self.samples, self.row), batch)
-
-    def with_samples(self, samples: Sequence[int]) -> Candidate:
-        """The same with other samples."""
-        return replace(self, samples=tuple(samples))
 
 
 def set_up(model: nn.Module, candidate: Candidate, work: Work) -> Callable[[], None]:

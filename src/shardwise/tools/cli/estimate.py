@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardwise.estimation.planning import estimate_candidate
 from shardwise.layout.pictures.words import ranks_text
@@ -18,7 +19,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         devices=options.devices, batch=options.batch, optimizer=options.optimizer, precision=options.precision
     )
     require_folder(options.report)
-    candidate = candidate.with_samples(in_proportion(job.batch[0], candidate.samples))
+    candidate = replace(candidate, samples=tuple(in_proportion(job.batch[0], candidate.samples)))
     needs = estimate_candidate(make_model(options.model), candidate, **job.options())
     fit = needs.fits()
     ranks = [
