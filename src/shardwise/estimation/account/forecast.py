@@ -14,7 +14,7 @@ from shardwise.estimation.account.tape import Arrival, Kernel, Sending, Tape
 from shardwise.estimation.devices.device import Device
 from shardwise.torch_private import current_backward, current_node, next_node_number
 
-SHARDED = 4.0  # host time of a call on sharded tensors besides its kernels, in calls of an op
+SHARDED = 2.5  # host time of a call on sharded tensors besides its kernels, in calls of an op
 
 
 class _Origins(Origins):

@@ -6,12 +6,16 @@ the same time, and wait for each other between calls of different sizes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.estimation.devices.fitting import Points
 from shardwise.estimation.devices.measuring_links import time_links
@@ -136,19 +140,54 @@ def _time_attention(watch: Stopwatch, sizes: Sizes, dtype: torch.dtype | None) -
 
 
 def _time_copies(watch: Stopwatch, sizes: Sizes) -> Points:
-    """Bytes read and written by an op that makes a new tensor, as most ops of a model do."""
+    """Bytes read and written by ops that compute little: one that makes a new tensor, then one in place.
 
-    def double(size: int) -> tuple[float, Call]:
-        x = torch.ones(size // 4, device=watch.device)
-        return 2.0 * size, lambda: x.mul(2.0)
+    Each takes the next one of many tensors, for in a step a cache rarely holds what an op is given.
+    """
 
-    return _points(watch, (double(size) for size in sizes.copies))
+    def both(size: int) -> tuple[float, Call]:
+        count = max(2, max(sizes.copies) // size)
+        tensors = itertools.cycle([torch.ones(size // 4, device=watch.device) for _ in range(count)])
+
+        def call() -> object:
+            return next(tensors).mul(2.0), next(tensors).mul_(1.0)
+
+        return 4.0 * size, call
+
+    return [(amount / 2, seconds / 2) for amount, seconds in _points(watch, (both(size) for size in sizes.copies))]
 
 
 def _time_call(watch: Stopwatch) -> float:
-    """Seconds of the host for an op on small tensors that autograd records."""
-    x, y = torch.ones(8, device=watch.device, requires_grad=True), torch.ones(8, device=watch.device)
-    return watch.on_host(lambda: x.mul(y))
+    """Seconds of the host for an op, of those that a training step of small layers makes."""
+    with torch.device(watch.device):
+        layers, x = [nn.LayerNorm(8), *(nn.Linear(8, 8) for _ in range(4)), nn.LayerNorm(8)], torch.ones(2, 8)
+        model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    ops = _Ops()  # type: ignore[no-untyped-call] # torch's
+    with ops:
+        step()
+    return watch.on_host(step) / ops.count
+
+
+class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
+    """Counts the ops that are called."""
+
+    count: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _nothing() -> None:
+    """What a rank does while others make a call that its device cannot make."""
 
 
 def _points(watch: Stopwatch, calls: Iterable[tuple[float, Call | None]]) -> Points:
@@ -158,7 +197,7 @@ def _points(watch: Stopwatch, calls: Iterable[tuple[float, Call | None]]) -> Poi
     """
     points: list[tuple[float, float]] = []
     for amount, call in calls:
-        seconds = 0.0 if call is None else watch.on_device(call)
+        seconds = watch.on_device(call or _nothing)
         if call is not None:
             points.append((amount, seconds))
         if watch.slowest([seconds])[0] > SLOW:  # the same on every rank

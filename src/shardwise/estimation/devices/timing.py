@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 Call = Callable[[], object]
 
-LONG_ENOUGH = 3e-2  # seconds: shorter calls are repeated to fill it, so that ranks that share a core take turns
+LONG_ENOUGH = 2e-2  # seconds: shorter calls are repeated to fill it
 MOST_CALLS = {"cpu": 1000, "cuda": 20}  # in one stretch; on a GPU, so few that the host runs ahead of it
 BUSY, BUSY_FOR = 4096, 2  # the size and the number of products that keep the GPU busy while the host queues calls
 
@@ -22,15 +22,27 @@ class Stopwatch:
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self._repeats = device, repeats
         self._busy = torch.ones(BUSY, BUSY, device=device) if device.type == "cuda" else None
+        self._meeting = 0.0  # seconds until all ranks have come together, when all are there
+        meetings = [self._together(lambda: None, 0) for _ in range(3 * repeats)]
+        self._meeting = statistics.median(self.slowest(meetings))
+        self._begin = 0.0  # seconds of the CPU to begin a call
+        if self._busy is None:
+            nothing = torch.ones(1)
+            self._begin = self.on_all_ranks(lambda: nothing.mul(nothing))
 
     def on_device(self, call: Call) -> float:
-        """Seconds of the device for one call. The host's are not in it, unless the device is the CPU."""
+        """Seconds of the device for one call, without those of the host. On the CPU, all ranks call it."""
+        if self._busy is None:
+            seconds = self.on_all_ranks(call)
+            return max(seconds - self._begin, seconds / 2)
         call()
-        calls = self._calls(self._stretch(call, 1))
-        return self._typical([self._stretch(call, calls) / calls for _ in range(self._repeats)])
+        calls = self._calls(self._stretch(call, self._busy, 1))
+        return statistics.median(self._stretch(call, self._busy, calls) / calls for _ in range(self._repeats))
 
     def on_host(self, call: Call) -> float:
-        """Seconds that the host needs to begin one call."""
+        """Seconds that the host needs to begin one call. On the CPU, all ranks call it."""
+        if self._busy is None:
+            return self.on_all_ranks(call)
         call()
         self._wait()
         calls, found = MOST_CALLS["cpu"] // 4, []
@@ -40,13 +52,15 @@ class Stopwatch:
                 call()
             found.append((time.perf_counter() - begun) / calls)
             self._wait()
-        return self._typical(found)
+        return statistics.median(found)
 
     def on_all_ranks(self, call: Call) -> float:
         """Seconds of one call that all ranks make together, until the last of them is done. All ranks call it."""
         call()
-        calls = self._calls(self.slowest([self._together(call, 1)])[0])
-        return statistics.median(self.slowest([self._together(call, calls) / calls for _ in range(self._repeats)]))
+        calls, enough = 1, max(LONG_ENOUGH, 10 * self._meeting)
+        while (once := self.slowest([self._together(call, calls)])[0]) < enough and calls < MOST_CALLS["cpu"]:
+            calls = min(MOST_CALLS["cpu"], int(calls * max(2.0, min(enough / once, 10.0))))
+        return statistics.fmean(self.slowest([self._together(call, calls) / calls for _ in range(self._repeats)]))
 
     def slowest(self, seconds: list[float]) -> list[float]:
         """The most that any rank has, one by one. All ranks call it, and go on together."""
@@ -54,19 +68,10 @@ class Stopwatch:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return [float(one) for one in found.tolist()]
 
-    def _typical(self, seconds: list[float]) -> float:
-        """The median; of ranks that share cores the mean, for each has a core at one time and none at another."""
-        return statistics.fmean(seconds) if self.device.type == "cpu" else statistics.median(seconds)
-
-    def _stretch(self, call: Call, calls: int) -> float:
-        if self._busy is None:
-            begun = time.perf_counter()
-            for _ in range(calls):
-                call()
-            return time.perf_counter() - begun
+    def _stretch(self, call: Call, busy: torch.Tensor, calls: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call] # torch's
         for _ in range(BUSY_FOR):
-            torch.mm(self._busy, self._busy)
+            torch.mm(busy, busy)
         begin.record()
         for _ in range(calls):
             call()
@@ -75,12 +80,14 @@ class Stopwatch:
         return float(begin.elapsed_time(end)) / 1e3
 
     def _together(self, call: Call, calls: int) -> float:
-        self.slowest([0.0])  # all ranks begin together
+        """Seconds from when all ranks have come together until the last one has made its calls."""
+        self.slowest([0.0])
         begun = time.perf_counter()
         for _ in range(calls):
             call()
         self._wait()
-        return time.perf_counter() - begun
+        self.slowest([0.0])
+        return max(time.perf_counter() - begun - self._meeting, 1e-9)
 
     def _calls(self, once: float) -> int:
         return max(1, min(MOST_CALLS[self.device.type], int(LONG_ENOUGH / max(once, 1e-9))))
