@@ -235,8 +235,11 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
                     self.layouts[tensor._layout.digest] = tensor._layout
 
         with ExitStack() as stack:
+            first = register_optimizer_step_pre_hook(before_step)
+            hooks: Any = first.hooks_dict_ref()
+            hooks.move_to_end(first.id, last=False)  # another hook takes steps itself
             for handle in (
-                register_optimizer_step_pre_hook(before_step),
+                first,
                 register_optimizer_step_post_hook(after_step),
                 register_module_forward_pre_hook(before_forward),
             ):

@@ -130,7 +130,14 @@ def set_up(model: nn.Module, candidate: Candidate, work: Work) -> Callable[[], N
 
 
 def recompute_blocks(model: nn.Module) -> None:
-    """Let each block of a model keep its arguments alone, and compute again what its backward needs."""
+    """Let each block of a model keep its arguments alone, and compute again what its backward needs.
+
+    A model that knows how to do it does it itself: those of transformers leave out their caches of keys and values.
+    """
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is not None and getattr(model, "supports_gradient_checkpointing", False):
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
     for choice in choose_units(ModuleTree(model), None):
         if choice.path:
             _recompute(choice.module)

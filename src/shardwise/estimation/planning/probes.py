@@ -46,7 +46,7 @@ class Costs:
     """What a candidate costs on a rank of one device, as lines over its samples."""
 
     seconds: Line
-    computing: Line  # seconds without any transfer
+    computing: Line  # seconds of kernels alone: without transfers, and without waiting for the host
     memory: Line  # bytes, without states, gradients and parameters
     states: float  # bytes of all states, gradients and parameters, of which a row has its share
 
@@ -72,12 +72,13 @@ class Probes:
 
     def costs(self, device: Device) -> Costs:
         """On a device."""
-        alone = {
-            shape: Tape([one for one in tape.entries if isinstance(one, Kernel)]) for shape, tape in self._tapes.items()
-        }
+
+        def computing(shape: tuple[int, int]) -> float:
+            return sum(one.seconds(device) for one in self._tapes[shape].entries if isinstance(one, Kernel))
+
         return Costs(
             self._line(self._for_all(lambda shape: simulate([self._tapes[shape]], [device])[0].seconds)),
-            self._line(self._for_all(lambda shape: simulate([alone[shape]], [device])[0].seconds)),
+            self._line(self._for_all(computing)),
             self._line(lambda count: self._peak(count) + device.reserved),
             self._for_all(lambda shape: _held(self._runs[shape]))(self._few) * self._holders,
         )
