@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 
+from shardwise.comm.tracing import record
 from shardwise.comm.transfer.views import address, copy
 
 NARROW = (torch.float16, torch.bfloat16)  # added up in float32, and rounded once
@@ -22,7 +23,7 @@ def write_sum(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         parts = [part.to(target.device) for part in parts]
     whole = all(one.is_contiguous() for one in (target, *parts))
     if target.dtype in NARROW:
-        blocks = whole and not target.is_cuda and target.numel() > BLOCK
+        blocks = whole and target.numel() > BLOCK and not (target.is_cuda or record.foresees_accelerator())
         each = [torch.split(one.view(-1), BLOCK) if blocks else (one,) for one in (target, *parts)]
         for into, *others in zip(*each, strict=True):
             _write_narrow(into, others)

@@ -186,10 +186,10 @@ class _Search:
         self.rejected: dict[str, str] = {}
 
     def starts(self, recompute: bool | None) -> Iterator[Candidate]:
-        """All ways, without shares."""
-        for again in (False, True) if recompute is None else (recompute,):
-            for row in _row_sizes(self.devices):
-                rows = len(self.devices) // row
+        """All ways, without shares: ranks with whole layers first, whose work bounds that of ranks which share them."""
+        for row in _row_sizes(self.devices):
+            rows = len(self.devices) // row
+            for again in (False, True) if recompute is None else (recompute,):
                 kinds = [TENSOR_PARALLEL if rows == 1 else MIXED] if row > 1 else [FULLY_SHARDED, REPLICATED]
                 for kind in kinds if len(self.devices) > 1 else [REPLICATED]:
                     yield Candidate(kind, row, (1,) * rows, None, again)
@@ -198,6 +198,11 @@ class _Search:
     def bound(self) -> float:
         """Seconds that no plan of these kinds can beat."""
         return least_seconds([costs for _, costs in self.judged], self.work.samples)
+
+    def _bound_of(self, start: Candidate) -> float:
+        """The same of plans that recompute if this one does: ranks that share layers compute no less together."""
+        alike = [costs for one, costs in self.judged if one.recompute >= start.recompute]
+        return least_seconds(alike, self.work.samples) if alike else self.bound
 
     def look_at(self, start: Candidate) -> None:
         """Find the best shares of one way, unless it cannot be, or cannot matter."""
@@ -216,8 +221,8 @@ class _Search:
     def _needless(self, start: Candidate) -> str:
         """Why a way need not be looked at; empty if it must."""
         best = min((one for one, _ in self.judged if one.fits), key=lambda one: one.seconds, default=None)
-        if best is not None and best.seconds <= self.bound * (1 + NEAR):
-            return f"nothing is faster than {best.name} by more than {best.seconds / self.bound - 1:.0%}"
+        if best is not None and best.seconds <= (bound := self._bound_of(start)) * (1 + NEAR):
+            return f"it cannot be faster than {best.name} by more than {best.seconds / bound - 1:.0%}"
         for one, costs in self.judged:
             if start.kind == REPLICATED and one.kind == FULLY_SHARDED:
                 states, least = costs[0].states, min(device.memory for device in self.devices)

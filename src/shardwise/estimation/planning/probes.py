@@ -22,7 +22,7 @@ from shardwise.estimation.devices.device import Device
 from shardwise.estimation.explanation import stopped_text
 from shardwise.estimation.planning.candidate import REPLICATED, Candidate, set_up
 from shardwise.estimation.planning.work import Work
-from shardwise.estimation.without_data.rank_run import Job, RankRun, run_as
+from shardwise.estimation.without_data.rank_run import STEPS, Job, RankRun, run_as
 
 ROWS, FEW = 2, 3  # of ranks, and of blocks, in a probe
 NUMBER = re.compile(r"\d+")
@@ -144,8 +144,10 @@ def _run(
 ) -> RankRun:
     """The step of a shortened model, as the first rank, of rows that have equal samples and states."""
     even = replace(candidate, samples=tuple(samples for _ in candidate.samples), weights=None)
+    steps = STEPS if candidate.row == 1 else 1  # the first step of sharded layers is like all others
     with work.shortened(blocks):
-        run = run_as(0, Job(set_up, (work.model, even, replace(work, model=NOTHING)), {}, devices, machines))
+        job = Job(set_up, (work.model, even, replace(work, model=NOTHING)), {}, devices, machines, steps)
+        run = run_as(0, job)
     if run.stopped is not None:
         raise EstimateError(stopped_text(run.stopped)) from run.stopped
     return run
@@ -153,8 +155,8 @@ def _run(
 
 def _held(run: RankRun) -> float:
     """Bytes of parameters, gradients and states of this rank: gradients are as large as parameters."""
-    at = run.accounting.ledger.at(run.accounting.ledger.peak_event)
-    return float(2 * at[PARAMETERS] + at[STATES])
+    series = run.accounting.ledger.series()
+    return float(2 * series[PARAMETERS].max() + series[STATES].max())
 
 
 def _by_place(run: RankRun) -> dict[tuple[str, str, str], float]:

@@ -105,7 +105,9 @@ class Unit:
             frame = one.gathered
             if frame is None:
                 frame = whole_frame(self._group, locals_[0].shape, locals_[0].dtype, locals_[0].device)
-            made.append(ShardedTensor._of_locals(frame, locals_))
+            replica = ShardedTensor._of_locals(frame, locals_)
+            replica._is_activation = False
+            made.append(replica)
         return made
 
     # A call ----------------------------------------------------------------------------------------------------------

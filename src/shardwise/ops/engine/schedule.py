@@ -18,6 +18,7 @@ from shardwise.layout.geometry import Boxes, IntArray
 from shardwise.layout.specs import even_axis
 from shardwise.ops.engine.cells import chunk_cells, contributing_cells, deduplicated, operand_cells, projected
 from shardwise.ops.engine.rule import Dims, Rule
+from shardwise.ops.engine.shared_cells import shared_cells
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ def make_schedule(
     leads = [k for k, operand in enumerate(operands) if operand.layout is not None and fixed in (None, k)]
     candidates = [cells for k in leads if (cells := operand_cells(rule, k, operands[k].layout)) is not None]  # type: ignore[arg-type] # filtered
     if fixed is None:
+        if _is_product(rule):
+            candidates = [*shared_cells(rule, [operand.layout for operand in operands]), *candidates]
         candidates += [chunk_cells(rule, label, places) for label in rule.cuttable() if rule.sizes[label] > 1]
         if not any(rule.sizes):  # nothing to compute, or one element
             candidates += [Layout.whole(rule.sizes, places[:1])]
@@ -98,6 +101,17 @@ def _cost(moved: int, ranks: int, has_gradient: bool) -> int:
 MESSAGE_COST = 2**20  # bytes that a rank could send in the time that any message takes, on gloo as on fast networks
 # A parameter is moved for one op, an activation for several: for queries, keys and values; gates and ups.
 PARAMETER_COST = 3
+PRODUCTS_PER_BYTE = 1000  # that a GPU computes while it sends a byte to another one
+
+
+def _repeated_products(cells: Layout) -> int:
+    """Products that more than one rank computes."""
+    return int(cells.boxes.volumes.sum()) - cells.size.numel() if cells.has_replicas else 0
+
+
+def _is_product(rule: Rule) -> bool:
+    """Whether operands are multiplied, and products added up."""
+    return rule.reduction is not None and rule.reduction.is_sum and len(rule.operands) > 1
 
 
 def _schedule_on(rule: Rule, operands: tuple[Operand, ...], cells: Layout, budget: int, ranks: int) -> Schedule | None:
@@ -106,7 +120,8 @@ def _schedule_on(rule: Rule, operands: tuple[Operand, ...], cells: Layout, budge
         return None
     targets: list[Layout] = []
     in_place: list[bool] = []
-    moved = gathered = cost = 0
+    moved = gathered = 0
+    cost = _repeated_products(cells) // PRODUCTS_PER_BYTE if _is_product(rule) else 0
     for dims, operand in zip(rule.operands, operands, strict=True):
         layout = operand.layout
         target = projected(cells, dims, tuple(tensor_size(rule, dims) if layout is None else layout.size))
@@ -139,8 +154,7 @@ def _is_multiplied(rule: Rule, elements: int) -> bool:
 
     So it is in layers with sharded weights: each rank has a part of the weights, and needs all of the input.
     """
-    is_product = rule.reduction is not None and rule.reduction.is_sum and len(rule.operands) > 1
-    return is_product and elements <= math.prod(tensor_size(rule, rule.results[0]))
+    return _is_product(rule) and elements <= math.prod(tensor_size(rule, rule.results[0]))
 
 
 def _gathers(source: Layout, target: Layout) -> bool:
@@ -200,7 +214,7 @@ def make_reduction_plan(schedule: Schedule, places: Places) -> ReductionPlan:
     rows = contributing_cells(cells)
     some = None if len(rows) == len(cells) else rows
     size = tensor_size(rule, rule.results[0])
-    result = Layout.whole(size, places) if schedule.whole_sum else chunked_layout(size, places)
+    result = Layout.whole(size, places) if schedule.whole_sum else _result_in_chunks(schedule.results[0], places)
     assert rule.reduction is not None
     if rule.reduction.is_sum and not result.has_replicas:
         partials = schedule.results[0] if some is None else schedule.results[0].chosen(rows)
@@ -211,6 +225,26 @@ def make_reduction_plan(schedule: Schedule, places: Places) -> ReductionPlan:
     stacked = Boxes(np.concatenate([number, parts.offsets], 1), np.concatenate([np.ones_like(number), parts.sizes], 1))
     source = Layout.of([depth, *size], stacked, cells.places.take(rows))
     return ReductionPlan(make_plan(source, result.with_dim(0, depth)), True, some, result)
+
+
+def _result_in_chunks(parts: Layout, places: Places) -> Layout:
+    """A result in chunks, one for each rank: each box of partial results in as many as there are partial results of it.
+
+    So what rows of a mesh of ranks have computed stays with these rows.
+    """
+    same = np.unique(np.concatenate([parts.boxes.offsets, parts.boxes.sizes], axis=1), axis=0, return_inverse=True)[1]
+    same = same.reshape(-1)
+    counts = np.bincount(same)
+    is_mesh = len(counts) > 1 and counts[0] > 1 and (counts == counts[0]).all() and parts.places.each_once
+    if not is_mesh or len(parts) < len(places):
+        return chunked_layout(parts.size, places)
+    order = np.argsort(same, kind="stable").reshape(len(counts), -1)
+    offsets, sizes = parts.boxes.offsets.copy(), parts.boxes.sizes.copy()
+    for rows in order:
+        box, first = sizes[rows[0]].tolist(), offsets[rows[0]]
+        chunks = chunked_layout(box, parts.places.take(rows))
+        offsets[rows], sizes[rows] = first + chunks.boxes.offsets, chunks.boxes.sizes
+    return Layout.of(parts.size, Boxes(offsets, sizes), parts.places)
 
 
 def _stack_positions(rule: Rule, cells: Layout, rows: IntArray, parts: Boxes) -> IntArray:
