@@ -14,6 +14,7 @@ from shardwise.comm.group import Fields, group_ranks, or_default
 from shardwise.errors import PlanKindError, plan_error
 from shardwise.layout.specs import ShardingSpec
 from shardwise.layout.specs.spec import PlacedShardingSpec
+from shardwise.nn.experts import ExpertPlan
 from shardwise.nn.fully_sharded import FullyShard, fully_shard
 from shardwise.nn.outputs import collect_local_shard, reshard_output
 from shardwise.nn.parameters import agree_on_steps
@@ -62,6 +63,10 @@ def shard_module(
     if isinstance(plan, FullyShard):
         return fully_shard(module, **plan.options(), src_rank=src_rank, process_group=process_group)
     group = or_default(process_group)
+    if isinstance(plan, ExpertPlan):
+        shard_module(module, plan.without_experts(), src_rank, group)
+        plan.distribute(module)
+        return module if plan.rest is None else shard_module(module, plan.rest, src_rank, group)
     steps = _resolved(module, plan, group)
     ready = agree_on_steps(lambda: steps.parameters, src_rank, group, _fields_of(steps))
     for swap, sharded in [(step, _replacement(step, group)) for step in steps.sharders]:

@@ -20,6 +20,7 @@ from shardwise.nn.fully_sharded.flat_memory import Precision
 from shardwise.nn.fully_sharded.rank_groups import RankGroups
 from shardwise.nn.fully_sharded.runtime import FullySharded
 from shardwise.nn.fully_sharded.unit_choice import UnitChoice, choose_units
+from shardwise.nn.own_shards import keeps_own_shards
 from shardwise.nn.plain_tensors import make_plain_alike
 from shardwise.nn.replaced_parameters import replacing_in_optimizers
 from shardwise.nn.sharding_plan import ModuleTree
@@ -73,11 +74,17 @@ def fully_shard(
     shared out further along the other one with ``mesh=mesh["dp"]``: the ranks of a line of that axis, which had the
     same boxes, keep a part of each. Batches are cut along that axis, too.
 
+    Experts that ``plans.expert_parallel`` has put on ranks stay there.
+
     Parameters get the values of the group's rank ``src_rank``, as in `shard_module`. Of a model on ``meta``, only the
     shards are ever allocated.
     """
     tree = ModuleTree(model)
-    sharded = [one for _, one in each_parameter(tree) if isinstance(one, ShardedTensor)]
+    sharded = [
+        one
+        for name, one in each_parameter(tree)
+        if isinstance(one, ShardedTensor) and not keeps_own_shards(tree.parameters[name].owner)
+    ]
     groups = RankGroups.within(mesh, sharded[0]._process_group) if sharded else RankGroups.of(mesh, process_group)
     group = groups.everyone
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.errors import PlanError, PlanNameError
+from shardwise.nn.own_shards import keeps_own_shards
 from shardwise.nn.sharding_plan import ModuleTree
 from shardwise.nn.sharding_plan.steps import each_parameter
 from shardwise.nn.sharding_plan.tree import ModuleSlot, join_path, matches, nearest
@@ -23,11 +24,14 @@ class UnitChoice:
 
 
 def choose_units(tree: ModuleTree, patterns: str | Sequence[str] | None) -> list[UnitChoice]:
-    """The units of a model, the model itself first. Each parameter is in the innermost unit that has all its slots."""
+    """The units of a model, the model itself first. Each parameter is in the innermost unit that has all its slots.
+
+    Parameters that another plan keeps where they are, as those of experts, are in none.
+    """
     paths = _blocks(tree) if patterns is None else _named(tree, [patterns] if isinstance(patterns, str) else patterns)
     choices = {path: UnitChoice(path, tree.modules[path], {}) for path in dict.fromkeys(["", *paths])}
     for name, parameter in each_parameter(tree):
-        if parameter.numel():
+        if parameter.numel() and not keeps_own_shards(tree.parameters[name].owner):
             names = tree.names_of_parameter(name)
             owner = max((path for path in choices if all(_is_below(one, path) for one in names)), key=len)
             choices[owner].parameters[name] = tree.places(names)
