@@ -25,7 +25,7 @@ from shardwise.layout.specs import (
     ReplicatedShardingSpec,
     ShardingSpec,
 )
-from shardwise.nn import capture, fill_buffers, fully_shard, shard_module
+from shardwise.nn import capture, fill_buffers, fully_shard, rebalance, shard_module
 from shardwise.nn.optim import ShardedOptimizer
 from shardwise.nn.sharding_plan import ShardingPlan
 from shardwise.ops.validation import validation
@@ -74,6 +74,7 @@ __all__ = [
     "plans",
     "rand",
     "randn",
+    "rebalance",
     "register_op",
     "replicate",
     "resize",

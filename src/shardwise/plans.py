@@ -5,7 +5,7 @@
 """
 
 from shardwise.estimation.planning import AutoPlan, Candidate, auto
-from shardwise.nn.experts import ExpertPlan, expert_parallel
+from shardwise.nn.experts import ExpertPlan, Rebalanced, expert_parallel
 from shardwise.nn.fully_sharded import FullyShard
 from shardwise.nn.plans import Reason, ReasonedPlan, columns, fully_sharded, rows, tensor_parallel
 
@@ -16,6 +16,7 @@ __all__ = [
     "FullyShard",
     "Reason",
     "ReasonedPlan",
+    "Rebalanced",
     "auto",
     "columns",
     "expert_parallel",

@@ -154,6 +154,29 @@ def test_bytes() -> None:
 
 
 @ranks(4)
+def test_explained_without_values() -> None:
+    """As if tokens chose all experts alike: the same collectives as in a real step, of sizes that values decide."""
+    plain, x = mixture(), own(batch(400), [100] * 4)
+    twin = twin_of(plain, placement=[0, 0, 1, 1, 2, 2, 3])
+
+    def step() -> None:
+        (twin(x) ** 2).sum().backward()
+
+    told = shardwise.explain(step)
+    with shardwise.trace() as trace:
+        step()
+    of_experts = [[event for event in one.events if "experts" in event.op] for one in (told, trace)]
+    assert [event.kind for event in of_experts[0]] == [event.kind for event in of_experts[1]]
+    assert not told.stopped
+    exchanges = [event for event in of_experts[0] if event.kind == "exchange"]
+    assert len(exchanges) == 4
+    assert not any(event.known for event in exchanges)
+    # Of 7 experts this rank has 2 or 1, and a token chooses 2: it misses them in 10 or 15 of 21 cases.
+    misses = [10 / 21, 10 / 21, 10 / 21, 15 / 21]
+    assert exchanges[0].received == 3 * int(100 * (1 - misses[dist.get_rank()])) * (6 * 8 + 2 * (8 + 4))
+
+
+@ranks(4)
 def test_training_saving_and_loading(tmp_path: Path) -> None:
     """AdamW, clipped gradients, and a checkpoint that goes on under another placement."""
     plain, x = mixture(), batch()

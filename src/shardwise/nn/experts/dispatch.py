@@ -44,14 +44,18 @@ class Dispatch:
         """Of choices by token; ``tokens`` gives how many tokens each member has, where they have no values."""
         self._choices = index.shape[1]
         count, choices = index.shape
+        without_values = record.is_forecast() or without_data()
         token = torch.arange(count, device=index.device)[:, None].expand(count, choices).reshape(-1)
-        member, local = (one.reshape(-1) for one in route.targets(index))
+        member, local = (one.reshape(-1) for one in ((index, index) if without_values else route.targets(index)))
         # Choices by member and token: those of one token for one member share a row.
         key, order = torch.sort(member * max(count, 1) + token, stable=True)
         is_first = torch.ones_like(key)
         is_first[1:] = key[1:] != key[:-1]
         row = is_first.cumsum(0) - 1
-        if record.is_forecast() or without_data():
+        if without_values:
+            size = 16 * (route.members - 1)
+            with record.waiting("meeting", size, size, in_all=size * route.members):
+                """Of the numbers."""
             self._counts, self._pairs = _assumed(route, group, tokens(), choices)
         else:
             numbers = torch.zeros(route.members, 2, dtype=torch.int64, device=index.device)

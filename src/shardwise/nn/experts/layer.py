@@ -18,12 +18,14 @@ from shardwise.comm.group import CallFingerprint, is_member
 from shardwise.comm.tracing import record
 from shardwise.comm.transfer.wire import failing_together
 from shardwise.errors import IdRangeError, ProcessGroupError, PropertyError
-from shardwise.nn.experts.dispatch import Dispatch
+from shardwise.nn.experts.dispatch import Dispatch, Received
 from shardwise.nn.experts.local_experts import StackedExperts, make_adjacent
 from shardwise.nn.experts.route import route_among
 from shardwise.nn.experts.tokens import TokenCut
 from shardwise.nn.own_shards import keep_own_shards
-from shardwise.torch_private import current_backward
+from shardwise.torch_private import FAKE_TENSOR_ERRORS, current_backward
+
+UNSUPPORTED = FAKE_TENSOR_ERRORS[-1]  # of what fake tensors refuse
 
 
 class ExpertsForward:
@@ -76,12 +78,21 @@ def experts(forward: ExpertsForward, hidden: Any, index: Any, weights: Any) -> A
     parts, anchors = local.tensors()
     with failing_together(group):
         if len(received.expert):
-            results = local.run(parts, received.hidden, received.expert, received.weight).to(rows.dtype)
+            results = _run(local, parts, received).to(rows.dtype)
         else:
             results = torch.zeros_like(received.hidden)
             anchors.append(tie([one for tensors in parts.values() for one in tensors]))
     made, back = dispatch.give_back(results, received, anchors, records=records or local.wants_graph)
     return cut.wrapped(made, back, hidden)
+
+
+def _run(local: StackedExperts, parts: dict[str, list[torch.Tensor]], received: Received) -> torch.Tensor:
+    try:
+        return local.run(parts, received.hidden, received.expert, received.weight)
+    except RuntimeError as error:
+        if record.is_forecast() and not isinstance(error, FAKE_TENSOR_ERRORS):
+            raise UNSUPPORTED(f"experts cannot be followed without values: {error}") from error
+        raise
 
 
 def _require_known(chosen: torch.Tensor, number: int) -> None:

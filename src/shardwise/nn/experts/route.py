@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from shardwise.comm.group import cached_per_group, rank_array
 from shardwise.errors import PropertyError
 from shardwise.layout import Layout
+from shardwise.torch_private import unset_fake_mode
 
 Holders = tuple[tuple[int, ...], ...]  # for each expert, the global ranks that have it
 
@@ -61,7 +62,8 @@ class ExpertRoute:
 @cached_per_group(maxsize=512)
 def route_among(group: ProcessGroup, holders: Holders, device: torch.device) -> ExpertRoute:
     """The route to these experts in a group, with its tables on a device."""
-    return make_route(holders, rank_array(group).tolist(), group.rank(), device)
+    with unset_fake_mode():  # a forecast may be the first to ask
+        return make_route(holders, rank_array(group).tolist(), group.rank(), device)
 
 
 def make_route(holders: Holders, ranks: Sequence[int], here: int, device: torch.device) -> ExpertRoute:
