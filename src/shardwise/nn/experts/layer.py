@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.autograd.anchors import tie
 from shardwise.comm.agreement import in_op
-from shardwise.comm.group import CallFingerprint, is_member
+from shardwise.comm.group import CallFingerprint, is_capturing, is_member
 from shardwise.comm.tracing import record
 from shardwise.comm.transfer.wire import failing_together
 from shardwise.errors import IdRangeError, ProcessGroupError, PropertyError
@@ -57,6 +57,8 @@ def experts(forward: ExpertsForward, hidden: Any, index: Any, weights: Any) -> A
     if not is_member(group):
         raise ProcessGroupError("experts: this rank is not in the process group of the experts")
 
+    if is_capturing():
+        raise PropertyError("experts cannot be captured: the host waits for the numbers of their tokens, once a layer")
     _require_choices(hidden, index, weights)
     cut = TokenCut.of(hidden, model)
 
