@@ -70,7 +70,7 @@ def expert_parallel(
     ``rest`` is the plan for the rest of the model: `FullyShard`, or any plan for `shard_module`; without it, the rest
     stays plain. Every rank makes the same plan; nothing is sent::
 
-        >>> import torch.distributed as dist
+        >>> import torch, torch.distributed as dist
         >>> dist.init_process_group("fake", rank=0, world_size=3)
         >>> class Experts(nn.Module):
         ...     def __init__(self):
@@ -80,9 +80,9 @@ def expert_parallel(
         ...         made = torch.bmm(torch.bmm(x[:, None], self.up[index[:, 0]]).relu(), self.down[index[:, 0]])
         ...         return made[:, 0] * weights
         >>> print(expert_parallel(nn.ModuleDict({"experts": Experts()}), placement=[0, 0, 0, 0, [0, 1], 1, 1]))
-        parameter     size   cut                                why
-        experts.up    7×4×8  experts 5 | 3 | 0, 1 with copies   whole experts on ranks
-        experts.down  7×8×4  experts 5 | 3 | 0, 1 with copies   whole experts on ranks
+        parameter     size   cut                               why
+        experts.up    7×4×8  experts 5 | 3 | 0, 1 with copies  whole experts on ranks
+        experts.down  7×8×4  experts 5 | 3 | 0, 1 with copies  whole experts on ranks
         2 of 2 parameters are cut
         >>> dist.destroy_process_group()
     """
