@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from tests.cases import ROUNDING, places
 from tests.models.twins import assert_same_gradients, whole
-from tests.nn.experts.cases import Mixture, mixture
+from tests.nn.experts.cases import Experts, Mixture, mixture
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardedTensor, from_local, plans, shard_module
+from shardwise.autograd import buckets
 from shardwise.errors import IdRangeError, PlanError, PlanNameError, PropertyError
 from shardwise.nn.experts.layer import experts_forward
 from shardwise.nn.experts.local_experts import stacked
@@ -75,6 +76,28 @@ def test_placements(choices: int) -> None:
         assert twin.experts.down.sharding.elements_by_rank().get(1, 0) % 30 == 0, name
         for _ in range(2):
             assert_alike(twin, plain, own(batch()), batch())
+
+
+class FromTheLast(Experts):
+    """With its parameters in the order of their gradients, not of their use."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__(experts)
+        self.up, self.down, self.bias = (self._parameters.pop(name) for name in ("up", "down", "bias"))
+        self._parameters = {name: self._parameters[name] for name in ("bias", "down", "up")}
+
+
+@ranks(4)
+def test_copies_without_tokens_add_up_in_the_same_order() -> None:
+    """Rank 1 has copies of all experts and no tokens: its backward knows no order by itself."""
+    plain, x = mixture(), batch()
+    torch.manual_seed(0)
+    plain.experts = FromTheLast(7).double()
+    assert list(dict(plain.experts.named_parameters())) == ["bias", "down", "up"]
+    twin = twin_of(plain, placement=PLACEMENTS["whole on every rank"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "BUCKET_BYTES", 1)  # each gradient is sent as soon as it is there
+        assert_alike(twin, plain, own(x), x)
 
 
 @ranks(4)

@@ -56,7 +56,6 @@ def experts(forward: ExpertsForward, hidden: Any, index: Any, weights: Any) -> A
     group = model._process_group
     if not is_member(group):
         raise ProcessGroupError("experts: this rank is not in the process group of the experts")
-
     if is_capturing():
         raise PropertyError("experts cannot be captured: the host waits for the numbers of their tokens, once a layer")
     _require_choices(hidden, index, weights)
