@@ -33,6 +33,7 @@ from shardwise.ops.families import (
     selection,
     shape,
     slicing,
+    sorting,
     whole_dims,
 )
 
@@ -60,5 +61,6 @@ __all__ = [
     "selection",
     "shape",
     "slicing",
+    "sorting",
     "whole_dims",
 ]
