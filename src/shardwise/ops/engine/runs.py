@@ -5,6 +5,7 @@ Runs may be of any length. A tensor that lies so already stays where it is; any 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ class Runs(NamedTuple):
 
     layout: Layout
     edges: IntArray  # where each run begins, and where the last one ends
+    here: int  # the number of this rank in the group
 
     @property
     def sizes(self) -> IntArray:
@@ -38,16 +40,21 @@ class Runs(NamedTuple):
     @property
     def begin(self) -> int:
         """Where the run of this rank begins."""
-        return int(self.edges[int(np.flatnonzero(self.layout.ranks == dist.get_rank())[0])])
+        return int(self.edges[self.here])
+
+    def of_size(self, size: Sequence[int]) -> Layout:
+        """The layout of another tensor in runs of the same lengths."""
+        if list(size) == list(self.layout.size):
+            return self.layout
+        return Layout.by_rule(size, [sized_axis(0, self.sizes.tolist())], self.layout.places)
 
 
 @cached_per_group(maxsize=512)
 def runs_of(group: ProcessGroup, layout: Layout) -> Runs:
     """The runs of a tensor: its own if it lies in runs, else even chunks."""
-    ranks = rank_array(group)
-    if not _lies_in_runs(layout, ranks):
+    if not _lies_in_runs(layout, rank_array(group)):
         layout = chunked_layout(layout.size, group_places(layout, group), 0)
-    return Runs(layout, np.append(layout.boxes.offsets[:, 0], layout.size[0]))
+    return Runs(layout, np.append(layout.boxes.offsets[:, 0], layout.size[0]), dist.get_rank(group))
 
 
 def _lies_in_runs(layout: Layout, ranks: IntArray) -> bool:
@@ -57,28 +64,26 @@ def _lies_in_runs(layout: Layout, ranks: IntArray) -> bool:
     return bool(np.array_equal(begins[1:], ends[:-1]) and begins[0] == 0 and ends[-1] == layout.size[0])
 
 
-def local_run(x: torch.Tensor, model: ShardedTensorBase) -> tuple[torch.Tensor, Runs]:
-    """This rank's run of a tensor, and those of all; of a plain one, the same on every rank, in even chunks.
+def local_run(x: torch.Tensor, model: ShardedTensorBase, like: Runs | None = None) -> tuple[torch.Tensor, Runs]:
+    """This rank's run of a tensor, and the runs of all, which are ``like`` others if these are given.
 
-    Every rank of the group of the model calls it.
+    A plain tensor, the same on every rank, is cut without a message. Every rank of the group of the model calls it.
     """
     group = model._frame.process_group
     assert group is not None
-    if isinstance(x, ShardedTensorBase):
+    if like is None and isinstance(x, ShardedTensorBase):
         runs = runs_of(group, x._layout)
+    else:
+        places = group_places(model._layout, group)
+        runs = runs_of(group, chunked_layout(x.shape, places, 0) if like is None else like.of_size(x.shape))
+    if isinstance(x, ShardedTensorBase):
         moved: Any = x if runs.layout == x._layout else x._redistributed(spec_of(runs.layout))  # type: ignore[attr-defined] # on a group
         return recorded(moved)[0][0], runs
-    layout = chunked_layout(x.shape, group_places(model._layout, group), 0)
-    runs = runs_of(group, layout)
-    begin = runs.begin
-    size = int(runs.sizes[group.rank()])
-    return shared_plain(x, group).narrow(0, begin, size), runs
+    return shared_plain(x, group).narrow(0, runs.begin, int(runs.sizes[runs.here])), runs
 
 
 def from_runs(part: torch.Tensor, runs: Runs, model: ShardedTensorBase) -> ShardedTensorBase:
     """The tensor whose runs are the parts of all ranks; nothing travels. The parts may have other dims behind."""
-    layout = runs.layout
-    if layout.size[1:] != part.shape[1:]:
-        layout = Layout.by_rule([layout.size[0], *part.shape[1:]], [sized_axis(0, runs.sizes.tolist())], layout.places)
+    layout = runs.of_size([runs.layout.size[0], *part.shape[1:]])
     frame = result_frame(layout, part.dtype, model._frame.process_group)
     return assemble(type(model), frame, [part], [], torch.is_grad_enabled() and part.requires_grad)

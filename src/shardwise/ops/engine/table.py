@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.ops.engine.call import Aten, Call
 from shardwise.ops.engine.compute import compute
+from shardwise.ops.engine.gathered import may_gather
 from shardwise.ops.engine.rule import Rule
 
 AtenHandler = Callable[[Call], Any]  # gives NotImplemented for a call that it cannot compute
@@ -28,6 +29,25 @@ def find_handler(op: Aten) -> AtenHandler | None:
 def by_rule(maker: RuleMaker) -> AtenHandler:
     """A handler that computes a call under the rule that ``maker`` gives for the call."""
     return lambda call: compute(call, maker(call))
+
+
+def beyond_budget(handler: AtenHandler) -> AtenHandler:
+    """A handler of calls whose operands exceed the gather budget; smaller ones are gathered, in one message."""
+    return lambda call: NotImplemented if may_gather(call) else handler(call)
+
+
+def add_fallbacks(handlers: Mapping[Any, AtenHandler]) -> None:
+    """Add handlers of calls that those before cannot compute, and whose operands exceed the gather budget."""
+    for op, handler in handlers.items():
+        TABLE[op] = _first_of(TABLE[op], beyond_budget(handler)) if op in TABLE else beyond_budget(handler)
+
+
+def _first_of(first: AtenHandler, second: AtenHandler) -> AtenHandler:
+    def handler(call: Call) -> Any:
+        result = first(call)
+        return second(call) if result is NotImplemented else result
+
+    return handler
 
 
 def add_rules(makers: Mapping[Any, RuleMaker]) -> None:

@@ -19,11 +19,9 @@ from shardwise.comm.group import is_member
 from shardwise.layout.specs import spec_of
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.chunking import concat_ranks
-from shardwise.ops.engine.compute import compute
 from shardwise.ops.engine.routes import Route
 from shardwise.ops.engine.runs import Runs, local_run
-from shardwise.ops.engine.table import TABLE
-from shardwise.ops.families.whole_dims import dims_argument, same_dims
+from shardwise.ops.engine.table import add_fallbacks
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.from_local import from_local
 
@@ -102,12 +100,11 @@ def only_cut_dim(x: Any, dim: int) -> bool:
 
 
 def _sort(call: Call) -> Any:
-    result = compute(call, same_dims(dims_argument())(call))
     x = call.operands[0]
-    if result is not NotImplemented or not only_cut_dim(x, call["dim"]) or x.dtype.is_complex:
-        return result
+    if not only_cut_dim(x, call["dim"]) or x.dtype.is_complex:
+        return NotImplemented
     made = sort_run(x.reshape(-1), descending=call["descending"])  # type: ignore[arg-type] # sharded
     return tuple(one.reshape(x.shape) for one in made)
 
 
-TABLE[aten.sort] = _sort
+add_fallbacks({aten.sort: _sort})

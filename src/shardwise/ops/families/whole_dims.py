@@ -198,6 +198,7 @@ for _name, _dims in SPACE.items():
             DECOMPOSED_UNDER_AUTOCAST.add(getattr(aten, _name).vec)
 add_rules(
     {
+        aten.sort: same_dims(dims_argument()),
         aten.roll: same_dims(_roll),
         aten.rot90: same_dims(dims_argument("dims")),
         aten.tril: _triangle,
