@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.cases import boxes, chunks
 from tests.ops.twin import TWO, along, assert_same, normal
+from torch.utils import _pytree as pytree
 
 import shardwise
 from shardwise.tensor import shard_tensor
@@ -77,3 +78,53 @@ def test_every_dtype_is_sorted_as_torch_does() -> None:
                 found = shard_tensor(values, chunks(0, 0, 1, 2)).sort(stable=True, descending=descending)
             for one, other in zip(found, values.sort(stable=True, descending=descending), strict=True):
                 torch.testing.assert_close(one.full_tensor(), other, equal_nan=True, msg=name)
+
+
+WITH_NAN = torch.where(normal(31) > 1, torch.full((), NAN, dtype=torch.float64), normal(31, seed=5))
+QUANTILES = torch.tensor([0.0, 0.3, 0.5, 1.0], dtype=torch.float64)
+STATISTICS: dict[str, Callable[[Any], Any]] = {
+    "the largest": lambda x: x.topk(3),
+    "the smallest": lambda x: x.topk(4, largest=False),
+    "most of them": lambda x: x.topk(x.shape[0] - 1),
+    "of a column": lambda x: x[:, None].topk(2, 0),
+    "kthvalue": lambda x: (x.kthvalue(3), x.kthvalue(1, keepdim=True)),
+    "median": lambda x: (x.median(), x.median(0), x.nanmedian(), x.nanmedian(0, keepdim=True)),
+    "mode": lambda x: torch.mode((x * 2).round()).values,  # which of equal ones, torch does not say
+    "quantile": lambda x: (x.quantile(0.4), x.quantile(QUANTILES, 0, keepdim=True)),
+    "nanquantile": lambda x: (x.nanquantile(0.4), x.nanquantile(QUANTILES, 0)),
+    "nearest": lambda x: [x.quantile(0.31, interpolation=how) for how in ("lower", "higher", "midpoint", "nearest")],
+}
+
+
+@pytest.mark.parametrize("layout", TWO)
+@ranks(2)
+def test_statistics_of_the_order(layout: str) -> None:
+    """Of floats that all differ, and with nan."""
+    for name, statistic in STATISTICS.items():
+        assert_same(statistic, [(VALUES["floats"], TWO[layout])], name)
+        if name not in ("mode", "kthvalue") and "topk" not in name:
+            _assert_same_with_nan(statistic, layout, name)
+    table = normal(6, 7)
+    for how in (lambda x: x.median(), lambda x: x.quantile(QUANTILES, 1), lambda x: x.nanquantile(0.3)):
+        assert_same(how, [(table, TWO[layout])], "of a table")
+
+
+def _assert_same_with_nan(statistic: Callable[[Any], Any], layout: str, name: str) -> None:
+    spec = TWO[layout](WITH_NAN.shape)
+    assert spec is not None
+    with shardwise.gather_budget(0):
+        found = pytree.tree_leaves(statistic(shard_tensor(WITH_NAN, spec)))
+    for one, other in zip(found, pytree.tree_leaves(statistic(WITH_NAN)), strict=True):
+        if other.is_floating_point():
+            torch.testing.assert_close(one.full_tensor(), other, equal_nan=True, msg=name)
+
+
+@ranks(4)
+def test_statistics_on_four_ranks() -> None:
+    """Where one rank has almost all, and one nothing."""
+    for name, statistic in STATISTICS.items():
+        assert_same(statistic, [(VALUES["floats"], _few)], name)
+
+
+def _few(size: torch.Size) -> shardwise.ShardingSpec:
+    return boxes(([0], [1], 3), ([1], [size[0] - 2], 1), ([size[0] - 1], [1], 0))

@@ -23,7 +23,7 @@ from shardwise.ops.engine.gradient_proxy import holds_proxy, unwrap, with_proxie
 from shardwise.ops.engine.recorder import observed
 from shardwise.ops.engine.result_metadata import UnknownResultError, result_strides
 from shardwise.ops.engine.steps import AUTOCAST
-from shardwise.ops.engine.table import DECOMPOSED_UNDER_AUTOCAST, find_handler
+from shardwise.ops.engine.table import DECOMPOSED_UNDER_AUTOCAST, compute_by_table, find_handler
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import Distributed, refuse_collective, refuse_mixed, registry, unsupported
 from shardwise.tensor.movement import copy_into
@@ -235,9 +235,8 @@ def _compute_call(call: Call) -> Any:
     elementwise = torch.Tag.pointwise in op.tags or op.overloadpacket is torch.ops.aten.copy_
     if not elementwise and any(one.numel() == 0 for one in call.sharded()):
         return _without_rule(call)  # nothing to gather
-    handler = find_handler(op)
     try:
-        result = NotImplemented if handler is None else handler(call)
+        result = compute_by_table(call)
     except UnknownResultError:
         result = NotImplemented
     return _without_rule(call) if result is NotImplemented else result

@@ -18,6 +18,8 @@ AtenHandler = Callable[[Call], Any]  # gives NotImplemented for a call that it c
 RuleMaker = Callable[[Call], Rule | None]
 
 TABLE: dict[Any, AtenHandler] = {}
+# Handlers of calls that no other computes, and whose operands exceed the gather budget: values say what travels where.
+FALLBACKS: dict[Any, AtenHandler] = {}
 DECOMPOSED_UNDER_AUTOCAST: set[Any] = set()  # overloads whose decomposition autocast casts, and not the op itself
 
 
@@ -36,18 +38,14 @@ def beyond_budget(handler: AtenHandler) -> AtenHandler:
     return lambda call: NotImplemented if may_gather(call) else handler(call)
 
 
-def add_fallbacks(handlers: Mapping[Any, AtenHandler]) -> None:
-    """Add handlers of calls that those before cannot compute, and whose operands exceed the gather budget."""
-    for op, handler in handlers.items():
-        TABLE[op] = _first_of(TABLE[op], beyond_budget(handler)) if op in TABLE else beyond_budget(handler)
-
-
-def _first_of(first: AtenHandler, second: AtenHandler) -> AtenHandler:
-    def handler(call: Call) -> Any:
-        result = first(call)
-        return second(call) if result is NotImplemented else result
-
-    return handler
+def compute_by_table(call: Call) -> Any:
+    """The result of the op's handler, else of its fallback; NotImplemented if neither can compute the call."""
+    handler = find_handler(call.op)
+    result = NotImplemented if handler is None else handler(call)
+    if result is not NotImplemented:
+        return result
+    fallback = FALLBACKS.get(call.op) or FALLBACKS.get(call.op.overloadpacket)
+    return NotImplemented if fallback is None or may_gather(call) else fallback(call)
 
 
 def add_rules(makers: Mapping[Any, RuleMaker]) -> None:

@@ -16,7 +16,7 @@ from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.chunking import concat_ranks
 from shardwise.ops.engine.rule import broadcast_shapes
 from shardwise.ops.engine.runs import local_run
-from shardwise.ops.engine.table import TABLE, AtenHandler, add_fallbacks, beyond_budget
+from shardwise.ops.engine.table import FALLBACKS, TABLE, AtenHandler, beyond_budget
 from shardwise.ops.families.indexed_rows import flat_positions, from_front, model_of, read_rows, write_rows
 from shardwise.ops.families.indexing import index_tensors
 from shardwise.tensor import ShardedTensorBase
@@ -220,7 +220,7 @@ ROUTED: dict[Any, AtenHandler] = {
     **dict.fromkeys((aten.scatter, aten.scatter_add, aten.scatter_reduce), _scatter),
     **dict.fromkeys((aten.index_add, aten.index_copy, aten.index_reduce), _along_index),
 }
-add_fallbacks(ROUTED)
+FALLBACKS.update(ROUTED)
 BY_VALUES: dict[Any, Callable[[Call], Any]] = {
     aten.masked_scatter: _masked_scatter,
     aten._unsafe_masked_index: _masked_index,

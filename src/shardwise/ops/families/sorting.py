@@ -1,4 +1,4 @@
-"""Sorting along a dim that is cut, and what follows from the order: topk, kthvalue, median.
+"""Sorting along a dim that is cut.
 
 Where another dim can be cut instead, the tensor is moved so, and torch sorts whole rows. A single row is sorted by all
 ranks together. Each sorts its run, a few samples tell where to cut the values into as many ranges as there are ranks,
@@ -21,7 +21,7 @@ from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.chunking import concat_ranks
 from shardwise.ops.engine.routes import Route
 from shardwise.ops.engine.runs import Runs, local_run
-from shardwise.ops.engine.table import add_fallbacks
+from shardwise.ops.engine.table import FALLBACKS
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.from_local import from_local
 
@@ -45,25 +45,28 @@ def sort_keys(values: torch.Tensor, *, descending: bool) -> torch.Tensor:
     return ~keys if descending else keys
 
 
-def sort_run(x: ShardedTensorBase, *, descending: bool) -> tuple[ShardedTensorBase, ShardedTensorBase]:
-    """The elements of a tensor with one dim in order, and the index of each; equal ones keep their order.
+def sort_run(
+    x: ShardedTensorBase, *, descending: bool, labels: ShardedTensorBase | None = None
+) -> tuple[ShardedTensorBase, ShardedTensorBase]:
+    """The elements of a tensor with one dim in order, and the index or label of each; equal ones keep their order.
 
     Every rank of the group calls it. Both results lie as the tensor does.
     """
     run, runs = local_run(x, x)
+    named = None if labels is None else local_run(labels, x, runs)[0]
     with torch.no_grad():
         keys, order = sort_keys(run.detach(), descending=descending).sort(stable=True)
         positions = order + runs.begin
         cuts = _range_cuts(keys, positions, runs, x)
     route = Route(x, np.diff(cuts, prepend=0, append=len(keys)), f"sort {x._layout.outline}")
     values = route.send(run[order], records=torch.is_grad_enabled() and x.requires_grad)
-    narrow = torch.int32 if x.shape[0] <= torch.iinfo(torch.int32).max else torch.int64
-    positions = route.send(positions.to(narrow)).long()
+    narrow = torch.int32 if named is None and x.shape[0] <= torch.iinfo(torch.int32).max else torch.int64
+    names = route.send((positions if named is None else named[order]).to(narrow)).long()
     with torch.no_grad():  # runs come in order, so equal elements do
         order = sort_keys(values.detach(), descending=descending).sort(stable=True).indices
     found = concat_ranks(values[order], x)
     sizes = found._layout.boxes.sizes[:, 0].tolist()
-    at = from_local(positions[order], process_group=x._frame.process_group, sizes=sizes)
+    at = from_local(names[order], process_group=x._frame.process_group, sizes=sizes)
     spec = spec_of(x._layout)
     return found._redistributed(spec), at._redistributed(spec)  # type: ignore[attr-defined] # on a group
 
@@ -107,4 +110,4 @@ def _sort(call: Call) -> Any:
     return tuple(one.reshape(x.shape) for one in made)
 
 
-add_fallbacks({aten.sort: _sort})
+FALLBACKS.update({aten.sort: _sort})
