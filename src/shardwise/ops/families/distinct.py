@@ -73,6 +73,7 @@ def search_sorted(edges: Any, values: Any, *, right: bool) -> Any:
     holders = torch.from_numpy(runs.sizes).nonzero().reshape(-1).to(own.device)  # ranks that have edges
     shape = values.shape
     wanted, given = local_run(values.detach().reshape(-1), edges)
+    own, wanted = own.contiguous(), wanted.contiguous()
     with failing_together(group):
         which = torch.searchsorted(lasts, wanted, right=right).clamp(max=len(holders) - 1)
         owners = holders[which]
@@ -130,7 +131,7 @@ def _bins(x: Any, edges: Any) -> tuple[Any, Any]:
     count = edges.shape[0] - 1
     edges, x = edges.detach(), x.detach()
     inside = (x >= edges[:1]) & (x <= edges[-1:])
-    return (torch.searchsorted(edges, x, right=True) - 1).clamp(0, count - 1), inside
+    return (torch.searchsorted(edges, x.contiguous(), right=True) - 1).clamp(0, count - 1), inside
 
 
 def _counted(numbers: Any, inside: Any, bins: list[int], weight: Any, dtype: torch.dtype) -> Any:
@@ -192,7 +193,7 @@ FALLBACKS.update(
     {
         aten.searchsorted.Tensor: _searchsorted,
         aten.searchsorted.Scalar: _searchsorted,
-        aten.bucketize.Tensor: _bucketize,
+        aten.bucketize: _bucketize,
         aten.isin.Tensor_Tensor: _isin,
     }
 )

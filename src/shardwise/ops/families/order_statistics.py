@@ -6,11 +6,8 @@ from typing import Any
 
 import torch
 
-from shardwise.layout import Layout
-from shardwise.layout.specs import spec_of
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.chunking import chunked, concat_ranks
-from shardwise.ops.engine.compute import group_places
+from shardwise.ops.engine.chunking import chunked, concat_ranks, replicated
 from shardwise.ops.engine.runs import local_run
 from shardwise.ops.engine.table import FALLBACKS, TABLE, beyond_budget
 from shardwise.ops.families.indexed_rows import model_of
@@ -40,8 +37,7 @@ def _topk(call: Call) -> Any:
 
 def _element(x: Any, at: int, shape: list[int]) -> Any:
     """One element of a tensor with one dim, on every rank."""
-    whole = Layout.whole([1], group_places(x._layout, x._frame.process_group))
-    return x[at : at + 1]._redistributed(spec_of(whole)).reshape(shape)
+    return replicated(x[at : at + 1]).reshape(shape)
 
 
 def _chosen(call: Call, at: Any, *, dim: int | None) -> Any:

@@ -6,13 +6,10 @@ An operand that is cut along such a dim is redistributed first, cut along anothe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.chunking import concat_ranks, local_chunk
-from shardwise.ops.engine.compute import compute
 from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.rule import Along, Dims, Labels, Rule, broadcast_shapes
 from shardwise.ops.engine.table import DECOMPOSED_UNDER_AUTOCAST, TABLE, RuleMaker, add_rules, by_rule
@@ -135,21 +132,6 @@ def _triangle(call: Call) -> Rule | None:
     return labels.rule([dims], [dims])
 
 
-def _cumsum(call: Call) -> Any:
-    """Along a whole dim; if the only dim is cut, within each chunk, plus the sum of all chunks before."""
-    result = compute(call, same_dims(dims_argument())(call))
-    x = call.sharded()[0]
-    if result is not NotImplemented or x.ndim != 1 or x._frame.process_group is None:
-        return result
-    own = local_chunk(x, 0, x).cumsum(0, dtype=call["dtype"])
-    totals: Any = concat_ranks(own[-1:] if len(own) else own.sum(0, keepdim=True), x)
-    earlier = torch.ones(len(totals), len(totals), dtype=torch.bool, device=own.device).tril(-1)
-    before = torch.where(
-        earlier, totals, torch.zeros((), dtype=own.dtype, device=own.device)
-    )  # not by a product: totals may be infinite
-    return concat_ranks(own + local_chunk(before.sum(1, dtype=own.dtype), 0, x), x)
-
-
 def _renorm(call: Call) -> Rule | None:
     x = call.operands[0]
     labels = Labels()
@@ -166,8 +148,8 @@ def _im2col(call: Call) -> Rule | None:
 
 
 ALONG_DIM = [
-    *("_softmax", "_log_softmax", "_safe_softmax", "cumprod", "cummax", "cummin", "logcumsumexp"),
-    *("_fft_r2c", "_fft_c2c", "_fft_c2r", "topk", "glu", "_weight_norm_interface"),
+    *("_softmax", "_log_softmax", "_safe_softmax", "topk", "glu", "_weight_norm_interface"),
+    *("_fft_r2c", "_fft_c2c", "_fft_c2r"),
 ]
 MATRIX = [  # square or not, one operand
     *("_linalg_svd", "_linalg_eigh", "linalg_eig", "linalg_qr", "linalg_inv_ex", "linalg_cholesky_ex", "cholesky"),
@@ -223,6 +205,3 @@ add_rules(
         aten._cdist_forward: batched(2, 2),
     }
 )
-
-
-TABLE[aten.cumsum] = _cumsum
