@@ -39,7 +39,7 @@ def _padded(ends: Callable[[Any, int, int, int], tuple[Any, Any]]) -> AtenHandle
 
     def handler(call: Call) -> Any:
         x: Any = call["self"]
-        pad = list(call.arguments.get("pad", call.arguments.get("padding")))
+        pad: list[int] = list(call["pad" if "pad" in call.arguments else "padding"])
         for k in range(len(pad) // 2):
             dim, (before, behind) = x.ndim - 1 - k, pad[2 * k : 2 * k + 2]
             x = x.narrow(dim, max(-before, 0), x.shape[dim] - max(-before, 0) - max(-behind, 0))
@@ -72,7 +72,7 @@ def _constant_pad(call: Call) -> Any:
     return _padded(ends)(call)
 
 
-# Views that are written ------------------------------------------------------------------------------------------------
+# Views that are written ----------------------------------------------------------------------------------------------
 
 
 def _written(view: Callable[[Any, Call], Any]) -> AtenHandler:
@@ -95,7 +95,7 @@ def _slice(x: Any, call: Call) -> Any:
     return x[(*(slice(None),) * dim, slice(call["start"], call["end"], call["step"]))]
 
 
-# Reads at indices ------------------------------------------------------------------------------------------------------
+# Reads at indices ----------------------------------------------------------------------------------------------------
 
 
 def _strided(x: Any, size: Sequence[int], stride: Sequence[int], offset: int) -> Any:
@@ -130,7 +130,7 @@ def _unfold(call: Call) -> Any:
     return made
 
 
-# One dim after another -------------------------------------------------------------------------------------------------
+# One dim after another -----------------------------------------------------------------------------------------------
 
 
 def _fft(call: Call) -> Any:

@@ -112,6 +112,11 @@ def spatial(dims: int) -> RuleMaker:
     return rule
 
 
+def _fractional_pool(call: Call) -> Rule | None:
+    """Samples and channels may be cut, and the random samples of each with them."""
+    return leading(2)(call) if call["self"].ndim == 2 + len(call["output_size"]) else None
+
+
 def _padding(call: Call) -> Sequence[int]:
     return [call.operands[0].ndim - 1 - k // 2 for k, amount in enumerate(call["pad"]) if amount]
 
@@ -143,6 +148,13 @@ def _roll(call: Call) -> Sequence[int]:
     return call["dims"] or range(call.operands[0].ndim)
 
 
+def _solve(call: Call) -> Rule | None:
+    """One system or a batch of them; the right-hand sides are vectors or matrices."""
+    a, b = call["A"], call["B"]
+    is_vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
+    return batched(2, 1 if is_vector else 2)(call)
+
+
 def _im2col(call: Call) -> Rule | None:
     return leading(1)(call) if call.operands[0].ndim == 4 else None
 
@@ -154,7 +166,7 @@ ALONG_DIM = [
 MATRIX = [  # square or not, one operand
     *("_linalg_svd", "_linalg_eigh", "linalg_eig", "linalg_qr", "linalg_inv_ex", "linalg_cholesky_ex", "cholesky"),
     *("linalg_lu_factor_ex", "linalg_lu", "_linalg_slogdet", "_linalg_det", "linalg_matrix_exp", "cholesky_inverse"),
-    *("linalg_ldl_factor_ex", "geqrf", "inverse", "pinverse", "linalg_pinv"),
+    *("linalg_ldl_factor_ex", "geqrf", "inverse", "pinverse"),
 ]
 SPACE = {
     **dict.fromkeys(["reflection_pad1d", "replication_pad1d", "upsample_nearest1d", "upsample_linear1d"], 1),
@@ -194,6 +206,10 @@ add_rules(
         aten.col2im: leading(1),
         aten.linalg_cross: _cross,
         aten.linalg_solve_triangular: batched(2, 2),
+        aten._linalg_solve_ex: _solve,
+        aten.linalg_pinv: batched(2, 0, 0),
+        aten.fractional_max_pool2d: _fractional_pool,
+        aten.fractional_max_pool3d: _fractional_pool,
         aten.triangular_solve: batched(2, 2),
         aten.cholesky_solve: batched(2, 2),
         aten.linalg_lu_solve: batched(2, 1, 2),
@@ -202,6 +218,5 @@ add_rules(
         aten.ormqr: batched(2, 1, 2),
         aten.linalg_lstsq: batched(2, 2),
         aten.linalg_ldl_solve: batched(2, 1, 2),
-        aten._cdist_forward: batched(2, 2),
     }
 )
