@@ -2,6 +2,7 @@
 
 - what moves: `plan` (of two layouts), `pieces` (of one rank), `relabel`, `recognise` (plans that are collectives)
 - in one exchange: `execute` (the verb), `messages`, `all_to_all`, `collectives`, `all_reduce`, `local_copies`
+- where values decide what moves: `by_value`
 - in rounds within bounded memory, of one tensor or many: `segments`, `rounds`, `bounded` (of one tensor)
 - below both: `wire` (bytes between ranks), `views`, `copies` and `copy_kernel`, `sums`
 """

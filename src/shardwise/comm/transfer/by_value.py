@@ -1,74 +1,148 @@
-"""`RowExchange`: rows that go to the members of a group which values name, so that only the sender knows how many.
+"""Rows that go to the ranks which values decide, such as tokens to experts.
 
-One small exchange tells all members how many rows come from whom; then rows go there, and answers come back.
+The ranks first exchange how many rows each has for each other one, then the rows, in exact numbers: nothing is padded.
+Several tensors with the same rows, of any widths and dtypes, travel in one message for each rank.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
 import torch
 from torch.distributed import ProcessGroup
 
 from shardwise.comm.agreement import begin_sending
-from shardwise.comm.group import CallFingerprint, is_fake
+from shardwise.comm.group import CallFingerprint, group_ranks, is_fake, without_data
 from shardwise.comm.tracing import record
 from shardwise.comm.transfer.views import as_bytes, resolved
-from shardwise.comm.transfer.wire import exchange
-from shardwise.layout.geometry import IntArray
+from shardwise.comm.transfer.wire import exchange, failing_together, wire_device
 
 
-def swap(
-    group: ProcessGroup,
-    given: torch.Tensor,
-    counts: tuple[IntArray, IntArray],
-    said: CallFingerprint,
-    wire: torch.device,
-    what: str,
-) -> torch.Tensor:
-    """Exchange elements with each member of a group: the counts say how many go there, and how many come from there.
+@dataclass(frozen=True, eq=False)
+class RowCounts:
+    """How many rows this rank sends to each member of a group, in group order, and how many it gets from each."""
 
-    Every rank of the group calls it. ``wire`` is the device on which messages lie.
+    group: ProcessGroup
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    known: bool = True  # False in a forecast, where they are assumed
+
+    def reverse(self) -> RowCounts:
+        """Of the way back."""
+        return RowCounts(self.group, self.received, self.sent, self.known)
+
+
+def exchange_numbers(
+    group: ProcessGroup, numbers: torch.Tensor, verb: str
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Give each member its row of numbers, and get one from each: the columns that were sent, and that came.
+
+    Every rank of the group calls it, with int64 numbers of one size. The host waits once, for all of them.
     """
-    out, into = counts
-    taken = torch.empty(int(into.sum()), dtype=given.dtype, device=wire)
-    here = group.rank()
-    if is_fake(group):  # other members send nothing
-        own_out, own_into = (_slice_of(each, here) for each in counts)
-        taken.zero_()[own_into] = given.reshape(-1)[own_out]
-        return taken
-    sent = as_bytes(resolved(given.to(wire)).contiguous())
-    came, went = ((each * given.element_size()).tolist() for each in (into, out))
-    tag = begin_sending(group, said)
-    messages = as_bytes(taken).split_with_sizes(came), sent.split_with_sizes(went)
-    with record.waiting("exchange", sum(went) - went[here], sum(came) - came[here]):
-        exchange(group, *messages, tag, what).wait()
-    return taken
+    came = numbers
+    if group.size() > 1 and not is_fake(group) and not without_data():
+        wire = wire_device(frozenset((numbers.device.type,)), group)
+        with failing_together(group):
+            given = numbers.to(wire).contiguous()
+            came = torch.empty_like(given)
+            tag = begin_sending(group, _said(verb, numbers.shape[1]))
+        size = given[0].nbytes * (group.size() - 1)
+        with record.waiting("meeting", size, size):
+            exchange(group, as_bytes(came).chunk(len(came)), as_bytes(given).chunk(len(given)), tag, verb).wait()
+        numbers = given
+    sent, received = torch.stack([numbers, came]).transpose(1, 2).tolist()
+    return [tuple(column) for column in sent], [tuple(column) for column in received]
 
 
-def _slice_of(counts: IntArray, member: int) -> slice:
-    """The slice of one member in the concatenated elements of all."""
-    begin = int(counts[:member].sum())
-    return slice(begin, begin + int(counts[member]))
+def exchange_rows(counts: RowCounts, tensors: Sequence[torch.Tensor], verb: str) -> list[torch.Tensor]:
+    """Give each member its rows of each tensor, and get rows of each: what came, in the order of the members.
+
+    The tensors have two dims and as many rows as are sent, in the order of the members. Every rank of the group calls
+    it, with tensors of the same widths and dtypes. A result may be a view of the memory of all results.
+    """
+    group, device = counts.group, tensors[0].device
+    form = RowForm.of(tuple((tensor.shape[1], tensor.dtype) for tensor in tensors))
+    rows = sum(counts.received)
+    begun = _begin_traced(counts, form.size) if record.running and group.size() > 1 else None
+    if group.size() == 1:
+        outs = list(tensors)
+    elif without_data() or is_fake(group):  # other members send nothing
+        outs = [tensor.new_zeros(rows, tensor.shape[1]) for tensor in tensors]
+    else:
+        with failing_together(group):
+            wire = wire_device(frozenset((device.type,)), group)
+            given, taken = form.pack(tensors, wire), form.empty(rows, wire)
+            tag = begin_sending(group, _said(verb, form))
+        way = exchange(group, _by_member(taken, counts.received), _by_member(given, counts.sent), tag, verb)
+        if begun is not None:
+            begun.waits()
+        way.wait()
+        with failing_together(group):
+            outs = form.unpack(taken.to(device, non_blocking=True))
+    if begun is not None:
+        begun.end()
+    return outs
 
 
-class RowExchange:
-    """So many rows of this rank for each member, and so many from each. Every rank of the group makes one."""
+def _by_member(buffer: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    """The bytes of each member's rows."""
+    width = buffer.shape[1]
+    return list(buffer.view(-1).split_with_sizes([count * width for count in counts]))
 
-    def __init__(self, group: ProcessGroup, counts: IntArray, wire: torch.device, verb: str) -> None:
-        self.group, self._wire, self._verb, self.out = group, wire, verb, counts
-        ones = np.ones_like(counts)
-        self.into: IntArray = self._swapped(torch.from_numpy(counts), ones, ones).numpy(force=True)
 
-    def send(self, rows: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-        """The rows from all members, in their order; this rank's are in the order of the members that get them.
+@dataclass(frozen=True)
+class RowForm:
+    """How a row of several tensors lies in memory: one part behind another, each aligned to its elements."""
 
-        With ``back``, the answers to rows that came: those to this rank's rows, in their order.
-        """
-        out, into = (self.into, self.out) if back else (self.out, self.into)
-        width = rows[0].numel() if len(rows) else rows.new_empty(rows.shape[1:]).numel()
-        taken = self._swapped(rows, out * width, into * width)
-        return taken.to(rows.device).view(int(into.sum()), *rows.shape[1:])
+    parts: tuple[tuple[int, int, torch.dtype], ...]  # the bytes at which each begins and ends, and its dtype
+    size: int
 
-    def _swapped(self, given: torch.Tensor, out: IntArray, into: IntArray) -> torch.Tensor:
-        said = CallFingerprint({"verb": self._verb, "dtype": given.dtype, "row": tuple(given.shape[1:])})
-        return swap(self.group, given, (out, into), said, self._wire, "rows that values send to other ranks")
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def of(kinds: tuple[tuple[int, torch.dtype], ...]) -> RowForm:
+        """Of parts of so many elements of these dtypes."""
+        parts, end = [], 0
+        for width, dtype in kinds:
+            begin = _multiple(end, dtype.itemsize)
+            end = begin + width * dtype.itemsize
+            parts.append((begin, end, dtype))
+        return RowForm(tuple(parts), _multiple(end, max(dtype.itemsize for _, dtype in kinds)))
+
+    def empty(self, rows: int, device: torch.device) -> torch.Tensor:
+        """Memory for so many rows, as bytes."""
+        made = torch.empty(rows, self.size, dtype=torch.uint8, device=device)
+        return record.as_buffer(made) if record.running else made
+
+    def pack(self, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """The rows of these tensors as bytes; of one tensor as they lie, if they may be sent so."""
+        if len(tensors) == 1:
+            (one,) = tensors
+            return as_bytes(resolved(one.to(device)).contiguous()).view(len(one), self.size)
+        buffer = self.empty(len(tensors[0]), device)
+        for part, tensor in zip(self.unpack(buffer), tensors, strict=True):
+            part.copy_(tensor)
+        return buffer
+
+    def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of rows that lie so, as views."""
+        return [buffer[:, begin:end].view(dtype) for begin, end, dtype in self.parts]
+
+
+def _multiple(size: int, of: int) -> int:
+    return -(-size // of) * of
+
+
+@lru_cache(maxsize=256)
+def _said(verb: str, form: object) -> CallFingerprint:
+    """What all ranks must say alike."""
+    return CallFingerprint({"verb": verb, "of": str(form)})
+
+
+def _begin_traced(counts: RowCounts, size: int) -> record.Begun | None:
+    here = counts.group.rank()
+    ranks = group_ranks(counts.group)
+    to = {ranks[k]: count * size for k, count in enumerate(counts.sent) if k != here and count}
+    received = (sum(counts.received) - counts.received[here]) * size
+    return record.begin("exchange", sum(to.values()), received, to=to, known=counts.known)

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
-from shardwise.comm.group import CallFingerprint
-from shardwise.comm.transfer.by_value import swap
-from shardwise.comm.transfer.wire import wire_device
+from shardwise.comm.agreement import begin_sending
+from shardwise.comm.group import CallFingerprint, is_fake
+from shardwise.comm.tracing import record
+from shardwise.comm.transfer.views import as_bytes, resolved
+from shardwise.comm.transfer.wire import exchange, wire_device
 from shardwise.layout.geometry import IntArray
 from shardwise.ops.embedding.pieces import MatrixPieces, pack_views
 from shardwise.ops.embedding.route import Columns, route_among
@@ -37,7 +39,24 @@ class Table:
 
     def swap(self, given: torch.Tensor, out: IntArray, into: IntArray) -> torch.Tensor:
         """Exchange elements with each member: ``out`` elements for ``into``."""
-        return swap(self.group, given, (out, into), self._said, self.wire, "ids or rows of a sharded table")
+        taken = torch.empty(int(into.sum()), dtype=given.dtype, device=self.wire)
+        if is_fake(self.group):  # other members request nothing, and send nothing
+            own_out, own_into = (_own_slice(counts, self.route.here) for counts in (out, into))
+            taken.zero_()[own_into] = given.reshape(-1)[own_out]
+            return taken
+        sent = as_bytes(resolved(given.to(self.wire)).contiguous())
+        came, went = ((counts * given.element_size()).tolist() for counts in (into, out))
+        tag, here = begin_sending(self.group, self._said), self.route.here
+        messages = as_bytes(taken).split_with_sizes(came), sent.split_with_sizes(went)
+        with record.waiting("exchange", sum(went) - went[here], sum(came) - came[here]):
+            exchange(self.group, *messages, tag, "ids or rows of a sharded table").wait()
+        return taken
+
+
+def _own_slice(counts: IntArray, here: int) -> slice:
+    """The slice of one member in the concatenated elements of all."""
+    begin = int(counts[:here].sum())
+    return slice(begin, begin + int(counts[here]))
 
 
 class ReceivedRows(NamedTuple):

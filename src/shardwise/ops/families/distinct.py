@@ -13,7 +13,7 @@ import torch
 
 from shardwise.comm.transfer.wire import failing_together
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.routes import Route
+from shardwise.ops.engine.routes import Route, by_member
 from shardwise.ops.engine.runs import from_runs, local_run
 from shardwise.ops.engine.table import FALLBACKS, TABLE, beyond_budget
 from shardwise.ops.families.indexed_rows import model_of, read_rows, write_rows
@@ -77,12 +77,11 @@ def search_sorted(edges: Any, values: Any, *, right: bool) -> Any:
     with failing_together(group):
         which = torch.searchsorted(lasts, wanted, right=right).clamp(max=len(holders) - 1)
         owners = holders[which]
-        order = owners.argsort(stable=True)
-        counts = torch.bincount(owners, minlength=len(runs.sizes)).numpy(force=True)
-        route = Route(edges, counts, f"search in {runs.layout.outline}")
-        answers = torch.searchsorted(own, route.send(wanted[order]), right=right) + runs.begin
+        order, cuts = by_member(owners, len(runs.sizes))
+        route = Route(edges, cuts.cpu(), len(order), f"search in {runs.layout.outline}")
+        answers = torch.searchsorted(own, *route.send(wanted[order]), right=right) + runs.begin
         found = torch.empty_like(order)
-        found[order] = route.answer(answers)
+        found[order] = route.answer(answers)[0]
     return from_runs(found, given, edges).reshape(shape)
 
 

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from shardwise.comm.agreement import in_op, settle
-from shardwise.comm.group import Fields, is_member, talks
+from shardwise.comm.group import Fields, is_member, talks, without_data
 from shardwise.comm.transfer.wire import failing_together
 from shardwise.ops.embedding.ops import rows_of_shared
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.recorder import depends_on_values
-from shardwise.ops.engine.routes import Route
+from shardwise.ops.engine.routes import Route, by_member
 from shardwise.ops.engine.runs import from_runs, local_run
 from shardwise.tensor import ShardedTensorBase
 
@@ -40,7 +40,7 @@ def from_front(index: Any, size: int, model: ShardedTensorBase) -> Any:
     parts = index._local_tensors() if isinstance(index, ShardedTensorBase) else [index]
 
     def work() -> tuple[None, Fields]:
-        for part in parts:
+        for part in [] if without_data() else parts:
             for found in torch.stack(part.aminmax()).tolist() if part.numel() else []:
                 if not -size <= found < size:
                     raise IndexError(f"index {found} is out of bounds for dimension with size {size}")
@@ -73,12 +73,11 @@ def write_rows(x: Any, index: Any, source: Any, write: Write, model: ShardedTens
     assert group is not None
     with failing_together(group):
         owners = torch.bucketize(at, torch.from_numpy(runs.edges[1:]).to(at.device), right=True)
-        order = owners.argsort(stable=True)
-        counts = torch.bincount(owners, minlength=len(runs.sizes)).numpy(force=True)
-        route = Route(model, counts, f"write rows into {runs.layout.outline}")
+        order, cuts = by_member(owners, len(runs.sizes))
+        route = Route(model, cuts.cpu(), len(order), f"write rows into {runs.layout.outline}")
         records = torch.is_grad_enabled() and source.requires_grad
-        at = route.send(at[order]) - runs.begin
-        return from_runs(write(own, at, route.send(rows[order], records=records)), runs, model)
+        at, rows = route.send(at[order], rows[order], records=records)
+        return from_runs(write(own, at - runs.begin, rows), runs, model)
 
 
 def flat_positions(index: Any, dim: int, shape: Sequence[int], model: ShardedTensorBase) -> Any:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
-from shardwise.comm.group import is_member
+from shardwise.comm.group import is_member, without_data
 from shardwise.layout.specs import spec_of
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.chunking import concat_ranks
@@ -58,20 +57,20 @@ def sort_run(
         keys, order = sort_keys(run.detach(), descending=descending).sort(stable=True)
         positions = order + runs.begin
         cuts = _range_cuts(keys, positions, runs, x)
-    route = Route(x, np.diff(cuts, prepend=0, append=len(keys)), f"sort {x._layout.outline}")
-    values = route.send(run[order], records=torch.is_grad_enabled() and x.requires_grad)
     narrow = torch.int32 if named is None and x.shape[0] <= torch.iinfo(torch.int32).max else torch.int64
-    names = route.send((positions if named is None else named[order]).to(narrow)).long()
+    names = (positions if named is None else named[order]).to(narrow)
+    route = Route(x, cuts, len(keys), f"sort {x._layout.outline}")
+    values, names = route.send(run[order], names, records=torch.is_grad_enabled() and x.requires_grad)
     with torch.no_grad():  # runs come in order, so equal elements do
         order = sort_keys(values.detach(), descending=descending).sort(stable=True).indices
     found = concat_ranks(values[order], x)
     sizes = found._layout.boxes.sizes[:, 0].tolist()
-    at = from_local(names[order], process_group=x._frame.process_group, sizes=sizes)
+    at = from_local(names[order].long(), process_group=x._frame.process_group, sizes=sizes)
     spec = spec_of(x._layout)
     return found._redistributed(spec), at._redistributed(spec)  # type: ignore[attr-defined] # on a group
 
 
-def _range_cuts(keys: torch.Tensor, positions: torch.Tensor, runs: Runs, x: ShardedTensorBase) -> Any:
+def _range_cuts(keys: torch.Tensor, positions: torch.Tensor, runs: Runs, x: ShardedTensorBase) -> torch.Tensor:
     """Where this rank's sorted elements are cut into ranges, one for each rank, by samples of all ranks.
 
     Elements are pairs of a key and a position, so that equal keys do not all go to one rank.
@@ -90,10 +89,12 @@ def _range_cuts(keys: torch.Tensor, positions: torch.Tensor, runs: Runs, x: Shar
     behind = torch.searchsorted(keys, splitters[:, 0].contiguous(), right=True)
     first, last = runs.begin, runs.begin + len(keys)
     cuts = torch.where(splitters[:, 1] < first, before, behind).cpu()
+    if without_data():
+        return cuts
     for k in ((splitters[:, 1] >= first) & (splitters[:, 1] < last)).nonzero()[:, 0].tolist():  # a sample of this rank
         equal = positions[before[k] : behind[k]]
         cuts[k] = before[k] + torch.searchsorted(equal, splitters[k, 1])
-    return cuts.numpy()
+    return cuts
 
 
 def only_cut_dim(x: Any, dim: int) -> bool:

@@ -1,0 +1,120 @@
+"""Rows under autograd: sent to the ranks that values decide, spread to entries that read them, and added up again.
+
+The backward of an exchange of rows is the exchange back, a collective, which runs on every rank by the anchors. To
+spread rows and to add them up are each other's backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from shardwise.autograd.anchors import anchor_gradient, input_anchor, output_anchor
+from shardwise.autograd.buckets import compared
+from shardwise.autograd.recorded_backward import register_anchor, sendable
+from shardwise.comm.transfer.by_value import RowCounts, exchange_rows
+
+
+class _Exchanged(torch.autograd.Function):
+    """Rows of other ranks for rows of this one; whole numbers among them have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, counts: RowCounts, verb: str, anchor: torch.Tensor | None, *tensors: torch.Tensor) -> Any:
+        """An anchor, then what came."""
+        ctx.counts, ctx.verb = counts, verb
+        outs = exchange_rows(counts, tensors, verb)
+        outs = [out.view_as(out) if any(out is one for one in tensors) else out for out in outs]
+        ctx.mark_non_differentiable(*(out for out in outs if not out.is_floating_point()))
+        return output_anchor(ctx, anchor, tensors), *outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """The gradients, on the ranks where the rows came from."""
+        anchor, *parts = sendable(grads, ctx)
+        has_grad = [part.is_floating_point() for part in parts]
+        back, verb = ctx.counts.reverse(), f"the gradient of {ctx.verb}"
+        given = [part for part, floats in zip(parts, has_grad, strict=True) if floats]
+        fields = {"verb": verb, "of": [(part.shape[1], part.dtype) for part in given]}
+        compared(back.group, fields)()
+        anchor, *came = _exchanged(back, verb, anchor, *given)
+        register_anchor(anchor)
+        left = iter(came)
+        return None, None, anchor_gradient(ctx, 2, anchor), *(next(left) if floats else None for floats in has_grad)
+
+
+_exchanged: Callable[..., tuple[torch.Tensor, ...]] = _Exchanged.apply  # which torch declares without types
+
+
+def exchanged_rows(
+    counts: RowCounts, verb: str, anchor: torch.Tensor | None, tensors: Sequence[torch.Tensor], *, records: bool
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    """An anchor, if recorded, and the rows that came. Every rank of the group calls it, and records alike."""
+    if not records:
+        return None, exchange_rows(counts, [tensor.detach() for tensor in tensors], verb)
+    made, *outs = _exchanged(counts, verb, input_anchor(anchor, tensors, tensors[0].device), *tensors)
+    return made, outs
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Entries that each read one row of a tensor."""
+
+    row: torch.Tensor  # of each entry
+    rows: int  # how many there are; some may be read by none
+
+    @cached_property
+    def by_row(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The entries row by row, and where those of each row begin."""
+        order = torch.argsort(self.row, stable=True)
+        counts = torch.zeros(self.rows + 1, dtype=self.row.dtype, device=self.row.device)
+        counts.scatter_add_(0, self.row + 1, torch.ones_like(self.row))
+        return order, counts.cumsum(0)[:-1]
+
+    def spread(self, rows: torch.Tensor) -> torch.Tensor:
+        """The row of each entry."""
+        return _spread(rows, self)
+
+    def add_up(self, entries: torch.Tensor) -> torch.Tensor:
+        """For each row, the sum of its entries. The order of additions is always the same."""
+        return _added(entries, self)
+
+
+class _Spread(torch.autograd.Function):
+    """Each entry's row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, entries: Entries) -> torch.Tensor:
+        """By number."""
+        ctx.entries = entries
+        return rows.index_select(0, entries.row)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """The gradients of all entries of a row."""
+        return _added(grads[0], ctx.entries), None
+
+
+class _Added(torch.autograd.Function):
+    """The sum of each row's entries."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, entries: Entries) -> torch.Tensor:
+        """In one kernel, which adds in the order of the entries."""
+        ctx.entries = entries
+        if not len(values) or not entries.rows:
+            return values.new_zeros(entries.rows, values.shape[1])
+        order, begins = entries.by_row
+        return torch.nn.functional.embedding_bag(order, values, begins, mode="sum")
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Each entry has the gradient of its row."""
+        return _spread(grads[0], ctx.entries), None
+
+
+_spread: Callable[[torch.Tensor, Entries], torch.Tensor] = _Spread.apply
+_added: Callable[[torch.Tensor, Entries], torch.Tensor] = _Added.apply
