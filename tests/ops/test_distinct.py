@@ -20,12 +20,15 @@ OF_KEYS: dict[str, Callable[[Any], Any]] = {
     "of a table": lambda x: torch.unique(x[:36].reshape(4, 9), return_inverse=True),
     "consecutive": lambda x: torch.unique_consecutive(x // 2, return_inverse=True, return_counts=True),
     "consecutive rows": lambda x: torch.unique_consecutive((x[:36] // 4).reshape(18, 2), dim=0, return_counts=True),
+    "rows": lambda x: torch.unique((x[:36] // 4).reshape(12, 3), dim=0, return_inverse=True, return_counts=True),
+    "columns": lambda x: torch.unique((x[:36] // 4).reshape(2, 18), dim=1),
     "isin": lambda x: (torch.isin(x, x[:5]), torch.isin(x[:6], x * 2, invert=True)),
 }
 OF_EDGES: dict[str, Callable[..., Any]] = {
     "searchsorted": lambda x, e: (torch.searchsorted(e, x), torch.searchsorted(e, x[:3], right=True)),
     "beyond the edges": lambda x, e: torch.searchsorted(e, x * 9, out_int32=True),
     "edges themselves": lambda x, e: (torch.searchsorted(e, e), torch.searchsorted(e, e, side="right")),
+    "a sorter": lambda x, e: torch.searchsorted(e.flip(0), x, sorter=torch.arange(e.shape[0]).flip(0)),
     "a number": lambda x, e: (torch.searchsorted(e, 0.0), torch.bucketize(0.4, e, right=True)),
     "bucketize": lambda x, e: torch.bucketize(x, e),
     "histogram": lambda x, e: torch.histogram(x.reshape(-1), e),

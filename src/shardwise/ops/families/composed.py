@@ -6,7 +6,7 @@ They are called where an op would need an operand whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -98,23 +98,19 @@ def _slice(x: Any, call: Call) -> Any:
 # Reads at indices ----------------------------------------------------------------------------------------------------
 
 
-def _strided(x: Any, size: Sequence[int], stride: Sequence[int], offset: int) -> Any:
-    """The elements of a contiguous tensor at these steps, as a copy."""
-    index = torch.full((), offset, device=x.device)
-    for k, (count, step) in enumerate(zip(size, stride, strict=True)):
-        index = index + (torch.arange(count, device=x.device) * step).reshape(-1, *[1] * (len(size) - k - 1))
-    made = read_rows(x.reshape(-1), index.reshape(-1)).reshape(list(size))
-    made._moved = True  # which is no view
-    return made
-
-
 def _as_strided(call: Call) -> Any:
-    x = call["self"]
+    """The elements of a contiguous tensor at these steps, as a copy."""
+    x, size = call["self"], list(call["size"])
     if not isinstance(x, ShardedTensorBase) or x._strides is not None or x._view_of is not None:
         return NotImplemented
-    if model_of(call) is None or not math.prod(call["size"]):
+    if model_of(call) is None or not math.prod(size):
         return NotImplemented
-    return _strided(x, call["size"], call["stride"], call["storage_offset"] or 0)
+    index = torch.full((), call["storage_offset"] or 0, device=x.device)
+    for k, (count, step) in enumerate(zip(size, call["stride"], strict=True)):
+        index = index + (torch.arange(count, device=x.device) * step).reshape(-1, *[1] * (len(size) - k - 1))
+    made: Any = read_rows(x.reshape(-1), index.reshape(-1)).reshape(size)
+    made._moved = True  # which is no view
+    return made
 
 
 def _unfold(call: Call) -> Any:

@@ -59,6 +59,23 @@ def _unique_consecutive(call: Call) -> Any:
     return found.movedim(0, dim), number, counts
 
 
+def _unique_rows(call: Call) -> Any:
+    """Distinct slices of a dim, in their order: rows get numbers by their first column, then by the next one, ..."""
+    x, dim = call["self"], call["dim"]
+    if model_of(call) is None or x.dtype.is_complex or not x.ndim or not x.numel():
+        return NotImplemented
+    slices: Any = x.detach().movedim(dim, 0)
+    rows = slices.reshape(slices.shape[0], -1)
+    numbers = torch.unique(rows[:, 0], return_inverse=True)[1]
+    for k in range(1, rows.shape[1]):
+        values, own = torch.unique(rows[:, k], return_inverse=True)
+        numbers = torch.unique(numbers * values.shape[0] + own, return_inverse=True)[1]
+    ordered, order = sort_run(numbers, descending=False)
+    starts = run_starts(ordered)
+    first, _, counts = _distinct(order, starts)
+    return read_rows(slices, first).movedim(0, dim), numbers, counts
+
+
 # Among sorted elements -----------------------------------------------------------------------------------------------
 
 
@@ -87,9 +104,10 @@ def search_sorted(edges: Any, values: Any, *, right: bool) -> Any:
 
 def _searchsorted(call: Call) -> Any:
     edges, values = call["sorted_sequence"], call["self"]
-    model = model_of(call)
-    if model is None or edges.ndim != 1 or call["sorter"] is not None or not isinstance(edges, ShardedTensorBase):
+    if model_of(call) is None or edges.ndim != 1 or not isinstance(edges, ShardedTensorBase):
         return NotImplemented
+    if call["sorter"] is not None:
+        edges = read_rows(edges.detach(), call["sorter"])
     right = call["right"] or call.arguments.get("side") == "right"
     return _searched(edges, values, right, call["out_int32"])
 
@@ -198,6 +216,7 @@ FALLBACKS.update(
 )
 BY_VALUES = {
     aten._unique2: _unique,
+    aten.unique_dim: _unique_rows,
     aten.unique_consecutive: _unique_consecutive,
     aten.histogram: _histogram,
     aten._histogramdd_bin_edges: _edges_of_columns,

@@ -5,6 +5,7 @@ Only indices travel, and the rows that they name. Every rank of the group takes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,8 +57,8 @@ def from_front(index: Any, size: int, model: ShardedTensorBase) -> Any:
 
 def read_rows(x: Any, index: Any) -> Any:
     """``x[index]`` of a sharded tensor that is cut along its first dim; the result is cut as the index is."""
-    table = x.reshape(x.shape[0], -1)
-    return rows_of_shared(index, table).reshape(*index.shape, *x.shape[1:])
+    table = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    return rows_of_shared(index, table).reshape([*index.shape, *x.shape[1:]])
 
 
 def write_rows(x: Any, index: Any, source: Any, write: Write, model: ShardedTensorBase) -> ShardedTensorBase:

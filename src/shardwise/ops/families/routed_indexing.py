@@ -84,10 +84,11 @@ def _index_select(call: Call) -> Any:
 def _along_index(call: Call) -> Any:
     """index_add, index_copy, index_reduce: the op itself, on the rows of each rank."""
     x, index, model = call["self"], call["index"].reshape(-1), model_of(call)
-    if model is None or not x.ndim:
+    if model is None:
         return NotImplemented
-    dim, source = call["dim"] % x.ndim, call["source"]
-    source = source.reshape(index.shape) if not source.ndim else source
+    shape, source = x.shape, call["source"]
+    x, source = (one if one.ndim else one.reshape(1) for one in (x, source))
+    dim = call["dim"] % x.ndim
     if source.ndim != x.ndim or source.shape[dim] != index.shape[0]:
         return NotImplemented
     rest = {name: value for name, value in call.arguments.items() if name not in ("self", "dim", "index", "source")}
@@ -98,7 +99,7 @@ def _along_index(call: Call) -> Any:
         lambda own, at, rows: _with_rest(call, own, at, rows, rest),
         model,
     )
-    return made.movedim(0, dim)
+    return made.movedim(0, dim).reshape(shape)
 
 
 def _with_rest(call: Call, own: Any, at: Any, rows: Any, rest: dict[str, Any]) -> Any:
