@@ -25,9 +25,6 @@ OF_ROWS: dict[str, Callable[[Any], Any]] = {
     "select_scatter": lambda x: torch.select_scatter(x[:, None], x[:1] * 2, 0, 4),
 }
 OF_CUBES: dict[str, Callable[[Any], Any]] = {
-    "fftn": lambda x: torch.view_as_real(torch.fft.fftn(x)),
-    "rfftn": lambda x: torch.view_as_real(torch.fft.rfftn(x)),
-    "irfftn": lambda x: torch.fft.irfftn(torch.complex(x, x * 2)),
     "rolled": lambda x: (x.roll(7), x.roll((1, 2), (0, 2))),
     "diagonal_scatter": lambda x: torch.diagonal_scatter(x, x[:3, 0].T * 2, 0, 0, 1),
     "off the diagonal": lambda x: torch.diagonal_scatter(x[0], x[0, :, 0] * 2, 2),

@@ -128,3 +128,19 @@ def test_statistics_on_four_ranks() -> None:
 
 def _few(size: torch.Size) -> shardwise.ShardingSpec:
     return boxes(([0], [1], 3), ([1], [size[0] - 2], 1), ([size[0] - 1], [1], 0))
+
+
+@ranks(4)
+def test_no_rank_gets_much_more_than_its_share() -> None:
+    """Of any values: equal ones, those that lie on one rank, those that are sorted backwards."""
+    count = 40_000
+    share = count // 4 * 16  # bytes of a value and its index
+    for values in (normal(count), torch.zeros(count).double(), torch.arange(count).double().flip(0)):
+        row = shard_tensor(values, chunks(0, 0, 1, 2, 3))
+        with shardwise.gather_budget(0), shardwise.trace() as traced:
+            found, at = row.sort(stable=True)
+        most = max(event.received for event in traced.events)
+        assert most < 1.1 * share, most
+        plain = values.sort(stable=True)
+        assert torch.equal(found.full_tensor(), plain.values)
+        assert torch.equal(at.full_tensor(), plain.indices)

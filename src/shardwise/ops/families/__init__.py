@@ -1,10 +1,13 @@
 """Families of ops: each file says how the ops of one kind are computed on shards.
 
 - under rules: ``matmul`` (with linear), ``convolution``, ``attention``, ``normalisation``, ``loss``, ``pointwise``,
-  ``reduction``, ``whole_dims`` (softmax, sort, fft, pooling, linear algebra), ``indexing``, ``shape`` (views)
+  ``reduction``, ``distances``, ``whole_dims`` (softmax, fft, pooling, linear algebra), ``indexing``, ``shape`` (views)
 - on boxes: ``slicing``, ``cat``
-- by other ops or step by step: ``recurrent``, ``comparison``, ``foreach``, ``amp``
+- by other ops or step by step: ``recurrent``, ``comparison``, ``foreach``, ``amp``, ``composed`` (roll, pad, unfold),
+  ``fourier``
 - with sizes that depend on values: ``selection`` (masks, nonzero, counts)
+- along a dim that is cut, by rows that go where values say: ``sorting``, ``order_statistics``, ``distinct``,
+  ``routed_indexing`` and the ``indexed_rows`` that it reads and writes; ``scans``
 - random numbers: ``dropout``, ``sampling``, ``filling`` (in place, `torch.nn.init`), ``creation`` (`rand_like`, ...)
 - without computing: ``attributes``, ``copies``, ``memory``
 """
@@ -24,6 +27,8 @@ from shardwise.ops.families import (
     dropout,
     filling,
     foreach,
+    fourier,
+    indexed_rows,
     indexing,
     loss,
     matmul,
@@ -58,6 +63,8 @@ __all__ = [
     "dropout",
     "filling",
     "foreach",
+    "fourier",
+    "indexed_rows",
     "indexing",
     "loss",
     "matmul",

@@ -126,30 +126,6 @@ def _unfold(call: Call) -> Any:
     return made
 
 
-# One dim after another -----------------------------------------------------------------------------------------------
-
-
-def _fft(call: Call) -> Any:
-    """Along several dims, one after another: each is whole while it is transformed, and others are cut."""
-    x, dims = call["self"], list(call["dim"])
-    if len(dims) < 2 or model_of(call) is None:
-        return NotImplemented
-    name = call.op.overloadpacket.__name__
-    *first, last = dims
-    if name == "_fft_c2r":
-        for dim in first:
-            x = aten._fft_c2c(x, [dim], call["normalization"], False)
-        return aten._fft_c2r(x, [last], call["normalization"], call["last_dim_size"])
-    if name == "_fft_r2c":
-        x = aten._fft_r2c(x, [last], call["normalization"], call["onesided"])
-        for dim in first:
-            x = aten._fft_c2c(x, [dim], call["normalization"], True)
-        return x
-    for dim in dims:
-        x = aten._fft_c2c(x, [dim], call["normalization"], call["forward"])
-    return x
-
-
 COMPOSED: dict[Any, AtenHandler] = {
     aten.roll: _roll,
     aten.constant_pad_nd: _constant_pad,
@@ -162,6 +138,5 @@ COMPOSED: dict[Any, AtenHandler] = {
     aten.as_strided_copy: _as_strided,
     aten.unfold: _unfold,
     aten.unfold_copy: _unfold,
-    **dict.fromkeys((aten._fft_c2c, aten._fft_r2c, aten._fft_c2r), _fft),
 }
 FALLBACKS.update(COMPOSED)
