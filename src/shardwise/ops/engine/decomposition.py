@@ -243,7 +243,8 @@ def _compute_call(call: Call) -> Any:
     return _without_rule(call) if result is NotImplemented else result
 
 
-TAKES_EMPTY = {torch.ops.aten.copy_, torch.ops.aten.cat}  # ops whose handlers know what to do without elements
+# Ops whose handlers know what to do without elements.
+TAKES_EMPTY = {torch.ops.aten.copy_, torch.ops.aten.cat, torch.ops.aten.put}
 
 
 def _without_rule(call: Call) -> Any:

@@ -29,9 +29,9 @@ aten = torch.ops.aten
 
 def _gather(call: Call) -> Any:
     x, index, model = call["self"], call["index"], model_of(call)
-    if model is None or not isinstance(x, ShardedTensorBase) or not index.numel():
-        return NotImplemented
-    if not x.ndim or not index.ndim:
+    if model is not None and not x.ndim and isinstance(index, ShardedTensorBase):
+        return torch.gather(x.reshape(1).expand(index.numel()), 0, index.reshape(-1)).reshape(index.shape)
+    if model is None or not isinstance(x, ShardedTensorBase) or not index.numel() or not index.ndim:
         return NotImplemented
     return read_rows(x.reshape(-1), flat_positions(index, call["dim"] % x.ndim, x.shape, model))
 
