@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.cases import boxes, chunks
+from tests.cases import boxes, chunks, places
 from tests.ops.twin import TWO, Layouts, along, assert_same, normal, plain
 
 import shardwise
+from shardwise import ChunkShardingSpec
+from shardwise.errors import UnsupportedOpError
 from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
@@ -55,7 +57,7 @@ COPIES: dict[str, Callable[..., Any]] = {
 def test_reading_a_row_that_is_cut(layout: str) -> None:
     """At plain and sharded indices, of which some repeat and some count from the end."""
     for name, read in READS.items():
-        for of_index in (plain, TWO[layout], TWO["uneven"]):
+        for of_index in (plain, TWO[layout]):
             assert_same(read, [(ROW, TWO[layout]), (AT, of_index)], f"{name}, {of_index}")
 
 
@@ -63,7 +65,7 @@ def test_reading_a_row_that_is_cut(layout: str) -> None:
 @ranks(2)
 def test_writing_into_a_row_that_is_cut(layout: str) -> None:
     """Values that are plain or sharded, added where indices repeat, copied where they do not."""
-    others: list[Layouts] = [plain, TWO[layout], TWO["uneven"]]
+    others: list[Layouts] = [plain, TWO[layout]]
     for index, writes in ((AT, ADDS), (ONCE, COPIES)):
         for name, write in writes.items():
             for k, of_source in enumerate(others):
@@ -109,3 +111,18 @@ def test_an_index_out_of_bounds_on_one_rank_is_raised_by_all() -> None:
         with shardwise.gather_budget(0), pytest.raises(IndexError, match="out of bounds"):
             mistake()
     assert row.sum().item() == pytest.approx(ROW.sum().item())
+
+
+@ranks(2)
+def test_what_does_not_fit_is_refused_as_by_torch() -> None:
+    """Too few values for a mask, too many for indices, and no data at all."""
+    row, rows = shard_tensor(ROW, chunks(0, 0, 1)), chunks(0, 0, 1)
+    three = shard_tensor(torch.ones(3, dtype=torch.float64), rows)
+    with shardwise.gather_budget(0):
+        with pytest.raises(RuntimeError, match="mask"):
+            row.masked_scatter(row < 9, three)
+        with pytest.raises(IndexError, match="2 indices for 3 values"):
+            row.put(shard_tensor(torch.tensor([1, 2]), rows), three)
+        with pytest.raises(UnsupportedOpError, match="whole"):
+            shardwise.empty(ChunkShardingSpec(0, places(0, 1, device="meta")), 40).sort()
+        assert row.take(torch.tensor(3)).item() == ROW[3].item()

@@ -132,8 +132,9 @@ def require_budget(
 
 
 def may_gather(call: Call) -> bool:
-    """Whether the sharded operands of a call are within the gather budget."""
-    return _gathered_bytes(call.sharded()) <= settings.current().gather_budget
+    """Whether the sharded operands of a call are within the gather budget, or have no data."""
+    sharded = call.sharded()
+    return _gathered_bytes(sharded) <= settings.current().gather_budget or any(one.is_meta for one in sharded)
 
 
 def _gathered_bytes(sharded: Sequence[ShardedTensorBase]) -> int:

@@ -63,6 +63,8 @@ def _put(call: Call) -> Any:
     x, model = call["self"], model_of(call)
     if model is None:
         return NotImplemented
+    if call["index"].numel() != call["source"].numel():
+        raise IndexError(f"put: {call['index'].numel()} indices for {call['source'].numel()} values")
     at, source = from_front(call["index"], x.numel(), model).reshape(-1), call["source"].reshape(-1)
     made = write_rows(
         x.reshape(-1), at, source, lambda own, at, rows: own.index_put((at,), rows, call["accumulate"]), model
@@ -176,6 +178,9 @@ def _masked_scatter(call: Call) -> Any:
     if model_of(call) is None or not shape:
         return NotImplemented
     mask = mask.expand(shape)
+    wanted = int(mask.sum().item())
+    if wanted > source.shape[0]:
+        raise RuntimeError(f"masked_scatter: the mask names {wanted} elements, the source has {source.shape[0]}")
     before = (mask.reshape(-1).cumsum(0) - 1).clamp(0, source.shape[0] - 1)
     read = source[before] if not isinstance(source, ShardedTensorBase) else read_rows(source, before)
     return torch.where(mask, read.reshape(shape), x)
