@@ -44,3 +44,27 @@ def test_the_matrix_on_a_gpu(layout: str, family: str) -> None:
                     if plain.grad is not None:
                         assert_close(tensor.grad.full_tensor(), plain.grad, f"gradient of {name}")
     assert shardwise.zeros(SPECS[layout], *SIZE).is_cuda
+
+
+@ranks(4, backend="nccl")
+def test_rows_that_go_where_values_say() -> None:
+    """Sorted, chosen, read and written along a dim that is cut, with nothing gathered."""
+    device, generator = torch.device("cuda:0"), torch.Generator().manual_seed(0)
+    values = torch.randn(41, dtype=torch.float64, generator=generator).to(device)
+    at, source = torch.tensor([3, 40, 0, 3], device=device), torch.ones(4, dtype=torch.float64, device=device)
+    functions = (
+        lambda x, i, s: x.sort(stable=True).values,
+        lambda x, i, s: x.topk(3).values,
+        lambda x, i, s: x[i],
+        lambda x, i, s: x.index_add(0, i, s),
+        lambda x, i, s: x.cumprod(0),
+    )
+    for function in functions:
+        plain, tensor = values.clone().requires_grad_(), shard_tensor(values, SPECS["rows"]).requires_grad_()
+        expected = function(plain, at, source)
+        with shardwise.gather_budget(0):
+            found = function(tensor, *(shard_tensor(one, SPECS["rows"]) for one in (at, source)))
+            (found * found).sum().backward()
+        (expected * expected).sum().backward()
+        assert_close(found.detach().full_tensor(), expected.detach())
+        assert_close(tensor.grad.full_tensor(), plain.grad)

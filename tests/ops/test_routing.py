@@ -132,18 +132,20 @@ def test_sizes_follow_the_values_of_each_call() -> None:
 
 
 @ranks(2)
-def test_what_needs_all_of_one_dim_is_refused_in_one_line() -> None:
-    """A sort of the only dim, which is cut: the error names the op, the operand, the bytes, and what to do."""
-    keys = shard_tensor(ROUTES.flatten(), ROWS(ROUTES.flatten().shape))
+def test_what_needs_all_of_a_matrix_is_refused_in_one_line() -> None:
+    """Its singular values: the error names the op, the operand, the bytes, and what to do."""
+    scores = shard_tensor(LOGITS, ROWS(LOGITS.shape))
     with shardwise.gather_budget(0), pytest.raises(UnsupportedOpError) as caught:
-        keys.sort()
+        torch.linalg.svdvals(scores)
     message = str(caught.value)
     assert "\n" not in message
-    assert message.startswith("aten.sort.default needs self (16,) whole, which would gather 128 bytes on every rank")
-    assert "shardwise.gather_budget(128)" in message
+    assert message.startswith(
+        "aten._linalg_svd.default needs A (8, 4) whole, which would gather 256 bytes on every rank"
+    )
+    assert "shardwise.gather_budget(256)" in message
     assert message.endswith("not supported for ShardedTensor!")
-    with shardwise.gather_budget(128):
-        assert torch.equal(keys.sort().values.full_tensor(), ROUTES.flatten().sort().values)
+    with shardwise.gather_budget(256):
+        assert torch.allclose(torch.linalg.svdvals(scores).full_tensor(), torch.linalg.svdvals(LOGITS))
 
 
 @ranks(2)

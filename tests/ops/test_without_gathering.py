@@ -56,3 +56,20 @@ def test_a_scalar_repeated_not_at_all() -> None:
     with shardwise.gather_budget(0):
         x.repeat(0, 2).sum().backward()
     assert_close(x.grad.full_tensor(), torch.zeros((), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("spec", KINDS)
+@ranks(4)
+def test_results_without_elements(spec: str) -> None:
+    """Need no operand; the gradient of each is zeros, not None."""
+    nothing = torch.empty(0, 6, dtype=torch.float64)
+    for function in (lambda x: nothing @ x.T, lambda x: torch.nn.functional.linear(nothing, x), lambda x: x[:0] @ x.T):
+        x = shard_tensor(X, ALL[spec]).requires_grad_()
+        with shardwise.gather_budget(0):
+            made: Any = function(x)
+            assert made.shape == (0, 7)
+            made.sum().backward()
+        assert_holds(x.grad, torch.zeros_like(X))
+    with shardwise.gather_budget(0):
+        joined = torch.cat([shard_tensor(torch.empty(0).double(), chunks(0, 0, 1)), shard_tensor(X, ALL[spec])], 1)
+    assert_holds(joined, X)

@@ -20,7 +20,7 @@ Layouts = Callable[[torch.Size], ShardingSpec | None]  # None: plain
 
 def normal(*size: int, seed: int = 0) -> torch.Tensor:
     """The same numbers on every rank."""
-    return torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def plain(size: torch.Size) -> None:

@@ -54,7 +54,8 @@ def tie(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     total = torch.zeros((), device=wanted[0].device if wanted else None)
     for tensor in wanted:
-        total = total + tensor.reshape(-1)[:0].sum().to(total.device, total.dtype)
+        nothing = tensor.reshape(-1)[:0]
+        total = total + (nothing.real if nothing.is_complex() else nothing).sum().to(total.device, total.dtype)
     return total
 
 

@@ -97,6 +97,11 @@ def _embedding_of_shared(op: Op, ids: Any, weight: ShardedTensor, options: Looku
     return wrap_rows(portion.layout, batch.spread(rows), weight)
 
 
+def rows_of_shared(ids: Any, table: ShardedTensor) -> Any:
+    """The row of each id, sharded or plain and the same on every rank, of a sharded table with two dims."""
+    return _embedding_of_shared(functional.embedding, ids, table, LookupOptions())
+
+
 def _bags_of_shared(op: Op, given: dict[str, Any], options: LookupOptions) -> Any:
     """A row for each bag, on the rank of its ids."""
     weight, ends = given["weight"], given.get("include_last_offset", False)

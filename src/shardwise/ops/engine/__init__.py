@@ -10,5 +10,6 @@ A call goes through these files, from the top; a cached call only through the fi
 - ``call``: one call of an aten op; ``table``: how each aten op is computed
 - ``rule``: which dims of operands and results correspond; ``cells``, ``schedule``: how a rule is cut over ranks
 - ``compute``: a call under a rule; ``result_metadata``: sizes and strides of its results
+- ``runs``, ``routes``: a dim in one stretch for each rank, and rows that go where values say; ``without_elements``
 - ``gathered``: the last resort, on whole operands; ``chunking``, ``noise``: even chunks, and random numbers
 """

@@ -30,6 +30,11 @@ def chunked(x: Any, dim: int) -> Any:
     return _redistributed(x, group_chunks(x.shape, dim, x))
 
 
+def replicated(x: Any) -> Any:
+    """A sharded tensor, whole on every rank of its group: for a few elements."""
+    return _redistributed(x, Layout.whole(x.shape, group_places(x._layout, x._frame.process_group)))
+
+
 def local_chunk(x: torch.Tensor, dim: int, model: ShardedTensorBase) -> torch.Tensor:
     """This rank's chunk, which may be empty, of a plain or sharded tensor."""
     layout = group_chunks(x.shape, dim, model)

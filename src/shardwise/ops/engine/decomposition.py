@@ -23,7 +23,8 @@ from shardwise.ops.engine.gradient_proxy import holds_proxy, unwrap, with_proxie
 from shardwise.ops.engine.recorder import observed
 from shardwise.ops.engine.result_metadata import UnknownResultError, result_strides
 from shardwise.ops.engine.steps import AUTOCAST
-from shardwise.ops.engine.table import DECOMPOSED_UNDER_AUTOCAST, find_handler
+from shardwise.ops.engine.table import DECOMPOSED_UNDER_AUTOCAST, compute_by_table, find_handler
+from shardwise.ops.engine.without_elements import empty_results
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import Distributed, refuse_collective, refuse_mixed, registry, unsupported
 from shardwise.tensor.movement import copy_into
@@ -232,15 +233,18 @@ def _may_be_strided(call: Call) -> bool:
 
 def _compute_call(call: Call) -> Any:
     op = call.op
-    elementwise = torch.Tag.pointwise in op.tags or op.overloadpacket is torch.ops.aten.copy_
+    elementwise = torch.Tag.pointwise in op.tags or op.overloadpacket in TAKES_EMPTY
     if not elementwise and any(one.numel() == 0 for one in call.sharded()):
         return _without_rule(call)  # nothing to gather
-    handler = find_handler(op)
     try:
-        result = NotImplemented if handler is None else handler(call)
+        result = compute_by_table(call)
     except UnknownResultError:
         result = NotImplemented
     return _without_rule(call) if result is NotImplemented else result
+
+
+# Ops whose handlers know what to do without elements.
+TAKES_EMPTY = {torch.ops.aten.copy_, torch.ops.aten.cat, torch.ops.aten.put}
 
 
 def _without_rule(call: Call) -> Any:
@@ -248,6 +252,9 @@ def _without_rule(call: Call) -> Any:
     op, written = call.op, call.written_operands()
     if written:
         return _compute_in_place(call, written)
+    made = empty_results(call)
+    if made is not NotImplemented:
+        return made
     try:
         return compute_gathered(op, (), call.arguments, needs_whole(call))
     except UnsupportedOpError as error:

@@ -118,8 +118,7 @@ def require_budget(
     op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], why: str, sharded: Sequence[ShardedTensorBase]
 ) -> None:
     """Raise if gathering these operands of a call on every rank would take more than the gather budget."""
-    budget = settings.current().gather_budget
-    whole = sum(one.shape.numel() * one.dtype.itemsize for one in sharded if not is_fully_replicated(one))
+    budget, whole = settings.current().gather_budget, _gathered_bytes(sharded)
     if whole > budget:
         error = unsupported(
             op,
@@ -130,6 +129,16 @@ def require_budget(
         )
         error.reason = why
         raise error
+
+
+def may_gather(call: Call) -> bool:
+    """Whether the sharded operands of a call are within the gather budget, or have no data."""
+    sharded = call.sharded()
+    return _gathered_bytes(sharded) <= settings.current().gather_budget or any(one.is_meta for one in sharded)
+
+
+def _gathered_bytes(sharded: Sequence[ShardedTensorBase]) -> int:
+    return sum(one.shape.numel() * one.dtype.itemsize for one in sharded if not is_fully_replicated(one))
 
 
 def is_fully_replicated(tensor: ShardedTensorBase) -> bool:

@@ -137,7 +137,7 @@ def _schedule_on(rule: Rule, operands: tuple[Operand, ...], cells: Layout, budge
         cost += _cost(travels if operand.is_activation else PARAMETER_COST * travels, ranks, operand.has_gradient)
         if travels and _gathers(layout, target) and not _is_repeated(rule, dims, layout, cells):
             whole = math.prod(target.size)
-            if not (budget and operand.is_activation and _is_multiplied(rule, whole)):
+            if whole > 1 and not (budget and operand.is_activation and _is_multiplied(rule, whole)):
                 gathered += whole * operand.itemsize
     if gathered > budget:
         return None
@@ -169,7 +169,7 @@ def _is_repeated(rule: Rule, dims: Dims, layout: Layout, cells: Layout) -> bool:
     Such a tensor is the result, or another operand that is cut: rows beside their index. Every rank that computes with
     a part of that tensor needs all of the operand, and has room for it.
     """
-    own = {along.label for along in dims if along is not None}
+    own = {along.label for along in dims if along is not None and rule.sizes[along.label] > 1}
     for other in (*rule.results[:1], *rule.operands):
         if other is dims or own - {along.label for along in other if along is not None}:
             continue

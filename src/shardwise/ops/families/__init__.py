@@ -1,10 +1,13 @@
 """Families of ops: each file says how the ops of one kind are computed on shards.
 
 - under rules: ``matmul`` (with linear), ``convolution``, ``attention``, ``normalisation``, ``loss``, ``pointwise``,
-  ``reduction``, ``whole_dims`` (softmax, sort, fft, pooling, linear algebra), ``indexing``, ``shape`` (views)
+  ``reduction``, ``distances``, ``whole_dims`` (softmax, fft, pooling, linear algebra), ``indexing``, ``shape`` (views)
 - on boxes: ``slicing``, ``cat``
-- by other ops or step by step: ``recurrent``, ``comparison``, ``foreach``, ``amp``
+- by other ops or step by step: ``recurrent``, ``comparison``, ``foreach``, ``amp``, ``composed`` (roll, pad, unfold),
+  ``fourier``
 - with sizes that depend on values: ``selection`` (masks, nonzero, counts)
+- along a dim that is cut, by rows that go where values say: ``sorting``, ``order_statistics``, ``distinct``,
+  ``routed_indexing`` and the ``indexed_rows`` that it reads and writes; ``scans``
 - random numbers: ``dropout``, ``sampling``, ``filling`` (in place, `torch.nn.init`), ``creation`` (`rand_like`, ...)
 - without computing: ``attributes``, ``copies``, ``memory``
 """
@@ -15,24 +18,33 @@ from shardwise.ops.families import (
     attributes,
     cat,
     comparison,
+    composed,
     convolution,
     copies,
     creation,
+    distances,
+    distinct,
     dropout,
     filling,
     foreach,
+    fourier,
+    indexed_rows,
     indexing,
     loss,
     matmul,
     memory,
     normalisation,
+    order_statistics,
     pointwise,
     recurrent,
     reduction,
+    routed_indexing,
     sampling,
+    scans,
     selection,
     shape,
     slicing,
+    sorting,
     whole_dims,
 )
 
@@ -42,23 +54,32 @@ __all__ = [
     "attributes",
     "cat",
     "comparison",
+    "composed",
     "convolution",
     "copies",
     "creation",
+    "distances",
+    "distinct",
     "dropout",
     "filling",
     "foreach",
+    "fourier",
+    "indexed_rows",
     "indexing",
     "loss",
     "matmul",
     "memory",
     "normalisation",
+    "order_statistics",
     "pointwise",
     "recurrent",
     "reduction",
+    "routed_indexing",
     "sampling",
+    "scans",
     "selection",
     "shape",
     "slicing",
+    "sorting",
     "whole_dims",
 ]

@@ -42,7 +42,7 @@ def _index(call: Call) -> Rule | None:
     return labels.rule(operands, [[*rest[:at], *spot, *rest[at:]]])
 
 
-def _index_tensors(x: torch.Tensor, indices: Sequence[Any]) -> list[Any]:
+def index_tensors(x: torch.Tensor, indices: Sequence[Any]) -> list[Any]:
     """One index for each dim, or None; a mask becomes the indices that it selects."""
     results: list[Any] = []
     for index in indices:
@@ -57,7 +57,7 @@ def _index_any(call: Call) -> Any:
     first, group = indices[0], call.sharded()[0]._frame.process_group
     if len(indices) == 1 and first.dtype == torch.bool and first.ndim and group is not None and is_member(group):
         return select_by_mask(x, first, call.sharded()[0])
-    indices = _index_tensors(x, indices)
+    indices = index_tensors(x, indices)
     at = [k for k, index in enumerate(indices) if index is not None]
     by_tensors = Call(aten.index.Tensor, (x, indices), {})
     result = compute(by_tensors, _index(by_tensors))
@@ -84,7 +84,7 @@ def _index_put(call: Call) -> Any:
         require_mask(x, mask)
         mask = mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
         return torch.where(mask, values.reshape(()).to(x.dtype), x)
-    indices = _index_tensors(x, indices)
+    indices = index_tensors(x, indices)
     put = Call(call.op, (x, indices, values, call["accumulate"]), {})
     at = [k for k, index in enumerate(indices) if index is not None]
     labels = Labels()

@@ -206,8 +206,16 @@ def _any_batch_norm(call: Call) -> Any:
     return aten.native_batch_norm(*(call[name] for name in names))[0]
 
 
+def _batch_norm_with_update(call: Call) -> Any:
+    """The same, and what a kernel of an accelerator would reserve for its backward: nothing."""
+    names = ("input", "weight", "bias", "running_mean", "running_var")
+    made = aten.native_batch_norm(*(call[name] for name in names), True, call["momentum"], call["eps"])
+    return *made, torch.empty(0, dtype=torch.uint8, device=call["input"].device)
+
+
 TABLE.update(
     {
+        aten._batch_norm_with_update: _batch_norm_with_update,
         aten.batch_norm: _any_batch_norm,
         aten.native_layer_norm: _layer_norm,
         aten.native_group_norm: _group_norm,

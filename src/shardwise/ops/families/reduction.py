@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -77,6 +78,14 @@ ALL = PartialReduction(lambda call, parts: parts[0].all(0).to(parts[0].dtype), c
 def _norm_order(call: Call) -> Any:
     order = call.arguments.get("ord", call.arguments.get("p"))
     return 2 if order is None else order
+
+
+def _xor(call: Call, parts: Parts) -> torch.Tensor:
+    """The exclusive or of all hashes, which is their hash."""
+    return reduce(torch.bitwise_xor, parts[0].view(torch.int64).unbind(0)).view(torch.uint64)
+
+
+HASH = PartialReduction(_xor, constant_fill(0))
 
 
 def _combine_norms(call: Call, parts: Parts) -> Any:
@@ -345,6 +354,8 @@ add_rules(
         **dict.fromkeys((aten.median.dim, aten.nanmedian.dim, aten.mode, aten.kthvalue), _whole_dim_rule),
     }
 )
+if hasattr(aten, "hash_tensor"):
+    add_rules({aten.hash_tensor: _reduced_by(HASH)})
 TABLE.update(
     {
         aten.amax: _extreme_value("amax"),

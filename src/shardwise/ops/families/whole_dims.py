@@ -6,13 +6,10 @@ An operand that is cut along such a dim is redistributed first, cut along anothe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.chunking import concat_ranks, local_chunk
-from shardwise.ops.engine.compute import compute
 from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.rule import Along, Dims, Labels, Rule, broadcast_shapes
 from shardwise.ops.engine.table import DECOMPOSED_UNDER_AUTOCAST, TABLE, RuleMaker, add_rules, by_rule
@@ -115,6 +112,11 @@ def spatial(dims: int) -> RuleMaker:
     return rule
 
 
+def _fractional_pool(call: Call) -> Rule | None:
+    """Samples and channels may be cut, and the random samples of each with them."""
+    return leading(2)(call) if call["self"].ndim == 2 + len(call["output_size"]) else None
+
+
 def _padding(call: Call) -> Sequence[int]:
     return [call.operands[0].ndim - 1 - k // 2 for k, amount in enumerate(call["pad"]) if amount]
 
@@ -135,21 +137,6 @@ def _triangle(call: Call) -> Rule | None:
     return labels.rule([dims], [dims])
 
 
-def _cumsum(call: Call) -> Any:
-    """Along a whole dim; if the only dim is cut, within each chunk, plus the sum of all chunks before."""
-    result = compute(call, same_dims(dims_argument())(call))
-    x = call.sharded()[0]
-    if result is not NotImplemented or x.ndim != 1 or x._frame.process_group is None:
-        return result
-    own = local_chunk(x, 0, x).cumsum(0, dtype=call["dtype"])
-    totals: Any = concat_ranks(own[-1:] if len(own) else own.sum(0, keepdim=True), x)
-    earlier = torch.ones(len(totals), len(totals), dtype=torch.bool, device=own.device).tril(-1)
-    before = torch.where(
-        earlier, totals, torch.zeros((), dtype=own.dtype, device=own.device)
-    )  # not by a product: totals may be infinite
-    return concat_ranks(own + local_chunk(before.sum(1, dtype=own.dtype), 0, x), x)
-
-
 def _renorm(call: Call) -> Rule | None:
     x = call.operands[0]
     labels = Labels()
@@ -161,18 +148,25 @@ def _roll(call: Call) -> Sequence[int]:
     return call["dims"] or range(call.operands[0].ndim)
 
 
+def _solve(call: Call) -> Rule | None:
+    """One system or a batch of them; the right-hand sides are vectors or matrices."""
+    a, b = call["A"], call["B"]
+    is_vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
+    return batched(2, 1 if is_vector else 2)(call)
+
+
 def _im2col(call: Call) -> Rule | None:
     return leading(1)(call) if call.operands[0].ndim == 4 else None
 
 
 ALONG_DIM = [
-    *("_softmax", "_log_softmax", "_safe_softmax", "cumprod", "cummax", "cummin", "logcumsumexp"),
-    *("_fft_r2c", "_fft_c2c", "_fft_c2r", "topk", "glu", "_weight_norm_interface"),
+    *("_softmax", "_log_softmax", "_safe_softmax", "topk", "glu", "_weight_norm_interface"),
+    *("_fft_r2c", "_fft_c2c", "_fft_c2r"),
 ]
 MATRIX = [  # square or not, one operand
     *("_linalg_svd", "_linalg_eigh", "linalg_eig", "linalg_qr", "linalg_inv_ex", "linalg_cholesky_ex", "cholesky"),
     *("linalg_lu_factor_ex", "linalg_lu", "_linalg_slogdet", "_linalg_det", "linalg_matrix_exp", "cholesky_inverse"),
-    *("linalg_ldl_factor_ex", "geqrf", "inverse", "pinverse", "linalg_pinv"),
+    *("linalg_ldl_factor_ex", "geqrf", "inverse", "pinverse"),
 ]
 SPACE = {
     **dict.fromkeys(["reflection_pad1d", "replication_pad1d", "upsample_nearest1d", "upsample_linear1d"], 1),
@@ -212,6 +206,10 @@ add_rules(
         aten.col2im: leading(1),
         aten.linalg_cross: _cross,
         aten.linalg_solve_triangular: batched(2, 2),
+        aten._linalg_solve_ex: _solve,
+        aten.linalg_pinv: batched(2, 0, 0),
+        aten.fractional_max_pool2d: _fractional_pool,
+        aten.fractional_max_pool3d: _fractional_pool,
         aten.triangular_solve: batched(2, 2),
         aten.cholesky_solve: batched(2, 2),
         aten.linalg_lu_solve: batched(2, 1, 2),
@@ -220,9 +218,5 @@ add_rules(
         aten.ormqr: batched(2, 1, 2),
         aten.linalg_lstsq: batched(2, 2),
         aten.linalg_ldl_solve: batched(2, 1, 2),
-        aten._cdist_forward: batched(2, 2),
     }
 )
-
-
-TABLE[aten.cumsum] = _cumsum

@@ -1,0 +1,226 @@
+"""Distinct elements, and where values lie among sorted ones: unique, isin, searchsorted, histograms.
+
+Sorted elements stay on their ranks. A mask says where a new element begins; of the boundaries between ranks, one
+element travels. A value is looked for on the rank whose elements it lies among.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from shardwise.comm.transfer.wire import failing_together
+from shardwise.ops.engine.call import Call
+from shardwise.ops.engine.routes import Route, by_member
+from shardwise.ops.engine.runs import from_runs, local_run
+from shardwise.ops.engine.table import FALLBACKS, TABLE, beyond_budget
+from shardwise.ops.families.indexed_rows import model_of, read_rows, write_rows
+from shardwise.ops.families.order_statistics import run_starts
+from shardwise.ops.families.sorting import sort_run
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.from_local import from_local
+
+aten = torch.ops.aten
+
+
+# Distinct elements ---------------------------------------------------------------------------------------------------
+
+
+def _distinct(row: Any, starts: Any) -> tuple[Any, Any, Any]:
+    """Of a row in which equal elements are neighbours: one of each, the number of each element's, and counts."""
+    begins = starts.nonzero().reshape(-1)
+    ends = torch.cat([begins[1:], torch.full((1,), row.shape[0], device=row.device)])
+    return row[starts], starts.cumsum(0) - 1, ends - begins
+
+
+def _unique(call: Call) -> Any:
+    x, model = call["self"], model_of(call)
+    if model is None or x.dtype.is_complex or not x.ndim:
+        return NotImplemented
+    row: Any = x.detach().reshape(-1)
+    values, order = sort_run(row, descending=False)
+    found, number, counts = _distinct(values, run_starts(values))
+    if not call["return_inverse"]:
+        return found, torch.empty(0, dtype=torch.int64, device=x.device), counts
+    inverse = write_rows(torch.empty_like(order), order, number, lambda own, at, rows: own.index_copy(0, at, rows), row)
+    return found, inverse.reshape(x.shape), counts
+
+
+def _unique_consecutive(call: Call) -> Any:
+    x, dim, model = call["self"], call["dim"], model_of(call)
+    if model is None or not x.ndim:
+        return NotImplemented
+    rows: Any = x.detach().reshape(-1) if dim is None else x.detach().movedim(dim, 0)
+    found, number, counts = _distinct(rows, run_starts(rows))
+    if dim is None:
+        return found, number.reshape(x.shape), counts
+    return found.movedim(0, dim), number, counts
+
+
+def _unique_rows(call: Call) -> Any:
+    """Distinct slices of a dim, in their order: rows get numbers by their first column, then by the next one, ..."""
+    x, dim = call["self"], call["dim"]
+    if model_of(call) is None or x.dtype.is_complex or not x.ndim or not x.numel():
+        return NotImplemented
+    slices: Any = x.detach().movedim(dim, 0)
+    rows = slices.reshape(slices.shape[0], -1)
+    numbers = torch.unique(rows[:, 0], return_inverse=True)[1]
+    for k in range(1, rows.shape[1]):
+        values, own = torch.unique(rows[:, k], return_inverse=True)
+        numbers = torch.unique(numbers * values.shape[0] + own, return_inverse=True)[1]
+    ordered, order = sort_run(numbers, descending=False)
+    starts = run_starts(ordered)
+    first, _, counts = _distinct(order, starts)
+    return read_rows(slices, first).movedim(0, dim), numbers, counts
+
+
+# Among sorted elements -----------------------------------------------------------------------------------------------
+
+
+def search_sorted(edges: Any, values: Any, *, right: bool) -> Any:
+    """For each value the number of sorted edges before it: not those that are equal, unless ``right``.
+
+    The edges have one dim, and are cut. Every rank of their group calls it; the result is cut as the values are.
+    """
+    own, runs = local_run(edges.detach(), edges)
+    group = edges._frame.process_group
+    lasts = from_local(own[-1:], process_group=group, sizes=[min(int(size), 1) for size in runs.sizes])._full_for_op()
+    holders = torch.from_numpy(runs.sizes).nonzero().reshape(-1).to(own.device)  # ranks that have edges
+    shape = values.shape
+    wanted, given = local_run(values.detach().reshape(-1), edges)
+    own, wanted = own.contiguous(), wanted.contiguous()
+    with failing_together(group):
+        which = torch.searchsorted(lasts, wanted, right=right).clamp(max=len(holders) - 1)
+        owners = holders[which]
+        order, cuts = by_member(owners, len(runs.sizes))
+        route = Route(edges, cuts.cpu(), len(order), f"search in {runs.layout.outline}")
+        answers = torch.searchsorted(own, *route.send(wanted[order]), right=right) + runs.begin
+        found = torch.empty_like(order)
+        found[order] = route.answer(answers)[0]
+    return from_runs(found, given, edges).reshape(shape)
+
+
+def _searchsorted(call: Call) -> Any:
+    edges, values = call["sorted_sequence"], call["self"]
+    if model_of(call) is None or edges.ndim != 1 or not isinstance(edges, ShardedTensorBase):
+        return NotImplemented
+    if call["sorter"] is not None:
+        edges = read_rows(edges.detach(), call["sorter"])
+    right = call["right"] or call.arguments.get("side") == "right"
+    return _searched(edges, values, right, call["out_int32"])
+
+
+def _bucketize(call: Call) -> Any:
+    edges, values = call["boundaries"], call["self"]
+    if model_of(call) is None or edges.ndim != 1 or not isinstance(edges, ShardedTensorBase):
+        return NotImplemented
+    return _searched(edges, values, call["right"], call["out_int32"])
+
+
+def _searched(edges: Any, values: Any, right: bool, narrow: bool) -> Any:
+    if not isinstance(values, torch.Tensor):
+        values = torch.tensor(values, dtype=edges.dtype, device=edges.device)
+    if values.ndim:
+        found = search_sorted(edges, values, right=right)
+    else:  # one value: each rank counts its own edges
+        found = ((edges <= values) if right else (edges < values)).sum()
+    return found.to(torch.int32) if narrow else found
+
+
+def _isin(call: Call) -> Any:
+    """Whether the element that a value would be put before is equal to it."""
+    elements, tests = call["elements"], call["test_elements"]
+    if model_of(call) is None or not isinstance(tests, ShardedTensorBase) or not elements.ndim or not tests.ndim:
+        return NotImplemented
+    ordered, _ = sort_run(tests.detach().reshape(-1), descending=False)  # type: ignore[arg-type] # sharded
+    at = search_sorted(ordered, elements, right=False).clamp(max=ordered.shape[0] - 1)
+    found = read_rows(ordered, at) == elements
+    return ~found if call["invert"] else found
+
+
+# Histograms ----------------------------------------------------------------------------------------------------------
+
+
+def _bins(x: Any, edges: Any) -> tuple[Any, Any]:
+    """The bin of each element, and whether it is in any; the last bin has both of its edges."""
+    count = edges.shape[0] - 1
+    edges, x = edges.detach(), x.detach()
+    inside = (x >= edges[:1]) & (x <= edges[-1:])
+    return (torch.searchsorted(edges, x.contiguous(), right=True) - 1).clamp(0, count - 1), inside
+
+
+def _counted(numbers: Any, inside: Any, bins: list[int], weight: Any, dtype: torch.dtype) -> Any:
+    """The sum of weights in each bin, whose numbers are flat."""
+    ones = inside.to(dtype)
+    counts = torch.zeros(math.prod(bins), dtype=dtype, device=numbers.device)
+    summed = ones if weight is None else ones * weight.reshape(-1)
+    return torch.scatter_add(counts, 0, numbers, summed).reshape(bins)
+
+
+def _histogram(call: Call) -> Any:
+    """histogram with given edges, or between the least and the largest element."""
+    x, bins = call["self"], call["bins"]
+    if model_of(call) is None:
+        return NotImplemented
+    row: Any = x.reshape(-1)
+    edges = bins if isinstance(bins, torch.Tensor) else _even_edges(row, bins, call["range"])
+    numbers, inside = _bins(row, edges)
+    counts = _counted(numbers, inside, [edges.shape[0] - 1], call["weight"], x.dtype)
+    if call["density"]:
+        counts = counts / counts.sum() / (edges[1:] - edges[:-1])
+    return counts, edges
+
+
+def _even_edges(row: Any, bins: int, given: Any) -> torch.Tensor:
+    low, high = given or (row.min().item(), row.max().item())
+    low, high = (low - 0.5, high + 0.5) if low == high else (low, high)
+    return torch.linspace(low, high, bins + 1, dtype=row.dtype, device=row.device)
+
+
+def _edges_of_columns(call: Call) -> Any:
+    x, given = call["self"].detach(), call["range"]
+    columns = [x.select(-1, k).reshape(-1) for k in range(x.shape[-1])]
+    ranges = [None] * len(columns) if given is None else list(zip(given[::2], given[1::2], strict=True))
+    return [_even_edges(column, *rest) for column, *rest in zip(columns, call["bins"], ranges, strict=True)]
+
+
+def _histogram_of_columns(call: Call) -> Any:
+    """The counts of points in boxes, whose edges are given for each column."""
+    x, weight = call["self"], call["weight"]
+    edges = call["bins"] if "from_bin_tensors" in call.name else _edges_of_columns(call)
+    if model_of(call) is None:
+        return NotImplemented
+    bins = [one.shape[0] - 1 for one in edges]
+    numbers: Any = 0
+    inside: Any = True
+    for k, one in enumerate(edges):
+        number, within = _bins(x.select(-1, k).reshape(-1), one)
+        numbers, inside = numbers * bins[k] + number, within & inside
+    counts = _counted(numbers, inside, bins, weight, x.dtype)
+    if call["density"]:
+        counts = counts / counts.sum()
+        for k, one in enumerate(edges):
+            counts = counts / (one[1:] - one[:-1]).reshape([-1 if j == k else 1 for j in range(len(bins))])
+    return counts
+
+
+FALLBACKS.update(
+    {
+        aten.searchsorted.Tensor: _searchsorted,
+        aten.searchsorted.Scalar: _searchsorted,
+        aten.bucketize: _bucketize,
+        aten.isin.Tensor_Tensor: _isin,
+    }
+)
+BY_VALUES = {
+    aten._unique2: _unique,
+    aten.unique_dim: _unique_rows,
+    aten.unique_consecutive: _unique_consecutive,
+    aten.histogram: _histogram,
+    aten._histogramdd_bin_edges: _edges_of_columns,
+    aten._histogramdd_from_bin_cts: _histogram_of_columns,
+    aten._histogramdd_from_bin_tensors: _histogram_of_columns,
+}
+TABLE.update({op: beyond_budget(handler) for op, handler in BY_VALUES.items()})

@@ -1,0 +1,61 @@
+"""Running sums, products and extremes along a dim that is cut, with nothing gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.cases import boxes, chunks
+from tests.ops.twin import TWO, along, assert_same, normal
+
+import shardwise
+from shardwise.tensor import shard_tensor
+from shardwise.testing import ranks
+
+WITH_ZEROS = torch.where(normal(13, seed=2) > 0.8, torch.zeros((), dtype=torch.float64), normal(13))
+REPEATED = (normal(17) * 2).round()
+SCANS: dict[str, Callable[[Any], Any]] = {
+    "cumsum": lambda x: x.cumsum(0),
+    "cumprod": lambda x: x.cumprod(0),
+    "logcumsumexp": lambda x: x.logcumsumexp(0),
+    "cummax": lambda x: x.cummax(0),
+    "cummin": lambda x: x.cummin(0),
+    "of a column": lambda x: x[:, None].cumprod(0),
+}
+
+
+@pytest.mark.parametrize("layout", TWO)
+@ranks(2)
+def test_scans_of_a_row(layout: str) -> None:
+    """With zeros, whose product has a gradient, and equal extremes."""
+    for name, scan in SCANS.items():
+        for values in (WITH_ZEROS, REPEATED):
+            assert_same(scan, [(values, TWO[layout])], name)
+
+
+@ranks(4)
+def test_scans_on_four_ranks() -> None:
+    """Some ranks have nothing, or all; the order of ranks is not that of the elements."""
+    for layout in (along(0, 2, 0, 3, 1), along(0, 3, 1), lambda size: boxes(([0], [size[0]], 2))):
+        for name, scan in SCANS.items():
+            assert_same(scan, [(WITH_ZEROS, layout)], name)
+        assert_same(SCANS["cumprod"], [(WITH_ZEROS[:3], layout)], "three elements")
+
+
+@ranks(3)
+def test_scans_of_other_values() -> None:
+    """Integers become int64, nan stays from where it is, infinite sums are as torch's."""
+    nan, inf = float("nan"), float("inf")
+    odd = torch.tensor([1.0, -inf, nan, 5.0, inf, 2.0, nan])
+    numbers = torch.tensor([1, -2, 3, 300, 2, 7, -1], dtype=torch.int16)
+    with shardwise.gather_budget(0):
+        for name, scan in SCANS.items():
+            for values in (odd, numbers, odd[3:]):
+                if name == "logcumsumexp" and values is numbers:
+                    continue
+                found, expected = scan(shard_tensor(values, chunks(0, 0, 1, 2))), scan(values)
+                pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+                for one, other in pairs:
+                    torch.testing.assert_close(one.full_tensor(), other, equal_nan=True, msg=f"{name} {values}")
