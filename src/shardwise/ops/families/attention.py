@@ -15,12 +15,15 @@ import torch
 
 from shardwise import settings
 from shardwise.errors import UnsupportedOpError
+from shardwise.ops.attention.ops import attend_in_pieces, plan_in_pieces
+from shardwise.ops.attention.visibility import Visibility
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.compute import compute
+from shardwise.ops.engine.compute import compute, op_summary
 from shardwise.ops.engine.gathered import compute_gathered, needs_whole
 from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.rule import Along, Labels, Rule
 from shardwise.ops.engine.table import TABLE
+from shardwise.tensor import ShardedTensorBase
 
 aten = torch.ops.aten
 FORMULA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # by position
@@ -63,13 +66,29 @@ def _attention(call: Call) -> Any:
     expected_results(call)  # raises as torch does
     if call["dropout_p"] and not _draws_apart(call):
         return _formula(call)  # the kernels draw by the position in the shard
-    result = compute(call, _rule(call))
+    rule = _rule(call)
+    result = compute(call, rule, moves=False)
+    if result is NotImplemented:
+        result = _in_pieces(call)
+    if result is NotImplemented:
+        result = compute(call, rule)
     if result is not NotImplemented:
         return result
     try:
         return compute_gathered(call.op, (), call.arguments, needs_whole(call))
     except UnsupportedOpError:
         return _formula(call)
+
+
+def _in_pieces(call: Call) -> Any:
+    """Attention of a sequence in pieces, in which keys and values come to the queries; NotImplemented of others."""
+    query, key, value, mask = (call[name] for name in FORMULA[:4])
+    if not isinstance(query, ShardedTensorBase) or query.ndim != 4 or not query._layout.cuts(2):
+        return NotImplemented
+    plan = plan_in_pieces(query, key, value, mask, (Visibility(behind=0 if call["is_causal"] else None),))
+    if plan is None or not (query.shape[1] == key.shape[1] or call["enable_gqa"]):
+        return NotImplemented
+    return attend_in_pieces(plan, query, key, value, mask, call["scale"], op_summary(call))
 
 
 def _formula(call: Call) -> Any:
