@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import shardwise
 from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardedTensor, ShardingSpec
 from shardwise.comm.tracing import trace
-from shardwise.ops.attention import block_plan
+from shardwise.ops.attention import block_plan, dropout, kernels
 from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
@@ -179,3 +179,54 @@ def test_twice_differentiated() -> None:
     (grad,) = torch.autograd.grad(found, tensors[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("form", ["causal", "mask of truths"])
+@ranks(4)
+def test_dropout(form: str) -> None:
+    """From the same seed, what a plain tensor drops, in every cut; in the backward, too."""
+    operands = [values(2, HEADS, LENGTH, WIDTH, seed=k) for k in range(3)]
+    plain = [one.clone().requires_grad_() for one in operands]
+    torch.manual_seed(3)
+    expected = [scaled_dot_product_attention(*plain, dropout_p=0.4, **FORMS[form]) for _ in range(2)]
+    (expected[0] * expected[1]).sum().backward()
+    assert not torch.equal(*expected)
+    for cut in CUTS:
+        specs = CUTS[cut][0](HEADS), CUTS[cut][1](HEADS), CUTS[cut][1](HEADS)
+        tried = [shard_tensor(one, spec).requires_grad_() for one, spec in zip(operands, specs, strict=True)]
+        torch.manual_seed(3)
+        with trace() as seen:
+            found = [scaled_dot_product_attention(*tried, dropout_p=0.4, **FORMS[form]) for _ in range(2)]
+            (found[0] * found[1]).sum().backward()
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one.detach().full_tensor(), other.detach(), cut)
+        for one, other in zip(tried, plain, strict=True):
+            assert_close(one.grad.full_tensor(), other.grad, f"gradient, {cut}")
+        assert len([one for one in seen.uncached if "scaled_dot" in str(one)]) <= 1
+
+
+@ranks(4)
+def test_dropout_of_many_weights() -> None:
+    """What is drawn by tiles does not depend on the cut, nor on how many queries are computed at a time."""
+    small, dropout.SMALL = dropout.SMALL, 0
+    scores = kernels.SCORES
+    try:
+        found = []
+        for cut, kernels.SCORES in (("even", 1 << 22), ("first and last", 50), ("samples and positions", 1)):
+            specs = CUTS[cut][0](HEADS), CUTS[cut][1](HEADS), CUTS[cut][1](HEADS)
+            tried = [shard_tensor(values(2, HEADS, LENGTH, WIDTH, seed=k), one) for k, one in enumerate(specs)]
+            for one in tried:
+                one.requires_grad_()
+            torch.manual_seed(5)
+            made = scaled_dot_product_attention(*tried, dropout_p=0.3, is_causal=True)
+            (made**2).sum().backward()
+            found.append([made.detach().full_tensor(), *(one.grad.full_tensor() for one in tried)])
+        plain = scaled_dot_product_attention(
+            *(values(2, HEADS, LENGTH, WIDTH, seed=k) for k in range(3)), is_causal=True
+        )
+        assert not torch.allclose(found[0][0], plain)
+        for others in found[1:]:
+            for one, other in zip(found[0], others, strict=True):
+                assert_close(one, other)
+    finally:
+        dropout.SMALL, kernels.SCORES = small, scores

@@ -28,13 +28,15 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     documents: Documents | Sequence[int] | Sequence[Sequence[int]] | None = None,
+    dropout: float = 0.0,
     scale: float | None = None,
 ) -> torch.Tensor:
     """Scaled dot product attention over queries, keys and values of samples, heads, positions and width.
 
     With ``causal``, a query sees keys up to its own position; with a ``window``, only keys less than so many positions
     away; with ``documents``, the positions at which documents begin in the packed sequence (one list, or one for each
-    sample), only keys of its own document. There may be fewer heads of keys than of queries, if they divide these.
+    sample), only keys of its own document. There may be fewer heads of keys than of queries, if they divide these. With
+    ``dropout``, weights are dropped with this probability, the same ones wherever the sequence is cut.
 
     The sequence of sharded tensors may be cut anywhere. Queries stay where they are, and only keys and values that they
     see come to them; no tensor of all queries and keys is ever made. Every rank of the group calls it::
@@ -48,10 +50,12 @@ def attention(
     said = None if documents is None else Documents.of(documents)
     groups = query.ndim == key.ndim == 4 and query.shape[1] != key.shape[1]
     if said is None and (window is None or window >= max(query.shape[-2], key.shape[-2])):
-        return scaled_dot_product_attention(query, key, value, is_causal=causal, scale=scale, enable_gqa=groups)
+        return scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=groups
+        )
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         raise PropertyError("with a window or documents, tensors have dims of samples, heads, positions and width")
-    made: torch.Tensor = _attention(query, key, value, causal, window, said, scale)
+    made: torch.Tensor = _attention(query, key, value, causal, window, said, dropout, scale)
     return made
 
 
@@ -78,24 +82,31 @@ def _visibilities(samples: int, causal: bool, window: int | None, said: Document
 
 def _in_pieces(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Of sharded tensors."""
-    query, key, value, causal, window, said, scale = args
+    query, key, value, causal, window, said, dropout, scale = args
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         query, key, value = (one.to(torch.get_autocast_dtype(kind)) for one in (query, key, value))
     plan = plan_in_pieces(query, key, value, None, _visibilities(query.shape[0], causal, window, said))
     if plan is None:
-        return _masked(query, key, value, causal, window, said, scale)
+        return _masked(query, key, value, causal, window, said, dropout, scale)
     operands = {f"operand {k}": f"{one._layout.outline} {one.dtype}" for k, one in enumerate((query, key, value))}
-    options = {"causal": causal, "window": window, "documents": said, "scale": scale}
+    options = {"causal": causal, "window": window, "documents": said, "dropout": dropout, "scale": scale}
     summary = summary_of({"op": "attention", **options, **operands})
-    return attend_in_pieces(plan, query, key, value, None, scale, summary)
+    return attend_in_pieces(plan, query, key, value, None, scale, summary, dropout)
 
 
 MOST_MASKED = 1 << 26  # elements of a mask that is laid out
 
 
 def _masked(
-    query: Any, key: Any, value: Any, causal: bool, window: int | None, said: Documents | None, scale: float | None
+    query: Any,
+    key: Any,
+    value: Any,
+    causal: bool,
+    window: int | None,
+    said: Documents | None,
+    dropout: float,
+    scale: float | None,
 ) -> Any:
     """Of plain tensors, and of sharded ones whose heads are cut otherwise: with a mask."""
     size = query.shape[-2], key.shape[-2]
@@ -122,7 +133,9 @@ def _masked(
         masks.append(seen)
     mask = torch.stack(masks).unsqueeze(1)
     groups = query.shape[1] != key.shape[1]
-    return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=groups)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=groups
+    )
 
 
 registry.built_in[_attention] = cached_handler(_attention, _in_pieces)

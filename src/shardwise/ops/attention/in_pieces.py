@@ -19,8 +19,10 @@ from shardwise.autograd.anchors import anchor_gradient, input_anchor, output_anc
 from shardwise.comm.transfer import Moving, TransferPlan, move
 from shardwise.comm.transfer.wire import failing_together
 from shardwise.ops.attention.block_plan import BlockPlan, Round, Task
+from shardwise.ops.attention.dropout import DropoutFactors, Size
 from shardwise.ops.attention.kernels import Block, kernel_for
 from shardwise.ops.attention.merging import MergedResult, wide_dtype
+from shardwise.ops.attention.visibility import Span
 from shardwise.ops.engine.steps import OpSummary, Tensors, agree_on_op, without_autocast
 
 
@@ -37,12 +39,23 @@ class AttendInPieces(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     scale: float
+    weights: Size  # samples, heads, queries and keys in all
+    dropout: float = 0.0
+
+    @property
+    def draws(self) -> bool:
+        """Whether a call advances the generator."""
+        return self.dropout > 0
 
     def __call__(self, anchor: torch.Tensor | None, mask: torch.Tensor | None, *tensors: torch.Tensor) -> Tensors:
         """The results of the local queries and, if recorded, an anchor; the tensors are queries, keys and values."""
+        factors = None
+        if self.dropout:
+            wide = wide_dtype(self.dtype)
+            factors = DropoutFactors.drawn(self.weights, self.dropout, wide, self.device, self.group)
         if not self.record:
-            return _Run(self, mask, tensors).forward()[0]
-        made = _attended(self, mask, input_anchor(anchor, tensors, self.device), *tensors)
+            return _Run(self, mask, factors, tensors).forward()[0]
+        made = _attended(self, mask, factors, input_anchor(anchor, tensors, self.device), *tensors)
         return [*made[1:], made[0]]
 
 
@@ -51,12 +64,17 @@ class _Attended(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, step: AttendInPieces, mask: torch.Tensor | None, anchor: torch.Tensor | None, *tensors: torch.Tensor
+        ctx: Any,
+        step: AttendInPieces,
+        mask: torch.Tensor | None,
+        factors: DropoutFactors | None,
+        anchor: torch.Tensor | None,
+        *tensors: torch.Tensor,
     ) -> Any:
         """An anchor, then the results."""
-        outs, sums = _Run(step, mask, tensors).forward()
+        outs, sums = _Run(step, mask, factors, tensors).forward()
         made = output_anchor(ctx, anchor, tensors)
-        ctx.step = step._replace(summary=None)
+        ctx.step, ctx.factors = step._replace(summary=None), factors
         ctx.save_for_backward(made, mask, *tensors, *outs, *sums)
         return made, *outs
 
@@ -68,8 +86,8 @@ class _Attended(torch.autograd.Function):
         _, mask, *saved = ctx.saved_tensors
         count = step.queries + 2 * step.keys
         outs, sums = saved[count : count + step.queries], saved[count + step.queries :]
-        made = _Run(step, mask, saved[:count]).backward(grads[1:], outs, sums)
-        return None, None, anchor_gradient(ctx, 2, grads[0]), *made
+        made = _Run(step, mask, ctx.factors, saved[:count]).backward(grads[1:], outs, sums)
+        return None, None, None, anchor_gradient(ctx, 3, grads[0]), *made
 
 
 _attended: Callable[..., tuple[torch.Tensor, ...]] = _Attended.apply  # which torch declares without types
@@ -86,8 +104,14 @@ class _Arrived(NamedTuple):
 class _Run:
     """One forward or one backward."""
 
-    def __init__(self, step: AttendInPieces, mask: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> None:
-        self._step = step
+    def __init__(
+        self,
+        step: AttendInPieces,
+        mask: torch.Tensor | None,
+        factors: DropoutFactors | None,
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        self._step, self._factors = step, factors
         self._mask = None if mask is None else mask[(None,) * (4 - mask.ndim)]
         self._queries = tensors[: step.queries]
         self._keys = tensors[step.queries : step.queries + step.keys]
@@ -127,15 +151,17 @@ class _Run:
             return [one.to(self._step.dtype) for one in (*own.queries, *own.keys, *own.values)]
 
     def _block(self, task: Task, arrived: _Arrived) -> Block:
-        mask = self._mask
+        mask, factors = self._mask, None
+        times = self._queries[task.query].shape[1] // (task.heads[1] - task.heads[0])
+        heads = task.heads[0] * times, task.heads[1] * times
+        if self._factors is not None:
+            factors = functools.partial(_factors_of, self._factors, task, heads)
         if mask is not None:
-            times = self._queries[task.query].shape[1] // (task.heads[1] - task.heads[0])
-            heads = task.heads[0] * times, task.heads[1] * times
             spans = zip(mask.shape, (task.samples, heads, task.queries, task.keys), strict=True)
             mask = mask[tuple(slice(None) if size == 1 else slice(*span) for size, span in spans)]
         query = self._queries[task.query][task.in_query]
         key, value = arrived.keys[task.piece][task.in_piece], arrived.values[task.piece][task.in_piece]
-        return Block(query, key, value, task.band, mask, self._step.scale)
+        return Block(query, key, value, task.band, mask, self._step.scale, factors)
 
     # Keys, values and their gradients on their way --------------------------------------------------------------------
 
@@ -189,6 +215,12 @@ class _Gradients:
         """Take in the gradients of the keys and values of a block."""
         self.keys[task.piece][task.in_piece] += key
         self.values[task.piece][task.in_piece] += value
+
+
+def _factors_of(factors: DropoutFactors, task: Task, heads: Span, rows: slice) -> torch.Tensor:
+    """The factors of some queries of a block."""
+    first = task.queries[0]
+    return factors.at(task.samples, heads, (first + rows.start, first + rows.stop), task.keys)
 
 
 def _zeros(tensors: Sequence[torch.Tensor]) -> Tensors:

@@ -7,7 +7,7 @@ the whole softmax. Where no kernel fits, the formula is computed for a few queri
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -18,6 +18,7 @@ from shardwise.ops.attention.visibility import ALL, TRIANGLE, Band
 aten = torch.ops.aten
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of queries, keys and values
 SCORES = 1 << 22  # that the formula has at once, at most
+Factors = Callable[[slice], torch.Tensor]
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -30,6 +31,7 @@ class Block(NamedTuple):
     band: Band
     mask: torch.Tensor | None  # added to scores, or true where a query sees a key; broadcast to the scores
     scale: float
+    factors: Factors | None = None  # of dropout, for some of the queries
 
 
 class Kernel(Protocol):
@@ -47,7 +49,11 @@ def kernel_for(block: Block) -> Kernel:
     query, value = block.query, block.value
     has_mask = block.mask is not None or block.band not in (ALL, TRIANGLE)
     width = query.shape[-1]
-    if width != value.shape[-1] or query.dtype not in (*HALVES, torch.float32, torch.float64):
+    if (
+        block.factors is not None
+        or width != value.shape[-1]
+        or query.dtype not in (*HALVES, torch.float32, torch.float64)
+    ):
         return FORMULA
     if query.device.type == "cpu":
         return CPU_FLASH
@@ -210,6 +216,8 @@ class _Formula:
             scores = _scores(block, rows)
             lse = scores.logsumexp(-1)
             weights = (scores - _finite(lse).unsqueeze(-1)).exp()
+            if block.factors is not None:
+                weights *= _grouped(block.factors(rows), block)
             outs.append((weights @ _wide(block.value).unsqueeze(2)).flatten(1, 2))
             sums.append(lse.flatten(1, 2))
         return torch.cat(outs, -2).to(block.query.dtype), torch.cat(sums, -1)
@@ -221,8 +229,12 @@ class _Formula:
             weights = (_scores(block, rows) - _grouped(lse[..., rows].unsqueeze(-1), block)).exp()
             few = _grouped(_wide(grad[..., rows, :]), block)
             inner = (few * _grouped(_wide(out[..., rows, :]), block)).sum(-1, keepdim=True)
-            dv += (weights.transpose(-1, -2) @ few).sum(2)
-            dscores = weights * (few @ value.transpose(-1, -2) - inner) * block.scale
+            dweights, kept = few @ value.transpose(-1, -2), weights
+            if block.factors is not None:
+                factors = _grouped(block.factors(rows), block)
+                dweights, kept = dweights * factors, weights * factors
+            dv += (kept.transpose(-1, -2) @ few).sum(2)
+            dscores = weights * (dweights - inner) * block.scale
             dqs.append((dscores @ key).flatten(1, 2))
             dk += (dscores.transpose(-1, -2) @ _grouped(_wide(block.query[..., rows, :]), block)).sum(2)
         dtype = block.query.dtype

@@ -55,6 +55,7 @@ def attend_in_pieces(
     mask: torch.Tensor | None,
     scale: float | None,
     summary: OpSummary,
+    dropout: float = 0.0,
 ) -> ShardedTensorBase:
     """The result for all queries, in their layout. Every rank of the group takes part."""
     group = query._frame.process_group
@@ -74,6 +75,8 @@ def attend_in_pieces(
         query.dtype,
         query.device,
         1 / math.sqrt(query.shape[3]) if scale is None else scale,
+        (query.shape[0], query.shape[1], query.shape[2], key.shape[2]),
+        dropout,
     )
     outs = run_step(step, anchor, mask, *queries, *keys, *values)
     frame = query._frame

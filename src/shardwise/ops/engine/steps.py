@@ -182,6 +182,11 @@ class DrawRandom(NamedTuple):
     generator: torch.Generator | None = None
     order: tuple[int, ...] | None = None  # of the dims in the memory of the plain tensor, if not contiguous
 
+    @property
+    def draws(self) -> bool:
+        """Whether a call advances the generator."""
+        return True
+
     def __call__(self) -> Tensors:
         """The tensors."""
         frame = self.frame

@@ -64,8 +64,9 @@ def _rule(call: Call) -> Rule | None:
 
 def _attention(call: Call) -> Any:
     expected_results(call)  # raises as torch does
-    if call["dropout_p"] and not _draws_apart(call):
-        return _formula(call)  # the kernels draw by the position in the shard
+    if call["dropout_p"] and not _draws_apart(call):  # the kernels draw by the position in the shard
+        result = _in_pieces(call)
+        return _formula(call) if result is NotImplemented else result
     rule = _rule(call)
     result = compute(call, rule, moves=False)
     if result is NotImplemented:
@@ -88,7 +89,7 @@ def _in_pieces(call: Call) -> Any:
     plan = plan_in_pieces(query, key, value, mask, (Visibility(behind=0 if call["is_causal"] else None),))
     if plan is None or not (query.shape[1] == key.shape[1] or call["enable_gqa"]):
         return NotImplemented
-    return attend_in_pieces(plan, query, key, value, mask, call["scale"], op_summary(call))
+    return attend_in_pieces(plan, query, key, value, mask, call["scale"], op_summary(call), call["dropout_p"])
 
 
 def _formula(call: Call) -> Any:
