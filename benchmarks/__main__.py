@@ -14,6 +14,7 @@ from benchmarks import (
     models,
     ops,
     optimizers,
+    sequences,
     state_transfer,
     tensors,
     training,
@@ -57,6 +58,7 @@ def main() -> int:
     show("Tensor parallelism (DTensor by torch.distributed.tensor.parallel; by hand: plain parts, all_reduce)", trained)
     trained += [training.run(plan) for plan in training.PLANS]
     trained += fully_sharded.run() + fully_sharded.run(ranks=1)
+    trained += sequences.run()
     stepped = run_on_ranks(1, optimizers.step, timeout=550, fresh=True)[0]
     show("Optimizers on one rank (plain: torch.optim on the same local tensors)", stepped)
     kept = measure_checkpoints()

@@ -36,7 +36,7 @@ from benchmarks.transfers import status
 from shardwise.testing import run_on_ranks
 
 EVEN = Shape(layers=2, width=256, batch=1, sequence=4096)
-LENGTH = 4099
+LENGTH, WORDS = 4099, 4096
 MIB = 2**20
 aten = torch.ops.aten
 
@@ -147,14 +147,14 @@ def measure(shape: Shape, blocks: int) -> dict[str, float]:
 # A Llama of transformers ---------------------------------------------------------------------------------------------
 
 
-def llama() -> Any:
+def llama(width: int = 256) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=688,
+        vocab_size=WORDS,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
@@ -163,23 +163,26 @@ def llama() -> Any:
     return LlamaForCausalLM(config)
 
 
-def peak_of(in_pieces: bool) -> float:
-    """MiB by which the memory of this process peaks in steps, above what it had before there was a model."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 1 << 17)  # memory of tensors is given back at once: the peak is that of what lives
-    import transformers  # noqa: F401 # loaded before
-
-    shardwise.shard(torch.zeros(8), 0) + 1
-    gc.collect()
-    libc.malloc_trim(0)
-    before = status("VmRSS")
-    model, batch = llama(), torch.randint(4096, (1, LENGTH), generator=torch.Generator().manual_seed(1))
-    inputs: Any = {"input_ids": batch, "labels": batch}
+def llama_step(in_pieces: bool, width: int, length: int) -> Callable[[], None]:
+    model, ids = llama(width), torch.randint(WORDS, (1, length), generator=torch.Generator().manual_seed(1))
+    inputs: Any = {"input_ids": ids, "labels": ids}
     if in_pieces:
         plan = shardwise.plans.context_parallel()
         shardwise.shard_module(model, plan)
         inputs = plan.cut(inputs)
-    step = stepping(model, lambda: model(**inputs, use_cache=False).loss)
+    return stepping(model, lambda: model(**inputs, use_cache=False).loss)
+
+
+def peak_of(in_pieces: bool) -> float:
+    """MiB by which the memory of this process peaks in a step, above what it had before there was the model."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, 1 << 17)  # memory of tensors is given back at once: the peak is that of what lives
+    for _ in range(2):
+        llama_step(in_pieces, 32, 64)()  # all code is loaded
+    gc.collect()
+    libc.malloc_trim(0)
+    before = status("VmRSS")
+    step = llama_step(in_pieces, 256, LENGTH)
     step()
     gc.collect()
     libc.malloc_trim(0)
@@ -193,7 +196,7 @@ def difference() -> float:
     plain = llama().double()
     for layer in plain.model.layers[1:]:
         layer.requires_grad_(False)
-    ids = torch.randint(4096, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(WORDS, (1, LENGTH), generator=torch.Generator().manual_seed(1))
     plan = shardwise.plans.context_parallel()
     model = shardwise.shard_module(copy.deepcopy(plain), plan)
     model(**plan.cut({"input_ids": ids, "labels": ids})).loss.backward()

@@ -172,7 +172,7 @@ class _CudaFlash:
 
     def backward(self, block: Block, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
         query, key = block.query, block.key
-        nothing = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the state of dropout
+        nothing = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of dropout, which is off
         gradients: Gradients = aten._scaled_dot_product_flash_attention_backward(
             *(grad, query, key, block.value, out, lse.contiguous(), None, None),
             *(query.shape[-2], key.shape[-2], 0.0, block.band == TRIANGLE, nothing, nothing),

@@ -26,6 +26,8 @@ from shardwise.ops.engine.table import TABLE
 from shardwise.tensor import ShardedTensorBase
 
 aten = torch.ops.aten
+# The formula draws as torch's kernels for CUDA do, of which blocks could not read a part; it needs all weights at once.
+MOST_WEIGHTS = 1 << 28
 FORMULA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # by position
 
 
@@ -65,7 +67,9 @@ def _rule(call: Call) -> Rule | None:
 def _attention(call: Call) -> Any:
     expected_results(call)  # raises as torch does
     if call["dropout_p"] and not _draws_apart(call):  # the kernels draw by the position in the shard
-        result = _in_pieces(call)
+        weights = math.prod(call["query"].shape[:-1]) * call["key"].shape[-2]
+        has_formula = call["query"].device.type != "cpu" and weights <= MOST_WEIGHTS
+        result = NotImplemented if has_formula else _in_pieces(call)
         return _formula(call) if result is NotImplemented else result
     rule = _rule(call)
     result = compute(call, rule, moves=False)
