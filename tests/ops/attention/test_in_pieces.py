@@ -97,16 +97,16 @@ def assert_alike(cut: str, form: dict[str, Any], *, groups: int = HEADS, value_w
 @pytest.mark.parametrize("form", FORMS)
 @ranks(4)
 def test_every_cut(form: str) -> None:
-    """Queries stay where they are."""
+    """Queries stay where they are; several heads of them share one of the keys, too few for all ranks."""
     for cut in CUTS:
-        assert_alike(cut, FORMS[form])
+        assert_alike(cut, FORMS[form], groups=GROUPS)
 
 
 @ranks(4)
-def test_groups_of_heads() -> None:
-    """Several heads of queries share one of the keys."""
+def test_as_many_heads_of_keys() -> None:
+    """Every rank can have a head, and does where that is cheaper."""
     for cut in CUTS:
-        assert_alike(cut, {"is_causal": True}, groups=GROUPS)
+        assert_alike(cut, {"is_causal": True})
 
 
 @ranks(4)
@@ -124,7 +124,7 @@ def test_one_round_for_each_rank() -> None:
     try:
         for cut in CUTS:
             for form in ("causal", "mask of truths"):
-                assert_alike(cut, FORMS[form])
+                assert_alike(cut, FORMS[form], groups=GROUPS)
     finally:
         block_plan.ROUND_BYTES = before
         block_plan.make_block_plan.cache_clear()
@@ -158,6 +158,28 @@ def test_only_keys_that_are_seen_travel() -> None:
     assert seen.count() <= 1
 
 
+@ranks(4)
+def test_whole_sequences_of_some_heads() -> None:
+    """Where all ranks can have as many heads, and few bytes travel for it, sequences are whole while they compute."""
+    sizes = (1, 4, 16, 8), (1, 4, 16, 8), (1, 4, 16, 3)
+    plain = [values(*size, seed=k).requires_grad_() for k, size in enumerate(sizes)]
+    expected = scaled_dot_product_attention(*plain, is_causal=True)
+    (expected**2).sum().backward()
+    tried = [shardwise.shard(one.detach(), 2).requires_grad_() for one in plain]
+    for _ in range(2):
+        for one in tried:
+            one.grad = None
+        with trace() as seen:
+            found = scaled_dot_product_attention(*tried, is_causal=True)
+        assert [one.kind for one in seen.events] == ["exchange"] * 4  # queries, keys, values, and the result
+        (found**2).sum().backward()
+        assert found.sharding.ranks.tolist() == [0, 1, 2, 3]
+        assert found.sharding.cuts(2)
+        assert_close(found.detach().full_tensor(), expected.detach())
+        for one, other in zip(tried, plain, strict=True):
+            assert_close(one.grad.full_tensor(), other.grad)
+
+
 @ranks(2)
 def test_gradient_of_one_operand() -> None:
     """What wants no gradient gets none."""
@@ -174,7 +196,7 @@ def test_gradient_of_one_operand() -> None:
 @ranks(2)
 def test_twice_differentiated() -> None:
     """As torch's kernels, it refuses to be differentiated twice, on every rank."""
-    tensors = [shardwise.shard(values(1, 2, 6, 4, seed=k), 2).requires_grad_() for k in range(3)]
+    tensors = [shardwise.shard(values(1, 1, 6, 4, seed=k), 2).requires_grad_() for k in range(3)]
     found = scaled_dot_product_attention(*tensors).sum()
     (grad,) = torch.autograd.grad(found, tensors[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.group import is_member
+from shardwise.comm.transfer import make_plan
 from shardwise.layout import Layout
 from shardwise.layout.geometry import Boxes
 from shardwise.ops.attention.block_plan import AttentionSizes, BlockPlan, make_block_plan
@@ -17,8 +18,9 @@ from shardwise.ops.attention.in_pieces import AttendInPieces
 from shardwise.ops.attention.visibility import Visibility
 from shardwise.ops.engine.compute import assemble, result_frame
 from shardwise.ops.engine.recorder import run_step, use_in_place
-from shardwise.ops.engine.steps import OpSummary, Tensors, TieAnchors
+from shardwise.ops.engine.steps import MoveLocals, OpSummary, Tensors, TieAnchors
 from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.frame import Frame
 
 
 def plan_in_pieces(
@@ -79,12 +81,31 @@ def attend_in_pieces(
         dropout,
     )
     outs = run_step(step, anchor, mask, *queries, *keys, *values)
-    frame = query._frame
-    if value.shape[3] != query.shape[3]:
-        frame = result_frame(_with_width(query._layout, value.shape[3]), query.dtype, group)
+    frame = _result_frame(query, value.shape[3])
     made = assemble(type(query), frame, outs[: len(queries)], [*anchors, *outs[len(queries) :]], records)
     made._moved = plan.moved > 0
     return made
+
+
+def moved_like(result: ShardedTensorBase, query: ShardedTensorBase, summary: OpSummary) -> ShardedTensorBase:
+    """A result that was computed elsewhere, where its queries lie. Every rank of the group takes part."""
+    group, frame = query._frame.process_group, _result_frame(query, result.shape[3])
+    assert group is not None
+    records = torch.is_grad_enabled() and result.requires_grad
+    step = MoveLocals(make_plan(result._layout, frame.layout), group, summary, records, result.dtype)
+    anchor = result._anchored()
+    outs = run_step(step, anchor, *result._local_tensors())
+    count = len(frame.rows)
+    anchors = [*([] if anchor is None else [anchor]), *outs[count:]]
+    made = assemble(type(query), frame, outs[:count], anchors, records)
+    made._moved = True
+    return made
+
+
+def _result_frame(query: ShardedTensorBase, width: int) -> Frame:
+    if width == query.shape[3]:
+        return query._frame
+    return result_frame(_with_width(query._layout, width), query.dtype, query._frame.process_group)
 
 
 def _local(operand: ShardedTensorBase) -> tuple[Tensors, Tensors]:
