@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwise
 from benchmarks.llama import Llama, Shape, loss_of
 from benchmarks.table import Row, duration
-from benchmarks.timing import best_together
+from benchmarks.timing import both_together
 from benchmarks.transfers import status
 from shardwise.testing import run_on_ranks
 
@@ -134,14 +134,14 @@ def theirs(shape: Shape) -> Callable[[], None]:
     return stepping(copies, lambda: loss_of(copies, ids, labels))
 
 
-def measure(shape: Shape, blocks: int) -> dict[str, float]:
-    """Seconds of a step, on every rank."""
+def measure(shape: Shape, blocks: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of a step, and of the processors of all ranks, on every rank."""
     torch.set_num_threads(1)
     contenders = {"shardwise": ours(shape), "torch": theirs(shape)}
     for step in contenders.values():
         for _ in range(3):
             step()
-    return best_together(contenders, repeats=blocks)
+    return both_together(contenders, repeats=blocks)
 
 
 # A Llama of transformers ---------------------------------------------------------------------------------------------
@@ -211,11 +211,12 @@ def difference() -> float:
 
 def run(shape: Shape = EVEN, ranks: int = 4, blocks: int = 7) -> list[Row]:
     """Measure on ranks of their own, and print what was found; gives what is held to a budget."""
-    seconds = run_on_ranks(ranks, measure, shape, blocks, timeout=550, fresh=True)[0]
+    seconds, spent = run_on_ranks(ranks, measure, shape, blocks, timeout=550, fresh=True)[0]
     what = f"{shape.layers} layers of {shape.width}, {shape.batch} x {shape.sequence} tokens, {ranks} gloo ranks"
     print(f"\nSequences in pieces: {what}\n")
-    print("  a step: " + ", ".join(f"{name} {duration(one)}" for name, one in seconds.items()), end="")
-    print(f"; {seconds['shardwise'] / seconds['torch']:.2f}x torch's ring")
+    for what, found in {"a step": seconds, "time of all processors": spent}.items():
+        print(f"  {what}: " + ", ".join(f"{name} {duration(one)}" for name, one in found.items()), end="")
+        print(f"; {found['shardwise'] / found['torch']:.2f}x torch's ring")
     pieces = max(run_on_ranks(ranks, peak_of, True, timeout=300, fresh=True))
     whole = run_on_ranks(1, peak_of, False, timeout=300, fresh=True)[0]
     print(
