@@ -15,6 +15,7 @@ from benchmarks import (
     models,
     ops,
     optimizers,
+    sequences,
     state_transfer,
     tensors,
     training,
@@ -59,6 +60,7 @@ def main() -> int:
     trained += [training.run(plan) for plan in training.PLANS]
     trained += fully_sharded.run() + fully_sharded.run(ranks=1)
     trained += experts.run()
+    trained += sequences.run()
     stepped = run_on_ranks(1, optimizers.step, timeout=550, fresh=True)[0]
     show("Optimizers on one rank (plain: torch.optim on the same local tensors)", stepped)
     kept = measure_checkpoints()

@@ -28,6 +28,7 @@ from shardwise.layout.specs import (
 from shardwise.nn import capture, fill_buffers, fully_shard, rebalance, shard_module
 from shardwise.nn.optim import ShardedOptimizer
 from shardwise.nn.sharding_plan import ShardingPlan
+from shardwise.ops.attention import attention
 from shardwise.ops.validation import validation
 from shardwise.settings import gather_budget
 from shardwise.state_transfer import StateTransfer, resize
@@ -53,6 +54,7 @@ __all__ = [
     "ShardingSpec",
     "ShardwiseError",
     "StateTransfer",
+    "attention",
     "capture",
     "check",
     "draw",

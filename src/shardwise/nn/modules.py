@@ -14,6 +14,7 @@ from shardwise.comm.group import Fields, group_ranks, or_default
 from shardwise.errors import PlanKindError, plan_error
 from shardwise.layout.specs import ShardingSpec
 from shardwise.layout.specs.spec import PlacedShardingSpec
+from shardwise.nn.context_parallel import ContextParallel
 from shardwise.nn.experts import ExpertPlan
 from shardwise.nn.fully_sharded import FullyShard, fully_shard
 from shardwise.nn.outputs import collect_local_shard, reshard_output
@@ -27,7 +28,11 @@ M = TypeVar("M", bound=nn.Module)
 
 def shard_module(
     module: M,
-    plan: ShardingPlan | ShardingPlanner | FullyShard | Mapping[str, ShardingSpec | Sharder | int | None],
+    plan: ShardingPlan
+    | ShardingPlanner
+    | FullyShard
+    | ContextParallel
+    | Mapping[str, ShardingSpec | Sharder | int | None],
     src_rank: int = 0,
     process_group: ProcessGroup | None = None,
 ) -> M:
@@ -60,6 +65,8 @@ def shard_module(
         torch.manual_seed(0)  # the values are those of a plain model that is initialised from this seed
         model.apply(lambda m: m.reset_parameters() if hasattr(m, "reset_parameters") else None)
     """
+    if isinstance(plan, ContextParallel):
+        return plan.apply(module, src_rank)
     if isinstance(plan, FullyShard):
         return fully_shard(module, **plan.options(), src_rank=src_rank, process_group=process_group)
     group = or_default(process_group)

@@ -4,11 +4,11 @@
 - `configuration`: the class that a configuration names, and its model without weights.
 - `saving`, `loading`: `save_pretrained` and `load_pretrained`; `files` (where each tensor lies), `folder`, `names`.
 - `models`: how transformers and peft save sharded models. `resizing`: resized embeddings. `trainers`: the Trainer.
-- `generation`: `generate` of sharded models.
+- `generation`: `generate` of sharded models. `sequences`: the attention of sequences in pieces.
 - `accelerators`, `loaders`: accelerate with sharded models, and its data loaders.
 """
 
-from shardwise.interop.huggingface import accelerators, generation, loaders, models, resizing, trainers
+from shardwise.interop.huggingface import accelerators, generation, loaders, models, resizing, sequences, trainers
 from shardwise.interop.huggingface.loading import load_pretrained
 from shardwise.interop.huggingface.pretrained import load
 from shardwise.interop.huggingface.saving import save_pretrained
@@ -22,5 +22,6 @@ __all__ = [
     "models",
     "resizing",
     "save_pretrained",
+    "sequences",
     "trainers",
 ]

@@ -28,7 +28,6 @@ from shardwise.ops.engine.call import is_pure, outer_function
 from shardwise.ops.engine.plain_values import note_plain_values
 from shardwise.ops.engine.program import Program
 from shardwise.ops.engine.recorder import Recorder, active, recording_call
-from shardwise.ops.engine.steps import DrawRandom
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import Handler, registry
 from shardwise.tensor.redistribution_cache import cached_layout, is_activation
@@ -125,7 +124,7 @@ def _record(
     states, messages = _random_states(), traffic.count
     with recording_call(recorder):
         result = slow_path(op, args, kwargs)
-    draws = any(isinstance(step.op, DrawRandom) for step in recorder.steps)
+    draws = any(getattr(step.op, "draws", False) for step in recorder.steps)
     if traffic.count != messages + recorder.messages:
         return result, "it sends messages that are not of its steps"
     if not draws and not _are_equal(states, _random_states()):

@@ -10,7 +10,7 @@ import hashlib
 import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed import ProcessGroup
@@ -182,6 +182,11 @@ class DrawRandom(NamedTuple):
     generator: torch.Generator | None = None
     order: tuple[int, ...] | None = None  # of the dims in the memory of the plain tensor, if not contiguous
 
+    @property
+    def draws(self) -> bool:
+        """Whether a call advances the generator."""
+        return True
+
     def __call__(self) -> Tensors:
         """The tensors."""
         frame = self.frame
@@ -191,17 +196,11 @@ class DrawRandom(NamedTuple):
         return tensors
 
 
-CommStep = (
-    RedistributeOperand
-    | MoveLocals
-    | ShareReplicas
-    | SharePlain
-    | SplitPlain
-    | CheckPlain
-    | TieAnchors
-    | JoinNodes
-    | DrawRandom
-)
+class CommStep(Protocol):
+    """One of these, or a step that a family of ops has of its own."""
+
+    def __call__(self, *operands: Any, **named: Any) -> Tensors:
+        """The output."""
 
 
 def _plain(operand: torch.Tensor) -> torch.Tensor:

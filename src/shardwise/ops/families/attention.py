@@ -15,28 +15,35 @@ import torch
 
 from shardwise import settings
 from shardwise.errors import UnsupportedOpError
+from shardwise.ops.attention.block_plan import BlockPlan
+from shardwise.ops.attention.ops import attend_in_pieces, moved_like, plan_in_pieces
+from shardwise.ops.attention.visibility import Visibility
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.compute import compute
+from shardwise.ops.engine.compute import compute, op_summary
 from shardwise.ops.engine.gathered import compute_gathered, needs_whole
 from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.rule import Along, Labels, Rule
 from shardwise.ops.engine.table import TABLE
+from shardwise.tensor import ShardedTensorBase
 
 aten = torch.ops.aten
+# The formula draws as torch's kernels for CUDA do, of which blocks could not read a part; it needs all weights at once.
+MOST_WEIGHTS = 1 << 28
 FORMULA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # by position
 
 
-def _rule(call: Call) -> Rule | None:
+def _rule(call: Call, *, heads_alone: bool = False) -> Rule | None:
+    """With ``heads_alone``, samples and queries are whole."""
     query, key, value, mask = (call[name] for name in FORMULA[:4])
     (size, _), *_ = expected_results(call)
     if min(query.ndim, key.ndim, value.ndim) < 3:
         return None
     labels = Labels()
-    samples = [labels.new(extent) for extent in size[:-3]]
+    samples = [labels.new(extent, whole=heads_alone) for extent in size[:-3]]
     # Several heads of the query may share a head of the keys: only such groups may be cut apart.
     groups = math.gcd(size[-3], key.shape[-3], value.shape[-3]) if call["enable_gqa"] else size[-3]
     heads = labels.new(groups)
-    queries = labels.new(query.shape[-2], whole=call["is_causal"])
+    queries = labels.new(query.shape[-2], whole=call["is_causal"] or heads_alone)
     keys = labels.new(key.shape[-2], whole=True)
     inner, outer = labels.new(query.shape[-1], whole=True), labels.new(value.shape[-1], whole=True)
 
@@ -61,15 +68,53 @@ def _rule(call: Call) -> Rule | None:
 
 def _attention(call: Call) -> Any:
     expected_results(call)  # raises as torch does
-    if call["dropout_p"] and not _draws_apart(call):
-        return _formula(call)  # the kernels draw by the position in the shard
-    result = compute(call, _rule(call))
+    if call["dropout_p"] and not _draws_apart(call):  # the kernels draw by the position in the shard
+        weights = math.prod(call["query"].shape[:-1]) * call["key"].shape[-2]
+        has_formula = call["query"].device.type != "cpu" and weights <= MOST_WEIGHTS
+        result = NotImplemented if has_formula else _in_pieces(call)
+        return _formula(call) if result is NotImplemented else result
+    rule = _rule(call)
+    result = compute(call, rule, moves=False)
+    if result is NotImplemented:
+        result = _in_pieces(call)
+    if result is NotImplemented:
+        result = compute(call, rule)
     if result is not NotImplemented:
         return result
     try:
         return compute_gathered(call.op, (), call.arguments, needs_whole(call))
     except UnsupportedOpError:
         return _formula(call)
+
+
+def _in_pieces(call: Call) -> Any:
+    """Attention of a sequence in pieces, in which keys and values come to the queries; NotImplemented of others."""
+    query, key, value, mask = (call[name] for name in FORMULA[:4])
+    if not isinstance(query, ShardedTensorBase) or query.ndim != 4 or not query._layout.cuts(2):
+        return NotImplemented
+    plan = plan_in_pieces(query, key, value, mask, (Visibility(behind=0 if call["is_causal"] else None),))
+    if plan is None or not (query.shape[1] == key.shape[1] or call["enable_gqa"]):
+        return NotImplemented
+    if not call["dropout_p"] and _prefers_heads(plan, query, key, value):
+        result = compute(call, _rule(call, heads_alone=True))
+        if result is not NotImplemented:
+            return moved_like(result, query, op_summary(call))
+    return attend_in_pieces(plan, query, key, value, mask, call["scale"], op_summary(call), call["dropout_p"])
+
+
+# Whole sequences of a few heads take half to four fifths of the processor time of pieces of all heads, as measured on
+# gloo: few large blocks, and nothing to merge. That makes up for so much more that is sent.
+MORE_FOR_HEADS = 1.5
+
+
+def _prefers_heads(plan: BlockPlan, query: Any, key: Any, value: Any) -> bool:
+    """Whether whole sequences are cheaper, of which each rank gets as many heads, and whose result goes back."""
+    ranks = query._frame.process_group.size()
+    if key.shape[1] % ranks or any(one._layout.cuts(0) or one._layout.cuts(1) for one in (query, key, value)):
+        return False
+    result = query.numel() // query.shape[3] * value.shape[3]
+    elements = query.numel() + key.numel() + value.numel() + result
+    return plan.moved > 0 and elements * (ranks - 1) / ranks <= MORE_FOR_HEADS * plan.moved
 
 
 def _formula(call: Call) -> Any:

@@ -1,0 +1,248 @@
+"""Sequences in pieces: `python -m benchmarks.sequences --help`.
+
+A step of a model like Llama with AdamW on one long sequence, in two pieces on each of four ranks, causal. Beside it
+runs torch's own context parallel: its ring attention with the same cut, DistributedDataParallel for the gradients.
+Torch dispatches its ring for kernels of CUDA only, so here it is called with the kernel for CPUs, the same one that
+shardwise calls. Both take turns in one run. Measured beside are the peak of memory of a rank and that of the whole
+sequence on one rank, of a Llama of transformers whose sequence no number of ranks divides, and how far its gradients
+are from the whole one's in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import ctypes
+import gc
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.experimental._context_parallel._attention import (
+    _templated_ring_attention,
+    _templated_ring_attention_backward,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwise
+from benchmarks.llama import Llama, Shape, loss_of
+from benchmarks.table import Row, duration
+from benchmarks.timing import both_together
+from benchmarks.transfers import status
+from shardwise.testing import run_on_ranks
+
+EVEN = Shape(layers=2, width=256, batch=1, sequence=4096)
+LENGTH, WORDS = 4099, 4096
+MIB = 2**20
+aten = torch.ops.aten
+
+
+# Torch's ring --------------------------------------------------------------------------------------------------------
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, **options)
+
+
+def _flash_backward(query: Any = None, key: Any = None, value: Any = None, **given: Any) -> Any:
+    out, lse = given["out"], given["logsumexp"]
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        given["grad_out"], query, key, value, out, lse, 0.0, given["is_causal"]
+    )
+
+
+class Ring(torch.autograd.Function):
+    """Torch's ring attention, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Over the default group."""
+        group: Any = dist.group.WORLD
+        out, lse, *_ = _templated_ring_attention(group, 2, _flash, query, key, value, is_causal=True)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Over the default group."""
+        query, key, value, out, lse = ctx.saved_tensors
+        group: Any = dist.group.WORLD
+        return _templated_ring_attention_backward(
+            group, 2, _flash_backward, grads[0], "grad_out", query, key, value, out, lse, is_causal=True
+        )[:3]
+
+
+def _attend(self: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    """As `benchmarks.llama.Attention.forward`, with torch's ring."""
+    q, k, v = (self._heads(part(x)) for part in (self.q, self.k, self.v))
+    q, k = (part * cos + _turned(part) * sin for part in (q, k))
+    out: Any = Ring.apply(q, k, v)
+    return self.o(out.transpose(1, 2).flatten(2))
+
+
+def _turned(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+# Contenders ----------------------------------------------------------------------------------------------------------
+
+
+def start(shape: Shape) -> Any:
+    torch.manual_seed(0)
+    return Llama(shape)
+
+
+def tokens(shape: Shape) -> tuple[Tensor, Tensor]:
+    size = (2, shape.batch, shape.sequence)
+    ids, labels = torch.randint(shape.words, size, generator=torch.Generator().manual_seed(1))
+    return ids, labels
+
+
+def stepping(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def ours(shape: Shape) -> Callable[[], None]:
+    plan = shardwise.plans.context_parallel(parameters=None)
+    model = shardwise.shard_module(start(shape), plan)
+    ids, labels = plan.cut(tokens(shape))
+    return stepping(model, lambda: loss_of(model, ids, labels))
+
+
+def theirs(shape: Shape) -> Callable[[], None]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    chunks = torch.arange(shape.sequence).chunk(2 * world)
+    mine = torch.cat([chunks[rank], chunks[2 * world - 1 - rank]])  # the first and the last, as torch's ring has them
+    model = start(shape)
+    model.cos, model.sin = model.cos[mine], model.sin[mine]
+    for block in model.blocks:
+        block.attention.forward = _attend.__get__(block.attention)
+    ids, labels = (one[:, mine].clone() for one in tokens(shape))
+    copies = DistributedDataParallel(model)
+    return stepping(copies, lambda: loss_of(copies, ids, labels))
+
+
+def measure(shape: Shape, blocks: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of a step, and of the processors of all ranks, on every rank."""
+    torch.set_num_threads(1)
+    contenders = {"shardwise": ours(shape), "torch": theirs(shape)}
+    for step in contenders.values():
+        for _ in range(3):
+            step()
+    return both_together(contenders, repeats=blocks)
+
+
+# A Llama of transformers ---------------------------------------------------------------------------------------------
+
+
+def llama(width: int = 256) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=WORDS,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=LENGTH,
+    )
+    return LlamaForCausalLM(config)
+
+
+def llama_step(in_pieces: bool, width: int, length: int) -> Callable[[], None]:
+    model, ids = llama(width), torch.randint(WORDS, (1, length), generator=torch.Generator().manual_seed(1))
+    inputs: Any = {"input_ids": ids, "labels": ids}
+    if in_pieces:
+        plan = shardwise.plans.context_parallel()
+        shardwise.shard_module(model, plan)
+        inputs = plan.cut(inputs)
+    return stepping(model, lambda: model(**inputs, use_cache=False).loss)
+
+
+def peak_of(in_pieces: bool) -> float:
+    """MiB by which the memory of this process peaks in a step, above what it had before there was the model."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-3, 1 << 17)  # memory of tensors is given back at once: the peak is that of what lives
+    for _ in range(2):
+        llama_step(in_pieces, 32, 64)()  # all code is loaded
+    gc.collect()
+    libc.malloc_trim(0)
+    before = status("VmRSS")
+    step = llama_step(in_pieces, 256, LENGTH)
+    step()
+    gc.collect()
+    libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    step()
+    return (status("VmHWM") - before) / 1024
+
+
+def difference() -> float:
+    """The largest difference of a gradient from the whole model's, beside the largest gradient; in float64."""
+    plain = llama().double()
+    for layer in plain.model.layers[1:]:
+        layer.requires_grad_(False)
+    ids = torch.randint(WORDS, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    plan = shardwise.plans.context_parallel()
+    model = shardwise.shard_module(copy.deepcopy(plain), plan)
+    model(**plan.cut({"input_ids": ids, "labels": ids})).loss.backward()
+    plain(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    worst = largest = 0.0
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        if other.grad is not None:
+            largest = max(largest, float(other.grad.abs().max()))
+            worst = max(worst, float((one.grad.full_tensor() - other.grad).abs().max()))
+    return worst / largest
+
+
+def run(shape: Shape = EVEN, ranks: int = 4, blocks: int = 7) -> list[Row]:
+    """Measure on ranks of their own, and print what was found; gives what is held to a budget."""
+    seconds, spent = run_on_ranks(ranks, measure, shape, blocks, timeout=550, fresh=True)[0]
+    what = f"{shape.layers} layers of {shape.width}, {shape.batch} x {shape.sequence} tokens, {ranks} gloo ranks"
+    print(f"\nSequences in pieces: {what}\n")
+    for what, found in {"a step": seconds, "time of all processors": spent}.items():
+        print(f"  {what}: " + ", ".join(f"{name} {duration(one)}" for name, one in found.items()), end="")
+        print(f"; {found['shardwise'] / found['torch']:.2f}x torch's ring")
+    pieces = max(run_on_ranks(ranks, peak_of, True, timeout=300, fresh=True))
+    whole = run_on_ranks(1, peak_of, False, timeout=300, fresh=True)[0]
+    print(
+        f"  Llama of transformers, {LENGTH} tokens, AdamW: the most of a rank {pieces:.0f} MiB, whole {whole:.0f} MiB",
+        end="",
+    )
+    print(f"; {pieces / whole:.2f}x")
+    off = max(run_on_ranks(ranks, difference, timeout=550, fresh=True))
+    print(f"  its gradients in float64: {off:.1e} of the largest off")
+    return [
+        Row(f"step on a sequence in pieces, {ranks} gloo ranks", seconds, "≤ 1.0 torch", ("torch", 1.0)),
+        Row("MiB of a rank at its peak", {"shardwise": pieces, "whole": whole}, "≤ 0.35 whole", ("whole", 0.35)),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--blocks", type=int, default=7, help="steps, of which the fastest counts")
+    for one in fields(Shape):
+        parser.add_argument(f"--{one.name}", type=int, default=getattr(EVEN, one.name))
+    given = vars(parser.parse_args())
+    run(replace(EVEN, **{one.name: given[one.name] for one in fields(Shape)}), given["ranks"], given["blocks"])
+
+
+if __name__ == "__main__":
+    from benchmarks import sequences  # as the ranks import it
+
+    sequences.main()

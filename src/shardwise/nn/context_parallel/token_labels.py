@@ -1,0 +1,58 @@
+"""What each token has of its neighbours, worked out before the sequence is cut: positions, documents, next labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from shardwise.errors import PropertyError
+from shardwise.ops.attention import Documents
+
+IGNORED = -100  # a label that no loss counts
+INPUTS = ("input_ids", "inputs_embeds")  # of models of transformers
+
+
+def with_token_values(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch of a model of transformers with what its tokens have of their neighbours; any other batch as it is.
+
+    - ``position_ids``: the position of each token in its document, if there are none.
+    - ``documents``: where documents begin in packed sequences: where positions begin anew, or padding ends or begins.
+    - ``shift_labels``: the label of the next token, which a causal language model predicts, if there are labels.
+    """
+    made = dict(batch)
+    tokens = next((made[name] for name in INPUTS if isinstance(made.get(name), torch.Tensor)), None)
+    if tokens is None:
+        return made
+    samples, length = tokens.shape[:2]
+    mask, positions = made.pop("attention_mask", None), made.get("position_ids")
+    if mask is not None and mask.ndim != 2:
+        raise PropertyError(
+            f"a mask of {mask.ndim} dims was given with sequences in pieces: give the mask of tokens, [sample, token], "
+            "or position_ids that begin anew with each document"
+        )
+    if positions is None:
+        positions = torch.arange(length, device=tokens.device)
+    positions = positions.expand(samples, length)
+    documents = Documents.from_positions(positions)
+    if mask is not None and not bool(mask.bool().all()):
+        documents = _without_padding(documents, mask.bool(), samples)
+    made["position_ids"] = positions
+    if documents is not None:
+        made["documents"] = documents
+    labels = made.get("labels")
+    if isinstance(labels, torch.Tensor) and labels.shape == (samples, length) and "shift_labels" not in made:
+        made["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return made
+
+
+def _without_padding(documents: Documents | None, mask: torch.Tensor, samples: int) -> Documents:
+    """Padding as documents of its own, which no token of another one sees."""
+    begins = (mask[:, 1:] != mask[:, :-1]).cpu()
+    known = ((0,),) if documents is None else documents.by_sample(samples)
+    rows = [
+        {*(known[k] if len(known) > 1 else known[0]), *(row.nonzero().flatten() + 1).tolist()}
+        for k, row in enumerate(begins)
+    ]
+    return Documents.of([sorted(row) for row in rows])
