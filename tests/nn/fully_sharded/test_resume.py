@@ -57,3 +57,30 @@ def test_three_worlds(tmp_path: Path) -> None:
         begin = end
     ours, theirs = (torch.tensor(one, dtype=torch.float64) for one in (found, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=0)
+
+
+def return_to(folder: str) -> None:
+    """Three steps, a checkpoint, three steps; then back to the checkpoint with the same optimizer, and three steps."""
+    torch.manual_seed(0)
+    model = shardwise.fully_shard(Model().double(), weights=[2, 1])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, eps=0.1)
+    state = {"model": model, "optimizer": optimizer}
+
+    def train(begin: int) -> list[torch.Tensor]:
+        for step in range(begin, begin + 3):
+            ids, labels = (mine(one, [1, 2]) for one in batch_of(step, [1, 2]))
+            optimizer.zero_grad()
+            model(ids, labels).backward()
+            optimizer.step()
+        return [one.full_tensor() for one in model.parameters()]
+
+    train(0)
+    shardwise.save(state, folder)
+    expected = train(3)
+    shardwise.load(state, folder)
+    torch.testing.assert_close(train(3), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_an_optimizer_returns_to_a_checkpoint(tmp_path: Path) -> None:
+    """Also its count of steps, after it has taken more."""
+    run_on_ranks(2, return_to, str(tmp_path))

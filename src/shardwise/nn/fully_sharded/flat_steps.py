@@ -148,6 +148,7 @@ class FlatOptimizer:
         self._runs: list[list[Run]] = []
         self._tensors: list[list[torch.Tensor]] = []  # of the inner optimizer, for each run
         self._given: dict[int, dict[str, Any]] = {}  # by parameter, the states that the outer optimizer was given
+        self._versions: dict[tuple[int, str], int] = {}  # of numbers among them, when they were last written here
         self._hidden: list[list[torch.Tensor]] | None = None  # the parameters of all groups, while a step skips some
 
     def step(self, runs: list[list[Run]]) -> None:
@@ -190,11 +191,18 @@ class FlatOptimizer:
                     given[name] = self._outer.state[one.sharded][name] = value
                 elif not value.ndim:
                     given[name].copy_(value)
+                    self._versions[id(one.sharded), name] = given[name]._version
 
     def _has(self, one: FlatParameter, given: dict[str, Any]) -> bool:
-        """Whether the outer optimizer still has the states that it was given for a parameter."""
+        """Whether the outer optimizer still has the states that it was given for a parameter.
+
+        Others may be written to, for they share their memory; numbers, as a checkpoint does, may not.
+        """
         now = self._outer.state.get(one.sharded, {})
-        return given.keys() == now.keys() and all(value is now[name] for name, value in given.items())
+        if given.keys() != now.keys() or any(value is not now[name] for name, value in given.items()):
+            return False
+        written = ((name, value._version) for name, value in given.items() if _is_number(value))
+        return all(self._versions.get((id(one.sharded), name)) == version for name, version in written)
 
     def _is_current(self) -> bool:
         """Whether the states of the outer optimizer are those that it was given."""
@@ -248,6 +256,13 @@ class FlatOptimizer:
                         continue
                     made = {name: _part(run, one, value, tensor) for name, value in state.items()}
                     self._given[id(one.sharded)], self._outer.state[one.sharded] = dict(made), made
+                    for name, value in made.items():
+                        if _is_number(value):
+                            self._versions[id(one.sharded), name] = value._version
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.ndim and not isinstance(value, ShardedTensor)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
