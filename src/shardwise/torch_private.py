@@ -97,16 +97,25 @@ else:
 amp_unscale = _private("torch._amp_foreach_non_finite_check_and_unscale_", "unscale gradients for GradScaler")
 standard_gamma = _private("torch._standard_gamma", "draw from gamma distributions")
 for _op, _purpose in {
-    "_cdist_forward": "compute distances under autocast as torch does",
+    "_batch_norm_with_update": "compute batch statistics over all ranks",
+    "_cdist_forward": "compute distances over columns that are cut",
     "_embedding_bag": "look up bags of a sharded table",
     "_embedding_bag_forward_only": "look up bags of a sharded table",
+    "_fft_c2c": "transform one dim after another",
+    "_fft_c2r": "transform one dim after another",
+    "_fft_r2c": "transform one dim after another",
     "_grouped_mm": "multiply groups of rows",
+    "_histogramdd_bin_edges": "count points in boxes",
+    "_histogramdd_from_bin_cts": "count points in boxes",
+    "_histogramdd_from_bin_tensors": "count points in boxes",
     "_linalg_check_errors": "raise errors of linear algebra on every rank",
+    "_linalg_solve_ex": "solve batches of systems",
     "_local_scalar_dense": "read a value that every rank knows",
     "_native_batch_norm_legit": "compute batch statistics over all ranks",
     "_native_batch_norm_legit_no_training": "normalise by running statistics",
     "_pack_padded_sequence": "run recurrent modules on packed sequences",
     "_pad_packed_sequence": "run recurrent modules on packed sequences",
+    "_pdist_forward": "compute distances between rows",
     "_reshape_copy": "reshape as torch's decompositions do",
     "_sample_dirichlet": "draw from Dirichlet distributions",
     "_scaled_dot_product_attention_math": "compute attention without a fused kernel",
@@ -117,7 +126,10 @@ for _op, _purpose in {
     "_scaled_dot_product_flash_attention_for_cpu": "compute blocks of attention over a sequence in pieces",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "compute blocks of attention over a sequence in pieces",
     "_standard_gamma": "draw from gamma distributions",
+    "_unique2": "find distinct elements",
     "_unsafe_index": "index as torch's decompositions do",
+    "_unsafe_masked_index": "index as torch's decompositions do",
+    "_unsafe_masked_index_put_accumulate": "index as torch's decompositions do",
     "_unsafe_view": "view as torch's decompositions do",
 }.items():
     _private(f"torch.ops.aten.{_op}", _purpose)
