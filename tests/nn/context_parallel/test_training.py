@@ -15,7 +15,7 @@ from torch import nn
 import shardwise
 from shardwise import plans
 from shardwise.comm.tracing import trace
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, PropertyError, ShardwiseError
 from shardwise.testing import ranks
 
 SMALL = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
@@ -206,3 +206,53 @@ def test_plain_batches_still_work() -> None:
         assert_close(whole(twin(input_ids=ids, attention_mask=mask).logits), expected)
         with pytest.raises(PlanError, match="cut"):
             twin(input_ids=plan.cut(ids), attention_mask=mask)
+
+
+def own_documents(rank: int) -> list[torch.Tensor]:
+    """Documents of this rank: several, one, none, and one of a single token."""
+    lengths = ([5, 9, 2], [13], [], [1, 7])[rank]
+    return [tokens(1, length, seed=10 * rank + k)[0] for k, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@ranks(4)
+def test_packed_documents_of_each_rank(nested: bool) -> None:
+    """Each rank has as many tokens as it has; loss and gradients are those of all documents, and nothing is attended
+    across ranks."""
+    plan, plain = plans.context_parallel(), made("Llama")
+    documents = own_documents(dist.get_rank())
+    if nested and documents:
+        jagged = torch.nested.nested_tensor(documents, layout=torch.jagged)
+        mine: dict[str, Any] = {"input_ids": jagged, "labels": jagged}
+    else:
+        ids = torch.cat([*documents, torch.zeros(0, dtype=torch.int64)]).unsqueeze(0)
+        positions = torch.cat([torch.arange(len(one)) for one in [*documents, ids[0, :0]]]).unsqueeze(0)
+        labels = torch.where(positions == 0, -100, ids)
+        mine = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    every = [one for rank in range(4) for one in own_documents(rank)]
+    losses = [
+        nn.functional.cross_entropy(plain(one.unsqueeze(0)).logits[0, :-1], one[1:], reduction="sum") for one in every
+    ]
+    expected = torch.stack(losses).sum() / sum(len(one) - 1 for one in every)
+    expected.backward()
+    twin = shardwise.shard_module(copy.deepcopy(plain), plan)
+    for _ in range(2):
+        twin.zero_grad()
+        batch = plan.join(mine)
+        assert batch["documents"] == "0,5,14,16,29,30"
+        with trace() as record:
+            found = twin(**batch).loss
+        assert not [event for event in record.events if event.op == "attention"]
+        assert_close(whole(found).detach(), expected.detach())
+        found.backward()
+        assert_same_gradients(twin, plain)
+
+
+@ranks(2)
+def test_what_cannot_be_joined() -> None:
+    """Several samples on one rank, and other tensors on another one: every rank raises."""
+    plan = plans.context_parallel()
+    with pytest.raises(PropertyError, match="one sample"):
+        plan.join({"input_ids": tokens(1 + dist.get_rank(), 3)})
+    with pytest.raises(ShardwiseError):
+        plan.join({"input_ids": tokens(1, 3), **({"labels": tokens(1, 3)} if dist.get_rank() else {})})

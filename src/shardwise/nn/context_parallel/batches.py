@@ -32,7 +32,7 @@ def cut_batch(batch: Any, grid: RankGrid, group: ProcessGroup) -> Any:
         prepared = with_token_values(batch) if isinstance(batch, Mapping) else batch
         documents = prepared.pop("documents", None) if isinstance(prepared, dict) else None
         leaves, structure = pytree.tree_flatten(prepared)
-        tensors = [_checked(leaf) for leaf in leaves if _has_sequence(leaf)]
+        tensors = [checked(leaf) for leaf in leaves if has_sequence(leaf)]
         sizes = sorted({tuple(one.shape[:2]) for one in tensors})
         if len(sizes) != 1:
             raise PropertyError(f"the tensors of a batch have the same samples and positions; found {sizes}")
@@ -50,18 +50,20 @@ def cut_batch(batch: Any, grid: RankGrid, group: ProcessGroup) -> Any:
         _require_alike(row, told, group_ranks(group))
     samples = tuple(int(told[row[0]][0]) for row in rows)
     documents = _joined([told[row[0]][1] for row in rows], samples)
-    made = [_pieces(leaf, grid, samples, group) if _has_sequence(leaf) else leaf for leaf in leaves]
+    made = [_pieces(leaf, grid, samples, group) if has_sequence(leaf) else leaf for leaf in leaves]
     result = pytree.tree_unflatten(made, structure)
     if documents is not None:
         result["documents"] = documents
     return result
 
 
-def _has_sequence(leaf: Any) -> bool:
+def has_sequence(leaf: Any) -> bool:
+    """Whether this is a tensor with a dim of positions behind that of samples."""
     return isinstance(leaf, torch.Tensor) and leaf.ndim > SEQUENCE
 
 
-def _checked(tensor: torch.Tensor) -> torch.Tensor:
+def checked(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, if a batch may have it."""
     require_dense(tensor, "what a plan cuts")
     if tensor.requires_grad:
         raise PropertyError("a batch is cut before anything is computed from it: give tensors that want no gradient")

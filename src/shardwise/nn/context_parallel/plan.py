@@ -15,6 +15,7 @@ from shardwise.errors import PlanError
 from shardwise.layout.placement import device_for, mesh_ranks
 from shardwise.layout.specs.chunking import parse_weights
 from shardwise.nn.context_parallel.batches import cut_batch
+from shardwise.nn.context_parallel.joining import join_batches
 from shardwise.nn.context_parallel.pieces import RankGrid
 from shardwise.nn.fully_sharded import FullyShard, fully_shard
 from shardwise.tensor import ShardedTensorBase
@@ -60,6 +61,16 @@ class ContextParallel:
         on either side) is turned into documents, too.
         """
         return cut_batch(batch, self._grid, self._group)
+
+    def join(self, batch: Any) -> Any:
+        """The packed batches of all ranks as one sequence, of which each rank keeps its own documents, as they are.
+
+        Every rank calls it with its own batch: tensors of one sample, in which documents lie one behind another, of any
+        number of tokens; or nested tensors (jagged), of which each row is a document. As in `cut`, ``position_ids``
+        that begin anew tell where documents begin, and ``shift_labels`` are added. No document sees another one, so
+        attention sends nothing.
+        """
+        return join_batches(batch, self._group)
 
     @property
     def _group(self) -> ProcessGroup:

@@ -43,7 +43,7 @@ def with_token_values(batch: Mapping[str, Any]) -> dict[str, Any]:
         made["documents"] = documents
     labels = made.get("labels")
     if isinstance(labels, torch.Tensor) and labels.shape == (samples, length) and "shift_labels" not in made:
-        made["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        made["shift_labels"] = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     return made
 
 

@@ -28,6 +28,7 @@ from shardwise.comm.tracing import record
 from shardwise.layout import Layout, Places
 from shardwise.layout.geometry import Boxes
 from shardwise.layout.specs import FixedShardingSpec
+from shardwise.ops.attention import Documents
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor.frame import Frame
 from shardwise.tensor.redistribution_cache import writes_of
@@ -110,6 +111,8 @@ class Arguments:
         """
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
         if not all(isinstance(leaf, (torch.Tensor, *VALUES)) for leaf in leaves):
+            return None
+        if any(isinstance(leaf, Documents) for leaf in leaves):  # positions in a sequence of all ranks
             return None
         sharded = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
         if any(leaf._process_group is not group for leaf in sharded):
