@@ -149,6 +149,22 @@ def test_own_batches() -> None:
     torch.testing.assert_close(found, plain.experts(mine, chosen, weights), rtol=ROUNDING, atol=ROUNDING)
 
 
+@ranks(2)
+def test_own_sequences_of_any_length() -> None:
+    """Each rank's own samples and positions, and a rank whose choices do not fit its tokens: every rank raises."""
+    plain = mixture()
+    with shardwise.settings.own_batches(True):
+        twin = twin_of(plain, placement=[0, 0, 0, 1, 1, 1, 1])
+        mine = torch.randn(2, 3 + dist.get_rank(), plain.router.in_features, dtype=torch.float64)
+        chosen = torch.randint(7, (*mine.shape[:2], 2))
+        weights = torch.full(chosen.shape, 0.5, dtype=torch.float64)
+        found = twin.experts(mine, chosen, weights)
+        expected = plain.experts(mine.flatten(0, 1), chosen.flatten(0, 1), weights.flatten(0, 1))
+        torch.testing.assert_close(found.flatten(0, 1), expected, rtol=ROUNDING, atol=ROUNDING)
+        with pytest.raises(shardwise.errors.ShardwiseError, match="experts take tokens"):
+            twin.experts(mine, chosen, weights[:, : 3 if dist.get_rank() == 0 else 1])
+
+
 @ranks(4)
 def test_bytes() -> None:
     """A token goes once to each other rank that has experts of its choice, and one row comes back; no more."""

@@ -82,6 +82,8 @@ def test_counts_of_the_layers() -> None:
     assert (found.imbalance_before, found.imbalance_after) == (2.0, 1.0)
     assert len({found.after[0], found.after[3]}) == 2
     assert twin.experts.up.sharding.elements_by_rank()[0] == 4 * 30
+    (applied,) = shardwise.rebalance(twin)
+    assert applied == found
     (again,) = shardwise.rebalance(twin)
     assert (again.imbalance_before, again.moved) == (1.0, 0)
 
@@ -122,3 +124,5 @@ def test_placements() -> None:
     assert balanced(holders, [1.0] * 16, dict.fromkeys(range(4), 4), dict.fromkeys(range(4), 1.0)) == holders
     hot = balanced(holders, [100.0] + [1.0] * 15, dict.fromkeys(range(4), 5), dict.fromkeys(range(4), 1.0))
     assert len(hot[0]) == 4
+    wide = balanced(((0,), (0,), (0,), (1,)), [5.0, 4.0, 1.0, 1.0], {0: 8, 1: 1}, {0: 1.0, 1: 1.0})
+    assert imbalance(wide, [5.0, 4.0, 1.0, 1.0], [0, 1], [1.0, 1.0]) < 1.7  # of 1.82 before: room for twice all experts

@@ -88,6 +88,33 @@ def test_documents_on_one_rank_send_nothing() -> None:
     assert not watched.events
 
 
+@pytest.mark.parametrize("keys", [8, 3])
+@pytest.mark.parametrize("documents", [[0, 5], [0, 5, 100], [0, 2, 7, 8]])
+@ranks(2)
+def test_documents_that_end_behind_the_last_key(documents: list[int], keys: int) -> None:
+    """Queries of a document without keys see nothing."""
+    plain = [values(1, 2, length, 4, seed=k) for k, length in enumerate((8, keys, keys))]
+    tried = [shardwise.shard(one, 2) for one in plain]
+    for one in (*plain, *tried):
+        one.requires_grad_()
+    for options in ({}, {"causal": True}, {"window": 3}):
+        expected = shardwise.attention(*plain, documents=documents, **options)
+        found = shardwise.attention(*tried, documents=documents, **options)
+        assert_close(found.full_tensor(), expected)
+        gradients = torch.autograd.grad(expected.square().sum(), plain)
+        made = torch.autograd.grad(found.square().sum(), tried)
+        for one, other in zip(made, gradients, strict=True):
+            assert_close(one.full_tensor(), other)
+
+
+@ranks(2)
+def test_autocast_leaves_float64_alone() -> None:
+    """As torch's autocast does."""
+    tensors = [shardwise.shard(values(1, 1, 6, 4, seed=k).double(), 2) for k in range(3)]
+    with torch.autocast("cpu"):
+        assert shardwise.attention(*tensors, window=3).dtype == torch.float64
+
+
 @ranks(2)
 def test_heads_cut_within_a_group() -> None:
     """A rank has one head of queries, of which two share keys: it is computed with a mask."""

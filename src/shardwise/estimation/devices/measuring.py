@@ -77,6 +77,11 @@ class Measurement:
 
 def measure(kind: str, sizes: Sizes | None = None) -> Measurement:
     """Measure this rank's GPU, or its part of the CPU. All ranks of the default group call it."""
+    with torch.random.fork_rng(), torch.enable_grad():
+        return _measure(kind, sizes)
+
+
+def _measure(kind: str, sizes: Sizes | None) -> Measurement:
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
     sizes = sizes or (CUDA_SIZES if kind == "cuda" else CPU_SIZES)
     memory, reserved = usable_memory(device), workspace(device)

@@ -132,8 +132,11 @@ def _take_pieces(model: nn.Module) -> None:
     before = getattr(config, "_attn_implementation", None)
     if before is None or not hasattr(model, "set_attn_implementation"):
         return
-    if hasattr(config, "use_cache"):
-        config.use_cache = False  # the keys and values of all layers would stay in memory
+    every = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))]
+    chosen = [(one, one._attn_implementation) for one in every if hasattr(one, "_attn_implementation")]
+    for one, _ in chosen:
+        if hasattr(one, "use_cache"):
+            one.use_cache = False  # the keys and values of all layers would stay in memory
 
     def choose(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         in_pieces = any(isinstance(leaf, ShardedTensorBase) for leaf in pytree.tree_leaves((args, kwargs)))
@@ -142,7 +145,8 @@ def _take_pieces(model: nn.Module) -> None:
                 "a mask was given beside sequences in pieces: give attention_mask to the plan's cut, as a part of the "
                 "batch, which turns it into documents"
             )
-        config._attn_implementation = IMPLEMENTATION if in_pieces else before
+        for one, own in chosen:
+            one._attn_implementation = IMPLEMENTATION if in_pieces else own
 
     model.register_forward_pre_hook(choose, with_kwargs=True)
     theirs: Any = getattr(model, "loss_function", None)

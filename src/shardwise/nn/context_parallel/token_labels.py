@@ -34,6 +34,11 @@ def with_token_values(batch: Mapping[str, Any]) -> dict[str, Any]:
         )
     if positions is None:
         positions = torch.arange(length, device=tokens.device)
+    if positions.ndim > 2 or positions.shape[-1] != length:
+        raise PropertyError(
+            f"position_ids of size {list(positions.shape)} were given with {samples} samples of {length} tokens: give "
+            "[sample, token], or none"
+        )
     positions = positions.expand(samples, length)
     documents = Documents.from_positions(positions)
     if mask is not None and not bool(mask.bool().all()):

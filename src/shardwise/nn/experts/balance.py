@@ -32,12 +32,12 @@ def imbalance(holders: Holders, counts: Loads, ranks: Sequence[int], shares: Loa
 
 
 def balanced(holders: Holders, counts: Loads, room: Mapping[int, int], shares: Mapping[int, float]) -> Holders:
-    """Other ranks for the experts: no rank has more than it has room for. The same, if they fit and none are better."""
+    """Other ranks for the experts, none with more than it has room for; the given ones if these fit and are as good."""
     ranks = list(room)
-    copies = _copies(counts, room)
-    found = _least_full_first(counts, copies, room, shares)
-    if found is None:
-        return holders
+    found, spare = None, sum(min(number, len(counts)) for number in room.values()) - len(counts)
+    while found is None:  # one copy of each finds room
+        found = _least_full_first(counts, _copies(counts, room, spare), room, shares)
+        spare -= 1
     better = _closest(found, holders, room, shares)
     order = [shares[rank] for rank in ranks]
     now, then = (imbalance(one, counts, ranks, order) for one in (holders, better))
@@ -45,11 +45,11 @@ def balanced(holders: Holders, counts: Loads, room: Mapping[int, int], shares: M
     return better if then < now * (1 - 1e-9) or not fits else holders
 
 
-def _copies(counts: Loads, room: Mapping[int, int]) -> list[int]:
-    """How many copies each expert has: one, and more while there is room, of whichever has most tokens for each."""
+def _copies(counts: Loads, room: Mapping[int, int], spare: int) -> list[int]:
+    """How many copies each expert has: one, and so many more, of whichever has most tokens for each of its copies."""
     copies = [1] * len(counts)
     most = sum(number > 0 for number in room.values())
-    for _ in range(sum(room.values()) - len(counts)):
+    for _ in range(spare):
         fewer = [expert for expert, number in enumerate(copies) if number < most]
         if not fewer:
             break

@@ -58,38 +58,45 @@ def experts(forward: ExpertsForward, hidden: Any, index: Any, weights: Any) -> A
         raise ProcessGroupError("experts: this rank is not in the process group of the experts")
     if is_capturing():
         raise PropertyError("experts cannot be captured: the host waits for the numbers of their tokens, once a layer")
-    _require_choices(hidden, index, weights)
-    cut = TokenCut.of(hidden, model)
 
-    def work() -> tuple[torch.Tensor, CallFingerprint]:
+    def work() -> tuple[tuple[TokenCut, torch.Tensor], CallFingerprint]:
+        _require_choices(hidden, index, weights)
+        cut = TokenCut.of(hidden, model)
         chosen = cut.rows(index)[0].long()
         _require_known(chosen, model.shape[0])
-        kinds = tuple((tuple(one.shape[1:]), one.dtype) for one in (hidden, index, weights))
-        return chosen, _said(model._layout, cut.layout, kinds)
+        first = 1 if cut.layout is not None else -1  # a rank's own tokens may be any number of any sequences
+        kinds = tuple((one.ndim, tuple(one.shape[first:]), one.dtype) for one in (hidden, index, weights))
+        return (cut, chosen), _said(model._layout, cut.layout, kinds)
 
-    chosen = in_op(group, work)
-    forward.count(chosen, model.shape[0])
-    rows, anchor = cut.rows(hidden)
-    weight, other = cut.rows(weights)
-    known = [one for one in (anchor, other) if one is not None]
-    records = torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad)
-    route = route_among(group, local.holders, rows.device)
-    dispatch = Dispatch(route, chosen, group, lambda: cut.tokens_of_each(len(rows)))
-    received = dispatch.send(rows, weight, tie(known) if known else None, records=records)
-    parts, anchors = local.tensors()
+    cut, chosen = in_op(group, work)
     with failing_together(group):
+        forward.count(chosen, model.shape[0])
+        rows, anchor = cut.rows(hidden)
+        weight, other = cut.rows(weights)
+        known = [one for one in (anchor, other) if one is not None]
+        records = torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad)
+        route = route_among(group, local.holders, rows.device)
+        dispatch = Dispatch(route, chosen, group, lambda: cut.tokens_of_each(len(rows)))
+        received = dispatch.send(rows, weight, tie(known) if known else None, records=records)
+        parts, anchors = local.tensors()
         if len(received.expert):
             results = _run(local, parts, received).to(rows.dtype)
         else:
             results = torch.zeros_like(received.hidden)
             anchors.append(tie([one for tensors in parts.values() for one in tensors]))
-    made, back = dispatch.give_back(results, received, anchors, records=records or local.wants_graph)
-    return cut.wrapped(made, back, hidden)
+        made, back = dispatch.give_back(results, received, anchors, records=records or local.wants_graph)
+        return cut.wrapped(made, back, hidden)
 
 
 def _run(local: StackedExperts, parts: dict[str, list[torch.Tensor]], received: Received) -> torch.Tensor:
     try:
-        return local.run(parts, received.hidden, received.expert, received.weight)
+        made = local.run(parts, received.hidden, received.expert, received.weight)
+        if made.shape != received.hidden.shape:
+            raise PropertyError(
+                f"experts give results of the size of their tokens; found {tuple(made.shape)} for tokens of "
+                f"{tuple(received.hidden.shape)}"
+            )
+        return made
     except RuntimeError as error:
         if record.is_forecast() and not isinstance(error, FAKE_TENSOR_ERRORS):
             raise UNSUPPORTED(f"experts cannot be followed without values: {error}") from error

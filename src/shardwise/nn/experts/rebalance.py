@@ -85,6 +85,8 @@ def rebalance(
         group = next(iter(parameters.values()))._process_group
         one = _proposed(path, forward, _given(path, counts), room, weights, group)
         found.append(one)
+        if apply:
+            forward.chosen = None if counts is None else forward.chosen
         if apply and one.after != one.before:
             states = _states(parameters, optimizer, path, group)
             _move(one, parameters, states)
@@ -138,8 +140,6 @@ def _proposed(
 
     shares, told = in_step_sharing(group, work)
     counted = told[0] if given is not None else [sum(column) for column in zip(*told, strict=True)]
-    if given is None:
-        forward.chosen = None
     now = ExpertPlacement(holders).by_rank(ranks)
     rooms = {rank: len(now[rank]) if room is None else int(room[k]) for k, rank in enumerate(ranks)}
     after = balanced(holders, counted, rooms, dict(zip(ranks, shares, strict=True)))

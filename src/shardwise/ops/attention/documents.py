@@ -17,10 +17,12 @@ class Documents(str):
     __slots__ = ()
 
     @staticmethod
-    def of(begins: Documents | Sequence[int] | Sequence[Sequence[int]]) -> Documents:
+    def of(begins: Documents | Sequence[int] | Sequence[Sequence[int]] | torch.Tensor) -> Documents:
         """Of one list of positions for all samples, or of one for each; position 0 may be left out."""
         if isinstance(begins, Documents):
             return begins
+        if isinstance(begins, torch.Tensor):
+            begins = begins.tolist()
         rows = [list(one) if isinstance(one, Iterable) else one for one in begins]
         each = rows if rows and isinstance(rows[0], list) else [rows]
         texts = []

@@ -85,7 +85,8 @@ def _in_pieces(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     query, key, value, causal, window, said, dropout, scale = args
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
-        query, key, value = (one.to(torch.get_autocast_dtype(kind)) for one in (query, key, value))
+        dtype = torch.get_autocast_dtype(kind)
+        query, key, value = (one if one.dtype == torch.float64 else one.to(dtype) for one in (query, key, value))
     plan = plan_in_pieces(query, key, value, None, _visibilities(query.shape[0], causal, window, said))
     if plan is None:
         return _masked(query, key, value, causal, window, said, dropout, scale)

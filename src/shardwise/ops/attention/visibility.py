@@ -70,7 +70,7 @@ class Visibility:
                 yield from self._banded(part, seen)
 
     def _by_document(self, queries: Span, length: int) -> Iterator[tuple[Span, Span]]:
-        """The queries of each document, and the document."""
+        """The queries of each document, and the keys of the document, of which there may be fewer."""
         if queries[0] >= queries[1]:
             return
         if self.documents is None:
@@ -80,10 +80,12 @@ class Visibility:
         first = max(int(np.searchsorted(begins, queries[0], side="right")) - 1, 0)
         last = int(np.searchsorted(begins, queries[1], side="left"))
         for k in range(first, last):
-            document = self.documents[k], self.documents[k + 1] if k + 1 < len(self.documents) else length
-            part = _meet(queries, document)
+            begin, end = self.documents[k], max(length, queries[1])
+            if k + 1 < len(self.documents):
+                end = self.documents[k + 1]
+            part = _meet(queries, (begin, end))
             if part[0] < part[1]:
-                yield part, document
+                yield part, (min(begin, length), min(end, length))
 
     def _seen(self, queries: Span, document: Span) -> Span:
         begin = document[0] if self.before is None else max(queries[0] - self.before, document[0])
