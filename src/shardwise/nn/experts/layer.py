@@ -58,17 +58,19 @@ def experts(forward: ExpertsForward, hidden: Any, index: Any, weights: Any) -> A
         raise ProcessGroupError("experts: this rank is not in the process group of the experts")
     if is_capturing():
         raise PropertyError("experts cannot be captured: the host waits for the numbers of their tokens, once a layer")
-
-    def work() -> tuple[tuple[TokenCut, torch.Tensor], CallFingerprint]:
+    cut = TokenCut.of(hidden, model)
+    if cut.layout is not None:  # sizes of all ranks' tokens, which all ranks know
         _require_choices(hidden, index, weights)
-        cut = TokenCut.of(hidden, model)
+
+    def work() -> tuple[torch.Tensor, CallFingerprint]:
+        _require_choices(hidden, index, weights)
         chosen = cut.rows(index)[0].long()
         _require_known(chosen, model.shape[0])
         first = 1 if cut.layout is not None else -1  # a rank's own tokens may be any number of any sequences
         kinds = tuple((one.ndim, tuple(one.shape[first:]), one.dtype) for one in (hidden, index, weights))
-        return (cut, chosen), _said(model._layout, cut.layout, kinds)
+        return chosen, _said(model._layout, cut.layout, kinds)
 
-    cut, chosen = in_op(group, work)
+    chosen = in_op(group, work)
     with failing_together(group):
         forward.count(chosen, model.shape[0])
         rows, anchor = cut.rows(hidden)
