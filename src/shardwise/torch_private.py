@@ -184,8 +184,10 @@ set_thread_local = _private("torch._C._stash_obj_in_tls", "pass settings on to t
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
     FakeTensor = _private("torch._subclasses.fake_tensor.FakeTensor", "plan without values")
+    TorchDispatchMode = _private("torch.utils._python_dispatch.TorchDispatchMode", "count the ops of a step")
     FakeTensorMode = _private("torch._subclasses.fake_tensor.FakeTensorMode", "explain a call without running it")
 FAKE_TENSOR_ERRORS: tuple[type[Exception], ...] = (
     _private("torch._subclasses.fake_tensor.DataDependentOutputException", "explain calls that read values"),

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.estimation.devices.fitting import Points
 from shardwise.estimation.devices.measuring_links import time_links
@@ -29,6 +28,7 @@ from shardwise.estimation.devices.own_device import (
 )
 from shardwise.estimation.devices.table import DTYPES, FUSED
 from shardwise.estimation.devices.timing import Call, Stopwatch
+from shardwise.torch_private import TorchDispatchMode
 
 SLOW = 0.06  # seconds: after a call that takes as long, no larger one is timed
 
