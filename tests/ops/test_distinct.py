@@ -14,6 +14,7 @@ from shardwise.testing import ranks
 KEYS = (normal(37) * 3).long()
 POINTS = normal(19, 2, seed=1)
 EDGES = torch.tensor([-1.5, -0.5, 0.0, 0.4, 1.2, 1.3], dtype=torch.float64)
+NAN = float("nan")
 OF_KEYS: dict[str, Callable[[Any], Any]] = {
     "unique": lambda x: x.unique(),
     "all of it": lambda x: torch.unique(x, return_inverse=True, return_counts=True),
@@ -23,6 +24,7 @@ OF_KEYS: dict[str, Callable[[Any], Any]] = {
     "rows": lambda x: torch.unique((x[:36] // 4).reshape(12, 3), dim=0, return_inverse=True, return_counts=True),
     "columns": lambda x: torch.unique((x[:36] // 4).reshape(2, 18), dim=1),
     "isin": lambda x: (torch.isin(x, x[:5]), torch.isin(x[:6], x * 2, invert=True)),
+    "isin with nan": lambda x: (torch.isin(_roots(x), _roots(x[:9])), torch.isin(_roots(x), x.double() * NAN)),
 }
 OF_EDGES: dict[str, Callable[..., Any]] = {
     "searchsorted": lambda x, e: (torch.searchsorted(e, x), torch.searchsorted(e, x[:3], right=True)),
@@ -30,6 +32,8 @@ OF_EDGES: dict[str, Callable[..., Any]] = {
     "edges themselves": lambda x, e: (torch.searchsorted(e, e), torch.searchsorted(e, e, side="right")),
     "a sorter": lambda x, e: torch.searchsorted(e.flip(0), x, sorter=torch.arange(e.shape[0]).flip(0)),
     "a number": lambda x, e: (torch.searchsorted(e, 0.0), torch.bucketize(0.4, e, right=True)),
+    "a number among integers": lambda x, e: (torch.searchsorted(e.long(), 0.5), torch.bucketize(-0.5, e.long())),
+    "nan": lambda x, e: (torch.searchsorted(e, NAN), torch.bucketize(NAN, e, right=True)),
     "bucketize": lambda x, e: torch.bucketize(x, e),
     "histogram": lambda x, e: torch.histogram(x.reshape(-1), e),
     "density": lambda x, e: torch.histogram(x.reshape(-1), e, weight=x.reshape(-1).abs(), density=True),
@@ -37,6 +41,10 @@ OF_EDGES: dict[str, Callable[..., Any]] = {
     "of points": lambda x, e: torch.histogramdd(x, [e, e[:4]]).hist,
     "bins of points": lambda x, e: torch.histogramdd(x, [3, 4], density=True).hist,
 }
+
+
+def _roots(x: Any) -> Any:
+    return x.double().sqrt()  # nan of those below 0
 
 
 def _detached(function: Callable[..., Any]) -> Callable[..., Any]:

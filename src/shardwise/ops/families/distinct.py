@@ -120,23 +120,25 @@ def _bucketize(call: Call) -> Any:
 
 
 def _searched(edges: Any, values: Any, right: bool, narrow: bool) -> Any:
-    if not isinstance(values, torch.Tensor):
-        values = torch.tensor(values, dtype=edges.dtype, device=edges.device)
-    if values.ndim:
+    if isinstance(values, torch.Tensor) and values.ndim:
         found = search_sorted(edges, values, right=right)
-    else:  # one value: each rank counts its own edges
-        found = ((edges <= values) if right else (edges < values)).sum()
+    else:  # one value: each rank counts its own edges; nan is behind all, a number is compared as torch compares it
+        found = (~((edges > values) if right else (edges >= values))).sum()
     return found.to(torch.int32) if narrow else found
 
 
 def _isin(call: Call) -> Any:
-    """Whether the element that a value would be put before is equal to it."""
+    """Whether the element that a value would be put before is equal to it; nan is equal to none."""
     elements, tests = call["elements"], call["test_elements"]
     if model_of(call) is None or not isinstance(tests, ShardedTensorBase) or not elements.ndim or not tests.ndim:
         return NotImplemented
     ordered, _ = sort_run(tests.detach().reshape(-1), descending=False)  # type: ignore[arg-type] # sharded
-    at = search_sorted(ordered, elements, right=False).clamp(max=ordered.shape[0] - 1)
-    found = read_rows(ordered, at) == elements
+    ordered = ordered[: int((ordered == ordered).sum().item())]  # type: ignore[assignment] # without nan, which is last
+    if ordered.shape[0]:
+        at = search_sorted(ordered, elements, right=False).clamp(max=ordered.shape[0] - 1)
+        found = read_rows(ordered, at) == elements
+    else:
+        found = torch.zeros_like(elements, dtype=torch.bool)
     return ~found if call["invert"] else found
 
 
