@@ -59,3 +59,28 @@ def test_scans_of_other_values() -> None:
                 pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
                 for one, other in pairs:
                     torch.testing.assert_close(one.full_tensor(), other, equal_nan=True, msg=f"{name} {values}")
+
+
+@ranks(2)
+def test_gradients_where_nothing_is_summed() -> None:
+    """A run of -inf on a rank, or at its beginning, has the gradient 0, and leaves those of others as they are."""
+    inf = float("inf")
+    for values in ([1.0, 2, 3, 4, -inf, -inf, -inf, -inf], [1.0, 2, 3, 4, -inf, -inf, 5, 6], [0.5, -inf, -inf, -inf]):
+        plain = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+        plain.logcumsumexp(0)[1:].sum().backward()
+        row = shard_tensor(plain.detach(), chunks(0, 0, 1)).requires_grad_()
+        with shardwise.gather_budget(0):
+            row.logcumsumexp(0)[1:].sum().backward()
+        assert row.grad is not None
+        torch.testing.assert_close(row.grad.full_tensor(), plain.grad)
+
+
+@ranks(2)
+def test_narrow_floats_are_rounded_once() -> None:
+    """Sums of many numbers are as near as those of torch, which sums them in float32."""
+    for dtype in (torch.bfloat16, torch.float16):
+        values = normal(600).to(dtype)
+        with shardwise.gather_budget(0):
+            found = shard_tensor(values, chunks(0, 0, 1)).cumsum(0)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.full_tensor(), values.float().cumsum(0).to(dtype))

@@ -5,6 +5,7 @@ Each rank scans its own run. The last values of all runs, one for each rank, tra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,10 @@ def _totals(own: torch.Tensor, runs: Any, model: Any) -> tuple[Any, int]:
 
 
 def _scanned(scan: Scan, join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[Call], Any]:
-    """A handler: each run is scanned, and joined with the last value of a scan over the runs before."""
+    """A handler: each run is scanned, and joined with the last value of a scan over the runs before.
+
+    Narrow floats are scanned as float32, and rounded once.
+    """
 
     def handler(call: Call) -> Any:
         x = call["self"]
@@ -44,14 +48,29 @@ def _scanned(scan: Scan, join: Callable[[torch.Tensor, torch.Tensor], torch.Tens
         if dtype is None and not x.dtype.is_floating_point and not x.dtype.is_complex:
             dtype = torch.int64
         run, runs = local_run(row if dtype is None else row.to(dtype), row)
-        own = scan(run)
+        dtype = run.dtype
+        own = scan(run.float() if dtype in (torch.float16, torch.bfloat16) else run)
         lasts, before = _totals(own, runs, row)
         every = scan(recorded(replicated(lasts))[0][0])
         # The first run depends on the others too: the backward of what all ranks have is a collective.
         own = join(every[before - 1], own) if before else own + every[:0].sum().to(own.dtype)
-        return from_runs(own, runs, row).reshape(x.shape)
+        return from_runs(own.to(dtype), runs, row).reshape(x.shape)
 
     return handler
+
+
+def _log_sums(run: torch.Tensor) -> torch.Tensor:
+    """logcumsumexp; where it is -inf, the gradient is 0 and not nan."""
+    if run.dtype.is_complex:
+        return run.logcumsumexp(0)
+    nothing = run.detach().cummax(0).values == -math.inf  # -inf, and so are all before
+    return run.masked_fill(nothing, torch.finfo(run.dtype).min).logcumsumexp(0).masked_fill(nothing, -math.inf)
+
+
+def _log_sum(before: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """logaddexp; where it is -inf, the gradient is 0 and not nan."""
+    nothing = (before.detach() == -math.inf) & (own.detach() == -math.inf)
+    return torch.logaddexp(before, own.masked_fill(nothing, 0)).masked_fill(nothing, -math.inf)
 
 
 def _extremes(*, largest: bool) -> Callable[[Call], Any]:
@@ -94,7 +113,7 @@ def _along_whole_dim(handler: AtenHandler) -> AtenHandler:
 SCANS: dict[Any, AtenHandler] = {
     aten.cumsum: _scanned(lambda run: run.cumsum(0), torch.add),
     aten.cumprod: _scanned(lambda run: run.cumprod(0), torch.mul),
-    aten.logcumsumexp: _scanned(lambda run: run.logcumsumexp(0), torch.logaddexp),
+    aten.logcumsumexp: _scanned(_log_sums, _log_sum),
     aten.cummax: _extremes(largest=True),
     aten.cummin: _extremes(largest=False),
 }
