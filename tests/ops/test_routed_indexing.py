@@ -126,3 +126,39 @@ def test_what_does_not_fit_is_refused_as_by_torch() -> None:
         with pytest.raises(UnsupportedOpError, match="whole"):
             shardwise.empty(ChunkShardingSpec(0, places(0, 1, device="meta")), 40).sort()
         assert row.take(torch.tensor(3)).item() == ROW[3].item()
+
+
+NEGATIVE, PAIR = torch.tensor([1, -1]), torch.tensor([1, 2])
+TWO_VALUES = torch.ones(2, dtype=torch.float64)
+MISTAKES: dict[str, Callable[[Any], Any]] = {
+    "gather": lambda x: torch.gather(x, 0, NEGATIVE),
+    "scatter": lambda x: x.scatter(0, NEGATIVE, TWO_VALUES),
+    "scatter a number": lambda x: x.scatter(0, NEGATIVE, 4.0),
+    "index_select": lambda x: x.index_select(0, NEGATIVE),
+    "index_add": lambda x: x.index_add(0, NEGATIVE, TWO_VALUES),
+    "index_copy": lambda x: x.index_copy(0, NEGATIVE, TWO_VALUES),
+    "more values than indices": lambda x: x.index_add(0, PAIR, torch.ones(3, dtype=torch.float64)),
+    "wider rows": lambda x: x[:, None].index_add(0, PAIR, torch.ones(2, 2, dtype=torch.float64)),
+    "fewer values": lambda x: x.scatter(0, PAIR, TWO_VALUES[:1]),
+    "slice_scatter": lambda x: torch.slice_scatter(x, TWO_VALUES[:1], 0, 2, 5),
+    "select_scatter": lambda x: torch.select_scatter(x, TWO_VALUES[:1], 0, 2),
+    "float32 by a mask": lambda x: x.masked_scatter(x > 0, torch.ones(23)),
+    "float32 at indices": lambda x: x.index_put((PAIR,), torch.ones(2)),
+    "float32 put": lambda x: x.put(PAIR, torch.ones(2)),
+}
+
+
+@ranks(2)
+def test_mistakes_raise_where_a_row_is_cut() -> None:
+    """Negative indices of ops that count from the front only, values of another size or dtype: as for a plain row."""
+    row = shard_tensor(ROW, chunks(0, 0, 1))
+    for name, mistake in MISTAKES.items():
+        for x in (ROW, row):
+            try:
+                with shardwise.gather_budget(0):
+                    mistake(x)
+            except (IndexError, RuntimeError):
+                continue
+            pytest.fail(f"{name}: {type(x)}")
+    with shardwise.gather_budget(0):
+        assert torch.equal(row.masked_scatter(row > 99, ROW[:0]).full_tensor(), ROW)

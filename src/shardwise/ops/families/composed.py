@@ -79,8 +79,11 @@ def _written(view: Callable[[Any, Call], Any]) -> AtenHandler:
     """A handler: a copy of the tensor, a view of which is written."""
 
     def handler(call: Call) -> Any:
-        made = call["self"].clone()
-        view(made, call).copy_(call["src"])
+        made, source = call["self"].clone(), call["src"]
+        part = view(made, call)
+        if part.shape != source.shape:
+            raise RuntimeError(f"expected src of the size of the slice, {list(part.shape)}, not {list(source.shape)}")
+        part.copy_(source)
         return made
 
     return handler

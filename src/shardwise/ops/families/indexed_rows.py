@@ -34,8 +34,11 @@ def model_of(call: Call) -> ShardedTensorBase | None:
     return model
 
 
-def from_front(index: Any, size: int, model: ShardedTensorBase) -> Any:
-    """Indices of a dim, counted from the front. Raises on every rank if one is out of bounds on any."""
+def from_front(index: Any, size: int, model: ShardedTensorBase, *, from_end: bool = True) -> Any:
+    """Indices of a dim, counted from the front. Raises on every rank if one is out of bounds on any.
+
+    Negative ones count from the end; without ``from_end``, they are out of bounds.
+    """
     group = model._frame.process_group
     assert group is not None
     parts = index._local_tensors() if isinstance(index, ShardedTensorBase) else [index]
@@ -43,7 +46,7 @@ def from_front(index: Any, size: int, model: ShardedTensorBase) -> Any:
     def work() -> tuple[None, Fields]:
         for part in [] if without_data() else parts:
             for found in torch.stack(part.aminmax()).tolist() if part.numel() else []:
-                if not -size <= found < size:
+                if not (-size if from_end else 0) <= found < size:
                     raise IndexError(f"index {found} is out of bounds for dimension with size {size}")
         return None, {"verb": "indices", "size": size}
 
@@ -82,9 +85,12 @@ def write_rows(x: Any, index: Any, source: Any, write: Write, model: ShardedTens
 
 
 def flat_positions(index: Any, dim: int, shape: Sequence[int], model: ShardedTensorBase) -> Any:
-    """For each element of an index along a dim, the position in the flat tensor of the element that it names."""
+    """For each element of an index along a dim, the position in the flat tensor of the element that it names.
+
+    Negative indices are out of bounds, as gather and scatter have it.
+    """
     steps = [int(np.prod(shape[k + 1 :], dtype=np.int64)) for k in range(len(shape))]
-    total = from_front(index, shape[dim], model) * steps[dim]
+    total = from_front(index, shape[dim], model, from_end=False) * steps[dim]
     for k, size in enumerate(index.shape):
         if k != dim:
             total = total + (torch.arange(size, device=index.device) * steps[k]).reshape(

@@ -14,6 +14,7 @@ import torch
 
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.chunking import concat_ranks
+from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.rule import broadcast_shapes
 from shardwise.ops.engine.runs import local_run
 from shardwise.ops.engine.table import FALLBACKS, TABLE, AtenHandler, beyond_budget
@@ -33,6 +34,7 @@ def _gather(call: Call) -> Any:
         return torch.gather(x.reshape(1).expand(index.numel()), 0, index.reshape(-1)).reshape(index.shape)
     if model is None or not isinstance(x, ShardedTensorBase) or not index.numel() or not index.ndim:
         return NotImplemented
+    expected_results(call)  # raises as torch does
     return read_rows(x.reshape(-1), flat_positions(index, call["dim"] % x.ndim, x.shape, model))
 
 
@@ -48,6 +50,7 @@ def _scatter(call: Call) -> Any:
     x, index, model = call["self"], call["index"], model_of(call)
     if model is None or not x.ndim or not index.ndim:
         return NotImplemented
+    expected_results(call)  # raises as torch does
     at = flat_positions(index, call["dim"] % x.ndim, x.shape, model).reshape(-1)
     rest = {name: value for name, value in call.arguments.items() if name not in ("self", "dim", "index", "src")}
     source = call.arguments.get("src")
@@ -65,6 +68,7 @@ def _put(call: Call) -> Any:
         return NotImplemented
     if call["index"].numel() != call["source"].numel():
         raise IndexError(f"put: {call['index'].numel()} indices for {call['source'].numel()} values")
+    _check_dtype(call, call["source"])
     at, source = from_front(call["index"], x.numel(), model).reshape(-1), call["source"].reshape(-1)
     made = write_rows(
         x.reshape(-1), at, source, lambda own, at, rows: own.index_put((at,), rows, call["accumulate"]), model
@@ -80,7 +84,7 @@ def _index_select(call: Call) -> Any:
     if model is None or not isinstance(x, ShardedTensorBase) or not x.ndim:
         return NotImplemented
     dim = call["dim"] % x.ndim
-    return read_rows(x.movedim(dim, 0), from_front(index, x.shape[dim], model)).movedim(0, dim)
+    return read_rows(x.movedim(dim, 0), from_front(index, x.shape[dim], model, from_end=False)).movedim(0, dim)
 
 
 def _along_index(call: Call) -> Any:
@@ -93,15 +97,25 @@ def _along_index(call: Call) -> Any:
     dim = call["dim"] % x.ndim
     if source.ndim != x.ndim or source.shape[dim] != index.shape[0]:
         return NotImplemented
+    _check_dtype(call, source)
+    if [*source.shape[:dim], *source.shape[dim + 1 :]] != [*x.shape[:dim], *x.shape[dim + 1 :]]:
+        what = f"{call.name}: the source has the shape {tuple(source.shape)}, the tensor {tuple(x.shape)}"
+        raise RuntimeError(f"{what}: they may differ in dim {dim} only")
     rest = {name: value for name, value in call.arguments.items() if name not in ("self", "dim", "index", "source")}
     made = write_rows(
         x.movedim(dim, 0),
-        from_front(index, x.shape[dim], model),
+        from_front(index, x.shape[dim], model, from_end=False),
         source.movedim(dim, 0),
         lambda own, at, rows: _with_rest(call, own, at, rows, rest),
         model,
     )
     return made.movedim(0, dim).reshape(shape)
+
+
+def _check_dtype(call: Call, source: Any) -> None:
+    """Raise if a source is not of the dtype of the tensor that it is written into."""
+    if source.dtype != call["self"].dtype:
+        raise RuntimeError(f"{call.name}: the source is {source.dtype}, the tensor {call['self'].dtype}")
 
 
 def _with_rest(call: Call, own: Any, at: Any, rows: Any, rest: dict[str, Any]) -> Any:
@@ -157,11 +171,12 @@ def _index_put(call: Call) -> Any:
     x, model = call["self"], model_of(call)
     if model is None:
         return NotImplemented
+    _check_dtype(call, call["values"])
     indexed = _Indexed(x, index_tensors(x, call["indices"]), model)
     made = write_rows(
         indexed.x,
         indexed.index.reshape(-1),
-        indexed.values(call["values"]).to(x.dtype),
+        indexed.values(call["values"]),
         lambda own, at, rows: own.index_put((at,), rows, call["accumulate"]),
         model,
     )
@@ -177,10 +192,13 @@ def _masked_scatter(call: Call) -> Any:
     shape = broadcast_shapes(x.shape, mask.shape)
     if model_of(call) is None or not shape:
         return NotImplemented
+    _check_dtype(call, source)
     mask = mask.expand(shape)
     wanted = int(mask.sum().item())
     if wanted > source.shape[0]:
         raise RuntimeError(f"masked_scatter: the mask names {wanted} elements, the source has {source.shape[0]}")
+    if not source.shape[0]:
+        return x.expand(shape).clone()
     before = (mask.reshape(-1).cumsum(0) - 1).clamp(0, source.shape[0] - 1)
     read = source[before] if not isinstance(source, ShardedTensorBase) else read_rows(source, before)
     return torch.where(mask, read.reshape(shape), x)
