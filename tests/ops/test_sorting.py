@@ -12,6 +12,8 @@ from tests.ops.twin import TWO, along, assert_same, normal
 from torch.utils import _pytree as pytree
 
 import shardwise
+from shardwise.ops.families import order_statistics
+from shardwise.ops.families.order_statistics import places_dtype
 from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
@@ -145,3 +147,29 @@ def test_no_rank_gets_much_more_than_its_share() -> None:
         plain = values.sort(stable=True)
         assert torch.equal(found.full_tensor(), plain.values)
         assert torch.equal(at.full_tensor(), plain.indices)
+
+
+def test_places_of_quantiles_are_exact() -> None:
+    """float32 has all places up to 2**24; beyond, they are computed in float64."""
+    assert places_dtype(2**24, torch.float32) is torch.float32
+    assert places_dtype(2**24 + 1, torch.float32) is torch.float64
+    assert places_dtype(2**40, torch.float64) is torch.float64
+
+
+@ranks(2)
+def test_quantiles_of_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The places in float64: the quantiles are near those of torch, of the dtype of the row, and have gradients."""
+    monkeypatch.setattr(order_statistics, "places_dtype", lambda count, dtype: torch.float64)
+    values = normal(101).float()
+    for statistic in (STATISTICS["nearest"], lambda x: x.quantile(QUANTILES.float(), 0), lambda x: x.nanquantile(0.41)):
+        assert_same(statistic, [(values, along(0, 0, 1))], "places in float64")
+
+
+@ranks(2)
+def test_statistics_that_torch_refuses() -> None:
+    """Quantiles of bfloat16, a histogram without a range."""
+    with shardwise.gather_budget(0):
+        with pytest.raises(RuntimeError, match="float or double"):
+            shard_tensor(normal(9).bfloat16(), chunks(0, 0, 1)).quantile(0.5)
+        with pytest.raises(RuntimeError, match="not finite"):
+            torch.histogram(shard_tensor(ODD["nan, inf and zeros"], chunks(0, 0, 1)), 3)

@@ -177,6 +177,8 @@ def _histogram(call: Call) -> Any:
 
 def _even_edges(row: Any, bins: int, given: Any) -> torch.Tensor:
     low, high = given or (row.min().item(), row.max().item())
+    if not math.isfinite(low) or not math.isfinite(high):
+        raise RuntimeError(f"histogram: the range [{low}, {high}] is not finite")
     low, high = (low - 0.5, high + 0.5) if low == high else (low, high)
     return torch.linspace(low, high, bins + 1, dtype=row.dtype, device=row.device)
 

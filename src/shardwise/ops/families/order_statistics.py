@@ -8,6 +8,7 @@ import torch
 
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.chunking import chunked, concat_ranks, replicated
+from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.runs import local_run
 from shardwise.ops.engine.table import FALLBACKS, TABLE, beyond_budget
 from shardwise.ops.families.indexed_rows import model_of
@@ -100,13 +101,20 @@ def run_starts(row: Any) -> Any:
 # Quantiles -----------------------------------------------------------------------------------------------------------
 
 
+def places_dtype(count: int, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which places among so many elements are computed: theirs, as torch does, if it has all of them."""
+    return dtype if count * torch.finfo(dtype).eps <= 2 else torch.float64
+
+
 def _quantile(call: Call) -> Any:
     """Of sorted rows, the elements beside each rank, between which a quantile lies."""
     x, how = call["self"], call["interpolation"]
     if model_of(call) is None or not x.numel():
         return NotImplemented
+    expected_results(call)  # raises as torch does
     skips_nan = call.op.overloadpacket.__name__ == "nanquantile"
-    q = call["q"] if isinstance(call["q"], torch.Tensor) else torch.tensor(call["q"], dtype=x.dtype, device=x.device)
+    exact = places_dtype(x.numel() if call["dim"] is None or not x.ndim else x.shape[call["dim"]], x.dtype)
+    q = call["q"] if isinstance(call["q"], torch.Tensor) else torch.tensor(call["q"], dtype=exact, device=x.device)
     if call["dim"] is None:
         rows, shape = x.reshape(-1), [1] * x.ndim if call["keepdim"] else []
     else:
@@ -119,15 +127,16 @@ def _quantile(call: Call) -> Any:
     last = ordered.shape[-1] - 1
     nans = (rows != rows).sum(-1, keepdim=True)
     span = (last - nans).clamp(min=0) if skips_nan else torch.full_like(nans, last)
-    places = q.reshape(-1) * span.to(x.dtype)
+    places = q.reshape(-1).to(exact) * span.to(exact)
     if not skips_nan:
-        places = torch.where(nans > 0, torch.full((), last, dtype=x.dtype, device=x.device), places)
+        places = torch.where(nans > 0, torch.full((), last, dtype=exact, device=x.device), places)
     low = places.detach().floor() if how in ("linear", "midpoint", "lower") else places.detach()
     low = {"higher": torch.ceil, "nearest": torch.round}.get(how, lambda one: one)(low)
     made = torch.gather(ordered, -1, low.long())
     if how in ("linear", "midpoint"):
         high = torch.gather(ordered, -1, places.detach().ceil().long())
-        made = torch.lerp(made, high, torch.full_like(places, 0.5) if how == "midpoint" else places - low)
+        weight = torch.full_like(places, 0.5) if how == "midpoint" else places - low
+        made = torch.lerp(made, high, weight.to(x.dtype))
     made = made.movedim(-1, 0) if q.ndim else made.squeeze(-1)
     return made.reshape([*q.shape, *shape])
 
