@@ -157,12 +157,13 @@ def test_places_of_quantiles_are_exact() -> None:
 
 
 @ranks(2)
-def test_quantiles_of_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantiles_of_long_rows() -> None:
     """The places in float64: the quantiles are near those of torch, of the dtype of the row, and have gradients."""
-    monkeypatch.setattr(order_statistics, "places_dtype", lambda count, dtype: torch.float64)
     values = normal(101).float()
-    for statistic in (STATISTICS["nearest"], lambda x: x.quantile(QUANTILES.float(), 0), lambda x: x.nanquantile(0.41)):
-        assert_same(statistic, [(values, along(0, 0, 1))], "places in float64")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order_statistics, "places_dtype", lambda count, dtype: torch.float64)
+        for how in (STATISTICS["nearest"], lambda x: x.quantile(QUANTILES.float(), 0), lambda x: x.nanquantile(0.41)):
+            assert_same(how, [(values, along(0, 0, 1))], "places in float64")
 
 
 @ranks(2)
