@@ -30,7 +30,7 @@ from shardwise.testing import run_on_ranks
 
 RANKS, BLOCKS, WIDTH, TOKENS, SAMPLES = 2, 4, 384, 64, 16
 OTHERS = 1  # processes that share the core of the second rank
-WARM_UP, STEPS = 3, 9
+WARM_UP, STEPS = 2, 5
 
 
 @contextlib.contextmanager
@@ -96,7 +96,7 @@ def main() -> None:
     devices = [_in_one_machine(one.device) for one in measured_devices(measurements)]
     plan = shardwise.plans.auto(model(), devices=devices, batch=torch.ones(SAMPLES, TOKENS, WIDTH), recompute=False)
     print(plan)
-    dealt = [(count, SAMPLES - count) for count in range(SAMPLES // 4, SAMPLES + 1)]
+    dealt = [(count, SAMPLES - count) for count in range(SAMPLES // 2, SAMPLES, 2)]
     every = [Candidate(kind, 1, samples, None) for kind in ("fully sharded", "replicated") for samples in dealt]
     chosen = replace(plan.chosen, weights=None)
     seconds = run_on_ranks(RANKS, seconds_of, [chosen, *every], timeout=600, fresh=True)

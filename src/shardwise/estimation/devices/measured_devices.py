@@ -67,7 +67,7 @@ def _device(ranks: Sequence[Measurement], in_all: int) -> MeasuredDevice:
         *(_finding(f"attention {dtype}", "FLOP", ranks, "attention", dtype, known) for dtype in first.attention),
         *_link_findings(ranks, known),
     ]
-    copied = [point for one in ranks for point in one.copies]
+    copied = _slowest([one.copies for one in ranks])
     copies = fit_line(copied)
     findings.insert(0, Finding("copy", "B", copies, median_error(copies, copied), known.copies if known else None))
     rates = {one.what: one.rate for one in findings}
@@ -89,10 +89,19 @@ def _device(ranks: Sequence[Measurement], in_all: int) -> MeasuredDevice:
 
 def _finding(what: str, unit: str, ranks: Sequence[Measurement], of: str, name: str, known: Device | None) -> Finding:
     """The rate that fits the points of all ranks."""
-    points: Points = [point for one in ranks for point in getattr(one, of)[name]]
+    points = _slowest([getattr(one, of)[name] for one in ranks])
     rate = fit_line(points)
     in_table = None if known is None else getattr(known, of).get(name)
     return Finding(what, unit, rate, median_error(rate, points), in_table)
+
+
+def _slowest(each: Sequence[Points]) -> Points:
+    """For each amount the seconds of the rank that took longest: of those that share a device, others wait for it."""
+    found: dict[float, float] = {}
+    for points in each:
+        for amount, seconds in points:
+            found[amount] = max(seconds, found.get(amount, 0.0))
+    return list(found.items())
 
 
 def _link_findings(ranks: Sequence[Measurement], known: Device | None) -> list[Finding]:

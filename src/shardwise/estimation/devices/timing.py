@@ -13,6 +13,7 @@ Call = Callable[[], object]
 
 LONG_ENOUGH = 2e-2  # seconds: shorter calls are repeated to fill it
 MOST_CALLS = {"cpu": 1000, "cuda": 20}  # in one stretch; on a GPU, so few that the host runs ahead of it
+SAME_CLOCK = 1.0  # seconds: ranks whose clocks differ more are on different machines
 BUSY, BUSY_FOR = 4096, 2  # the size and the number of products that keep the GPU busy while the host queues calls
 
 
@@ -33,7 +34,7 @@ class Stopwatch:
     def on_device(self, call: Call) -> float:
         """Seconds of the device for one call, without those of the host. On the CPU, all ranks call it."""
         if self._busy is None:
-            seconds = self.on_all_ranks(call)
+            seconds = statistics.fmean(self._by_rank(call))
             return max(seconds - self._begin, seconds / 2)
         call()
         calls = self._calls(self._stretch(call, self._busy, 1))
@@ -42,7 +43,7 @@ class Stopwatch:
     def on_host(self, call: Call) -> float:
         """Seconds that the host needs to begin one call. On the CPU, all ranks call it."""
         if self._busy is None:
-            return self.on_all_ranks(call)
+            return statistics.fmean(self._by_rank(call))
         call()
         self._wait()
         calls, found = MOST_CALLS["cpu"] // 4, []
@@ -56,11 +57,31 @@ class Stopwatch:
 
     def on_all_ranks(self, call: Call) -> float:
         """Seconds of one call that all ranks make together, until the last of them is done. All ranks call it."""
+        calls = self._enough_calls(call)
+        return statistics.fmean(self.slowest([self._together(call, calls) / calls for _ in range(self._repeats)]))
+
+    def _enough_calls(self, call: Call) -> int:
+        """How many take long enough to be timed, the same number on every rank."""
         call()
         calls, enough = 1, max(LONG_ENOUGH, 10 * self._meeting)
         while (once := self.slowest([self._together(call, calls)])[0]) < enough and calls < MOST_CALLS["cpu"]:
             calls = min(MOST_CALLS["cpu"], int(calls * max(2.0, min(enough / once, 10.0))))
-        return statistics.fmean(self.slowest([self._together(call, calls) / calls for _ in range(self._repeats)]))
+        return calls
+
+    def _by_rank(self, call: Call) -> list[float]:
+        """Seconds of one call on this rank, several times: from when the first rank begins until this one is done.
+
+        For ranks that share cores may have one at once, or later. All ranks call it.
+        """
+        calls, found = self._enough_calls(call), []
+        for _ in range(self._repeats):
+            self.slowest([0.0])
+            begun = time.perf_counter()
+            for _ in range(calls):
+                call()
+            end, first = time.perf_counter(), -self.slowest([-begun])[0]
+            found.append((end - (first if 0 <= begun - first < SAME_CLOCK else begun)) / calls)
+        return found
 
     def slowest(self, seconds: list[float]) -> list[float]:
         """The most that any rank has, one by one. All ranks call it, and go on together."""
