@@ -20,7 +20,7 @@ from shardwise.autograd import buckets
 from shardwise.errors import IdRangeError, PlanError, PlanNameError, PropertyError
 from shardwise.nn.experts.layer import experts_forward
 from shardwise.nn.experts.local_experts import stacked
-from shardwise.nn.experts.route import make_route
+from shardwise.nn.experts.route import make_expert_route
 from shardwise.testing import ranks
 
 PLACEMENTS: dict[str, Any] = {
@@ -332,7 +332,7 @@ def test_plans_that_cannot_be() -> None:
 def test_routes() -> None:
     """Of copies: the own one; the one in the same of equal stretches of ranks; else all in turn."""
     holders = ((0, 2), (1, 3), (0, 1, 2), (3,))
-    routes = [make_route(holders, range(4), here, torch.device("cpu")) for here in range(4)]
+    routes = [make_expert_route(holders, range(4), here, torch.device("cpu")) for here in range(4)]
     index = torch.arange(4).repeat(3, 1)
     found = [route.targets(index)[0].T.tolist() for route in routes]
     assert found[0] == [[0, 0, 0], [1, 1, 1], [0, 0, 0], [3, 3, 3]]

@@ -20,7 +20,7 @@ from shardwise.comm.transfer.wire import failing_together
 from shardwise.errors import IdRangeError, ProcessGroupError, PropertyError
 from shardwise.nn.experts.dispatch import Dispatch, Received
 from shardwise.nn.experts.local_experts import StackedExperts, make_adjacent
-from shardwise.nn.experts.route import route_among
+from shardwise.nn.experts.route import expert_route
 from shardwise.nn.experts.tokens import TokenCut
 from shardwise.nn.own_shards import keep_own_shards
 from shardwise.torch_private import FAKE_TENSOR_ERRORS, current_backward
@@ -77,7 +77,7 @@ def experts(forward: ExpertsForward, hidden: Any, index: Any, weights: Any) -> A
         weight, other = cut.rows(weights)
         known = [one for one in (anchor, other) if one is not None]
         records = torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad)
-        route = route_among(group, local.holders, rows.device)
+        route = expert_route(group, local.holders, rows.device)
         dispatch = Dispatch(route, chosen, group, lambda: cut.tokens_of_each(len(rows)))
         received = dispatch.send(rows, weight, tie(known) if known else None, records=records)
         parts, anchors = local.tensors()

@@ -60,13 +60,13 @@ class ExpertRoute:
 
 
 @cached_per_group(maxsize=512)
-def route_among(group: ProcessGroup, holders: Holders, device: torch.device) -> ExpertRoute:
+def expert_route(group: ProcessGroup, holders: Holders, device: torch.device) -> ExpertRoute:
     """The route to these experts in a group, with its tables on a device."""
     with unset_fake_mode():  # a forecast may be the first to ask
-        return make_route(holders, rank_array(group).tolist(), group.rank(), device)
+        return make_expert_route(holders, rank_array(group).tolist(), group.rank(), device)
 
 
-def make_route(holders: Holders, ranks: Sequence[int], here: int, device: torch.device) -> ExpertRoute:
+def make_expert_route(holders: Holders, ranks: Sequence[int], here: int, device: torch.device) -> ExpertRoute:
     """The same for one member of any ranks."""
     number = {rank: member for member, rank in enumerate(ranks)}
     held = [sorted(number[rank] for rank in one) for one in holders]

@@ -35,7 +35,7 @@ class AttentionSizes(NamedTuple):
     visibilities: tuple[Visibility, ...]  # one for all samples, or one for each
 
 
-class Task(NamedTuple):
+class BlockTask(NamedTuple):
     """A block: some queries of a local tensor, and some keys of a tensor that lies here in this round."""
 
     query: int  # the number of the local tensor of queries
@@ -53,7 +53,7 @@ class Round(NamedTuple):
     """Keys that come together, and the blocks with them."""
 
     plan: TransferPlan | None  # None for the keys that lie here anyway
-    tasks: tuple[Task, ...]
+    tasks: tuple[BlockTask, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,7 +273,7 @@ def _own_pieces(keys: Sequence[_KeyBox], key: Layout, rank: int) -> list[_Piece]
 
 def _tasks(
     query: Layout, group: int, length: int, sizes: AttentionSizes, rank: int, pieces: Sequence[_Piece]
-) -> Iterator[Task]:
+) -> Iterator[BlockTask]:
     """The blocks of this rank's queries with these keys."""
     rows = query.rows_on(rank)
     for number, (samples, heads, queries, _) in enumerate(_spans(query.chosen(np.array(rows, dtype=np.int64)))):
@@ -286,7 +286,7 @@ def _tasks(
                     continue
                 for block in blocks_of(visibility, queries, piece.positions, length):
                     for few_queries in _rows_of(block.queries, block.keys, sizes):
-                        yield Task(
+                        yield BlockTask(
                             number,
                             piece.number,
                             few,

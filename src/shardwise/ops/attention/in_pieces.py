@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from shardwise.autograd.anchors import anchor_gradient, input_anchor, output_anchor
 from shardwise.comm.transfer import Moving, TransferPlan, move
 from shardwise.comm.transfer.wire import failing_together
-from shardwise.ops.attention.block_plan import BlockPlan, Round, Task
+from shardwise.ops.attention.block_plan import BlockPlan, BlockTask, Round
 from shardwise.ops.attention.dropout import DropoutFactors, Size
 from shardwise.ops.attention.kernels import Block, kernel_for
 from shardwise.ops.attention.merging import MergedResult, wide_dtype
@@ -150,7 +150,7 @@ class _Run:
             self._take_back(returning, own)
             return [one.to(self._step.dtype) for one in (*own.queries, *own.keys, *own.values)]
 
-    def _block(self, task: Task, arrived: _Arrived) -> Block:
+    def _block(self, task: BlockTask, arrived: _Arrived) -> Block:
         mask, factors = self._mask, None
         times = self._queries[task.query].shape[1] // (task.heads[1] - task.heads[0])
         heads = task.heads[0] * times, task.heads[1] * times
@@ -211,13 +211,13 @@ class _Gradients:
     ) -> None:
         self.queries, self.keys, self.values = map(_zeros, (queries, keys, values))
 
-    def add(self, task: Task, key: torch.Tensor, value: torch.Tensor) -> None:
+    def add(self, task: BlockTask, key: torch.Tensor, value: torch.Tensor) -> None:
         """Take in the gradients of the keys and values of a block."""
         self.keys[task.piece][task.in_piece] += key
         self.values[task.piece][task.in_piece] += value
 
 
-def _factors_of(factors: DropoutFactors, task: Task, heads: Span, rows: slice) -> torch.Tensor:
+def _factors_of(factors: DropoutFactors, task: BlockTask, heads: Span, rows: slice) -> torch.Tensor:
     """The factors of some queries of a block."""
     first = task.queries[0]
     return factors.at(task.samples, heads, (first + rows.start, first + rows.stop), task.keys)

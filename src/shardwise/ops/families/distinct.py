@@ -17,7 +17,7 @@ from shardwise.ops.engine.routes import Route, by_member
 from shardwise.ops.engine.runs import from_runs, local_run
 from shardwise.ops.engine.table import FALLBACKS, TABLE, beyond_budget
 from shardwise.ops.families.indexed_rows import model_of, read_rows, write_rows
-from shardwise.ops.families.order_statistics import run_starts
+from shardwise.ops.families.order_statistics import first_of_equals
 from shardwise.ops.families.sorting import sort_run
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.from_local import from_local
@@ -41,7 +41,7 @@ def _unique(call: Call) -> Any:
         return NotImplemented
     row: Any = x.detach().reshape(-1)
     values, order = sort_run(row, descending=False)
-    found, number, counts = _distinct(values, run_starts(values))
+    found, number, counts = _distinct(values, first_of_equals(values))
     if not call["return_inverse"]:
         return found, torch.empty(0, dtype=torch.int64, device=x.device), counts
     inverse = write_rows(torch.empty_like(order), order, number, lambda own, at, rows: own.index_copy(0, at, rows), row)
@@ -53,7 +53,7 @@ def _unique_consecutive(call: Call) -> Any:
     if model is None or not x.ndim:
         return NotImplemented
     rows: Any = x.detach().reshape(-1) if dim is None else x.detach().movedim(dim, 0)
-    found, number, counts = _distinct(rows, run_starts(rows))
+    found, number, counts = _distinct(rows, first_of_equals(rows))
     if dim is None:
         return found, number.reshape(x.shape), counts
     return found.movedim(0, dim), number, counts
@@ -71,7 +71,7 @@ def _unique_rows(call: Call) -> Any:
         values, own = torch.unique(rows[:, k], return_inverse=True)
         numbers = torch.unique(numbers * values.shape[0] + own, return_inverse=True)[1]
     ordered, order = sort_run(numbers, descending=False)
-    starts = run_starts(ordered)
+    starts = first_of_equals(ordered)
     first, _, counts = _distinct(order, starts)
     return read_rows(slices, first).movedim(0, dim), numbers, counts
 

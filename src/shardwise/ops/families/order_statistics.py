@@ -82,7 +82,7 @@ def _mode(call: Call) -> Any:
     """The smallest of the most frequent values, at its last index."""
 
     def position(values: Any) -> int:
-        starts = run_starts(values).nonzero().reshape(-1)
+        starts = first_of_equals(values).nonzero().reshape(-1)
         ends = torch.cat([starts[1:], torch.full((1,), values.shape[0], device=values.device)])
         longest = int((ends - starts).argmax().item())
         return int(ends[longest : longest + 1].sum().item()) - 1
@@ -90,7 +90,7 @@ def _mode(call: Call) -> Any:
     return _chosen(call, position, dim=call["dim"])
 
 
-def run_starts(row: Any) -> Any:
+def first_of_equals(row: Any) -> Any:
     """Which elements of a tensor differ from the one before, along the first dim: a mask; the first one does."""
     differs = row[1:] != row[:-1]
     if row.ndim > 1:
