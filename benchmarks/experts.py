@@ -251,7 +251,7 @@ def sent_by_layer(one: Contender, shape: MixtureShape) -> dict[str, float]:
     with shardwise.trace() as trace:
         one.layer()
     exchanges = [event for event in trace.events if event.kind == "exchange"]
-    sent = torch.tensor([float(event.sent) for event in exchanges], dtype=torch.float64)
+    sent = torch.tensor([float(event.sent) for event in exchanges], dtype=torch.float64, device=device_here())
     dist.all_reduce(sent)
     ranks, row = dist.get_world_size(), shape.width * 4
     tokens = shape.batch * shape.sequence

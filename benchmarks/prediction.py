@@ -1,12 +1,14 @@
 """What `shardwise.estimate` predicts of a step, beside what the step takes: `python -m benchmarks.prediction`.
 
 The devices are measured first. On gloo, four ranks of one thread each: `--devices devices.json` takes measured ones. On
-NCCL (`--backend nccl`) the peaks are those of CUDA's allocator; ranks share the GPUs that there are.
+NCCL (`--backend nccl`) the peaks are those of CUDA's allocator, also those of twelve larger set-ups; ranks share the
+GPUs that there are.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import tempfile
 import time
@@ -18,25 +20,14 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
+from benchmarks.set_ups import MODELS, Block, set_up_model
+from benchmarks.set_ups import WAYS as SET_UPS
 from shardwise.estimation.planning import Candidate
 from shardwise.testing import run_on_ranks
 from shardwise.tools.cli import main as command
 
 RANKS, BLOCKS, WARM_UP, STEPS = 4, 4, 4, 8
 WAYS = ("fully sharded", "replicated", "tensor parallel")
-
-
-class Block(nn.Module):
-    """Two layers behind a norm, added to what they are given."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add what the layers make of it."""
-        found: torch.Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
-        return found
 
 
 def set_up(way: str, width: int, rows: int, device: str) -> Any:
@@ -80,6 +71,33 @@ def measured(way: str, width: int, rows: int, device: str) -> tuple[float, int]:
     return statistics.median(seconds), torch.cuda.max_memory_allocated() if device == "cuda" else 0
 
 
+def measured_peaks() -> dict[tuple[str, str], int]:
+    """The most bytes of CUDA's allocator in a step of each set-up, on this rank."""
+    found = {}
+    for model in MODELS:
+        for way in SET_UPS:
+            step = set_up_model(model, way, "cuda")
+            step()
+            step()
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            found[model, way] = torch.cuda.max_memory_allocated()
+            del step
+            gc.collect()
+    return found
+
+
+def compare_peaks(path: str) -> None:
+    """Print the peaks of twelve set-ups, beside what is predicted."""
+    print(f"\n{'model':10}{'way':28}{'peak':>14}{'predicted':>14}{'off by':>9}")
+    peaks = run_on_ranks(RANKS, measured_peaks, backend="nccl", timeout=600, fresh=True)
+    for model, way in peaks[0]:
+        peak = max(each[model, way] for each in peaks)
+        needs = shardwise.estimate(set_up_model, model, way, "cpu", devices=path, ranks=RANKS)
+        line = f"{model:10}{way:28}{peak / 2**20:10.1f} MiB{needs.peak / 2**20:10.1f} MiB"
+        print(f"{line}{needs.peak / peak - 1:+9.1%}", flush=True)
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -105,6 +123,8 @@ def main() -> None:
                 if peak:
                     line += f"{peak / 2**20:10.1f} MiB{needs.peak / 2**20:10.1f} MiB{needs.peak / peak - 1:+9.1%}"
                 print(line, flush=True)
+        if device == "cuda":
+            compare_peaks(path)
 
 
 if __name__ == "__main__":

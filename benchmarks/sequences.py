@@ -2,10 +2,10 @@
 
 A step of a model like Llama with AdamW on one long sequence, in two pieces on each of four ranks, causal. Beside it
 runs torch's own context parallel: its ring attention with the same cut, DistributedDataParallel for the gradients.
-Torch dispatches its ring for kernels of CUDA only, so here it is called with the kernel for CPUs, the same one that
-shardwise calls. Both take turns in one run. Measured beside are the peak of memory of a rank and that of the whole
-sequence on one rank, of a Llama of transformers whose sequence no number of ranks divides, and how far its gradients
-are from the whole one's in float64.
+Torch dispatches its ring for kernels of CUDA only, so on gloo it is called with the kernel for CPUs, the same one that
+shardwise calls. Both take turns in one run. `--backend nccl` takes CUDA's flash kernel and bfloat16. Measured beside
+are the peak of memory of a rank and that of the whole sequence on one rank, of a Llama of transformers whose sequence
+no number of ranks divides, and how far its gradients are from the whole one's in float64.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import ctypes
 import gc
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.distributed.tensor.experimental._context_parallel._attention import (
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
+from benchmarks.fully_sharded import device_here, synchronised
 from benchmarks.llama import Llama, Shape, loss_of
 from benchmarks.table import Row, duration
 from benchmarks.timing import both_together
@@ -56,23 +58,31 @@ def _flash_backward(query: Any = None, key: Any = None, value: Any = None, **giv
 
 
 class Ring(torch.autograd.Function):
-    """Torch's ring attention, forward and backward."""
+    """Torch's ring attention, forward and backward, over the default group."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Over the default group."""
+        """By the flash kernel of the device."""
         group: Any = dist.group.WORLD
-        out, lse, *_ = _templated_ring_attention(group, 2, _flash, query, key, value, is_causal=True)
+        kernel = aten._scaled_dot_product_flash_attention if query.is_cuda else _flash
+        out, lse, *rest = _templated_ring_attention(group, 2, kernel, query, key, value, is_causal=True)
         ctx.save_for_backward(query, key, value, out, lse)
+        ctx.rest = rest
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Over the default group."""
+        """By the flash kernel of the device."""
         query, key, value, out, lse = ctx.saved_tensors
         group: Any = dist.group.WORLD
+        kernel: Any = _flash_backward
+        more: dict[str, Any] = {}
+        if query.is_cuda:
+            kernel = aten._scaled_dot_product_flash_attention_backward.default
+            names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+            more = {"dropout_p": 0.0, **dict(zip(names, ctx.rest, strict=False))}
         return _templated_ring_attention_backward(
-            group, 2, _flash_backward, grads[0], "grad_out", query, key, value, out, lse, is_causal=True
+            group, 2, kernel, grads[0], "grad_out", query, key, value, out, lse, is_causal=True, **more
         )[:3]
 
 
@@ -94,12 +104,13 @@ def _turned(x: Tensor) -> Tensor:
 
 def start(shape: Shape) -> Any:
     torch.manual_seed(0)
-    return Llama(shape)
+    model = Llama(shape)
+    return model.to(device_here(), torch.bfloat16) if device_here().type == "cuda" else model
 
 
 def tokens(shape: Shape) -> tuple[Tensor, Tensor]:
     size = (2, shape.batch, shape.sequence)
-    ids, labels = torch.randint(shape.words, size, generator=torch.Generator().manual_seed(1))
+    ids, labels = torch.randint(shape.words, size, generator=torch.Generator().manual_seed(1)).to(device_here())
     return ids, labels
 
 
@@ -123,7 +134,7 @@ def ours(shape: Shape) -> Callable[[], None]:
 
 def theirs(shape: Shape) -> Callable[[], None]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    chunks = torch.arange(shape.sequence).chunk(2 * world)
+    chunks = torch.arange(shape.sequence, device=device_here()).chunk(2 * world)
     mine = torch.cat([chunks[rank], chunks[2 * world - 1 - rank]])  # the first and the last, as torch's ring has them
     model = start(shape)
     model.cos, model.sin = model.cos[mine], model.sin[mine]
@@ -137,7 +148,8 @@ def theirs(shape: Shape) -> Callable[[], None]:
 def measure(shape: Shape, blocks: int) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of a step, and of the processors of all ranks, on every rank."""
     torch.set_num_threads(1)
-    contenders = {"shardwise": ours(shape), "torch": theirs(shape)}
+    made = {"shardwise": ours(shape), "torch": theirs(shape)}
+    contenders = {name: partial(synchronised, step) for name, step in made.items()}
     for step in contenders.values():
         for _ in range(3):
             step()
@@ -209,37 +221,61 @@ def difference() -> float:
     return worst / largest
 
 
-def run(shape: Shape = EVEN, ranks: int = 4, blocks: int = 7) -> list[Row]:
+def peak_on_gpu(shape: Shape, in_pieces: bool) -> float:
+    """MiB of CUDA's allocator at the peak of a step."""
+    step = ours(shape) if in_pieces else whole(shape)
+    step()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return torch.cuda.max_memory_allocated() / MIB
+
+
+def whole(shape: Shape) -> Callable[[], None]:
+    model = start(shape)
+    ids, labels = tokens(shape)
+    return stepping(model, lambda: loss_of(model, ids, labels))
+
+
+def run(shape: Shape = EVEN, ranks: int = 4, blocks: int = 7, backend: str = "gloo") -> list[Row]:
     """Measure on ranks of their own, and print what was found; gives what is held to a budget."""
-    seconds, spent = run_on_ranks(ranks, measure, shape, blocks, timeout=550, fresh=True)[0]
-    what = f"{shape.layers} layers of {shape.width}, {shape.batch} x {shape.sequence} tokens, {ranks} gloo ranks"
+    seconds, spent = run_on_ranks(ranks, measure, shape, blocks, timeout=550, fresh=True, backend=backend)[0]
+    what = f"{shape.layers} layers of {shape.width}, {shape.batch} x {shape.sequence} tokens, {ranks} {backend} ranks"
     print(f"\nSequences in pieces: {what}\n")
     for what, found in {"a step": seconds, "time of all processors": spent}.items():
         print(f"  {what}: " + ", ".join(f"{name} {duration(one)}" for name, one in found.items()), end="")
         print(f"; {found['shardwise'] / found['torch']:.2f}x torch's ring")
+    step = Row(f"step on a sequence in pieces, {ranks} {backend} ranks", seconds, "≤ 1.0 torch", ("torch", 1.0))
+    if backend == "nccl":
+        odd = replace(shape, sequence=shape.sequence + 3)
+        pieces = max(run_on_ranks(ranks, peak_on_gpu, odd, True, timeout=300, fresh=True, backend=backend))
+        one = run_on_ranks(1, peak_on_gpu, odd, False, timeout=300, fresh=True, backend=backend)[0]
+        print(f"  {odd.sequence} tokens: the most of a rank {pieces:.0f} MiB, whole {one:.0f} MiB; {pieces / one:.2f}x")
+        return [step]
     pieces = max(run_on_ranks(ranks, peak_of, True, timeout=300, fresh=True))
-    whole = run_on_ranks(1, peak_of, False, timeout=300, fresh=True)[0]
+    one = run_on_ranks(1, peak_of, False, timeout=300, fresh=True)[0]
     print(
-        f"  Llama of transformers, {LENGTH} tokens, AdamW: the most of a rank {pieces:.0f} MiB, whole {whole:.0f} MiB",
+        f"  Llama of transformers, {LENGTH} tokens, AdamW: the most of a rank {pieces:.0f} MiB, whole {one:.0f} MiB",
         end="",
     )
-    print(f"; {pieces / whole:.2f}x")
+    print(f"; {pieces / one:.2f}x")
     off = max(run_on_ranks(ranks, difference, timeout=550, fresh=True))
     print(f"  its gradients in float64: {off:.1e} of the largest off")
     return [
-        Row(f"step on a sequence in pieces, {ranks} gloo ranks", seconds, "≤ 1.0 torch", ("torch", 1.0)),
-        Row("MiB of a rank at its peak", {"shardwise": pieces, "whole": whole}, "≤ 0.35 whole", ("whole", 0.35)),
+        step,
+        Row("MiB of a rank at its peak", {"shardwise": pieces, "whole": one}, "≤ 0.35 whole", ("whole", 0.35)),
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=7, help="steps, of which the fastest counts")
     for one in fields(Shape):
         parser.add_argument(f"--{one.name}", type=int, default=getattr(EVEN, one.name))
     given = vars(parser.parse_args())
-    run(replace(EVEN, **{one.name: given[one.name] for one in fields(Shape)}), given["ranks"], given["blocks"])
+    shape = replace(EVEN, **{one.name: given[one.name] for one in fields(Shape)})
+    run(shape, given["ranks"], given["blocks"], given["backend"])
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ def both_together(contenders: Mapping[str, Work], repeats: int = 9) -> tuple[dic
         def run() -> object:
             begin = time.process_time()
             result = work()
-            seconds = torch.tensor(time.process_time() - begin)
+            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            seconds = torch.tensor(time.process_time() - begin, device=device)
             dist.all_reduce(seconds)
             spent[name] = min(spent[name], seconds.item())
             return result

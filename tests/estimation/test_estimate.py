@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,3 +231,16 @@ def test_errors_of_the_step_are_its_own() -> None:
         estimate(broken, ranks=2)
     assert not dist.is_initialized()
     assert shardwise.estimate is estimate
+
+
+def test_modules_that_are_copied() -> None:
+    """A layer that is copied within the set-up is as many layers: each copy has parameters of its own."""
+
+    def set_up(layers: int) -> Callable[[], None]:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        assert len({id(one) for one in model.parameters()}) == 12 * layers
+        return lambda: model(torch.ones(2, 3, 16)).sum().backward()
+
+    one, three = (estimate(set_up, layers, ranks=1) for layers in (1, 3))
+    assert 2 * one.peak < three.peak < 3 * one.peak

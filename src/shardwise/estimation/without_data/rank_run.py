@@ -16,7 +16,13 @@ from shardwise.estimation.account.autocast import autocast_of
 from shardwise.estimation.devices.device import Device
 from shardwise.estimation.without_data.as_rank import StandInsOfRank, ranks_of_groups
 from shardwise.estimation.without_data.fake_world import fake_world
-from shardwise.estimation.without_data.stand_ins import converting_modules, making_meshes, restoring_state, taking_lists
+from shardwise.estimation.without_data.stand_ins import (
+    converting_modules,
+    copying_modules,
+    making_meshes,
+    restoring_state,
+    taking_lists,
+)
 from shardwise.interop.huggingface.without_values import answering_for_batches
 from shardwise.layout.geometry import IntArray
 from shardwise.tensor import ShardedTensorBase
@@ -64,7 +70,7 @@ def run_as(rank: int, job: Job) -> RankRun:
         stack.enter_context(fake_world(rank, job.ranks))
         account = Accounting(device)  # as this rank of that world
         account.trace.machines = job.machines
-        usable = taking_lists(), converting_modules(), making_meshes(), answering_for_batches()
+        usable = taking_lists(), converting_modules(), copying_modules(), making_meshes(), answering_for_batches()
         for context in (account, recording(account.trace), autocast_of(device), account.watching(), *usable):
             stack.enter_context(context)
         stand_ins = StandInsOfRank(account, groups, job.ranks)

@@ -258,6 +258,25 @@ def converting_modules() -> Iterator[None]:
 
 
 @contextmanager
+def copying_modules() -> Iterator[None]:
+    """Let `copy.deepcopy` copy tensors without data, as of a layer that is copied for each of several: torch would copy
+    their mode with them."""
+
+    def deep_copy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            made = self.detach().clone().requires_grad_(self.requires_grad)
+            memo[id(self)] = nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
+        found: torch.Tensor = memo[id(self)]
+        return found
+
+    FakeTensor.__deepcopy__ = deep_copy
+    try:
+        yield
+    finally:
+        del FakeTensor.__deepcopy__
+
+
+@contextmanager
 def making_meshes() -> Iterator[None]:
     """Let meshes be made and cut where tensors have no data: torch keeps the ranks of a mesh in a tensor."""
     own: Any = DeviceMesh
