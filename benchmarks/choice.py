@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from benchmarks.prediction import Block
+from benchmarks.set_ups import Block
 from shardwise.estimation.devices.device import Device
 from shardwise.estimation.devices.measured_devices import measured_devices
 from shardwise.estimation.devices.measuring import Measurement, measure

@@ -269,7 +269,7 @@ def copying_modules() -> Iterator[None]:
         found: torch.Tensor = memo[id(self)]
         return found
 
-    FakeTensor.__deepcopy__ = deep_copy
+    FakeTensor.__deepcopy__ = deep_copy  # type: ignore[method-assign]
     try:
         yield
     finally:
