@@ -138,6 +138,7 @@ foreach_norm = _private("torch._foreach_norm", "compute the norms of many gradie
 optimizer_foreach_types = _private(
     "torch.optim.optimizer._foreach_supported_types", "let optimizers step lists of sharded tensors"
 )
+_private("torch.optim.optimizer._get_foreach_kernels_supported_devices", "estimate optimizers that step lists on a GPU")
 clipping_foreach_types = _private(
     "torch.utils._foreach_utils._foreach_supported_types", "let clip_grad_norm_ take lists of sharded tensors"
 )

@@ -244,3 +244,43 @@ def test_modules_that_are_copied() -> None:
 
     one, three = (estimate(set_up, layers, ranks=1) for layers in (1, 3))
     assert 2 * one.peak < three.peak < 3 * one.peak
+
+
+def _peak(set_up: Callable[[], object], kind: str) -> int:
+    rates = {"float32": Rate(1e12)}
+    device = Device("device", kind, 1 << 40, rates, rates, Rate(1e12), 0.0, LINKS, 8)
+    return estimate(set_up, devices=device).peak
+
+
+def test_kernels_of_a_gpu_that_is_not_there() -> None:
+    """Optimizers step all parameters at once, rms_norm keeps its argument alone, sums over rows meet in memory."""
+
+    def stepping() -> Callable[[], None]:
+        parameters = [nn.Parameter(torch.ones(1 << 18)) for _ in range(4)]
+        optimizer = torch.optim.Adam(parameters)
+        for one in parameters:
+            one.grad = torch.ones(1 << 18)
+        return lambda: optimizer.step() and None
+
+    mib = 1 << 20  # of a parameter
+    assert _peak(stepping, "cpu") < 16 * mib + 3.5 * mib  # with temporaries of one
+    assert 20 * mib <= _peak(stepping, "cuda") < 20.5 * mib  # of all
+
+    def normed() -> Callable[[], None]:
+        norm, batch = nn.RMSNorm(1 << 10), torch.ones(1 << 10, 1 << 10, requires_grad=True)
+        return lambda: norm(batch).sum().backward()
+
+    assert _peak(normed, "cuda") < _peak(normed, "cpu")
+
+    def summed(rows: int, columns: int) -> Callable[[], Callable[[], object]]:
+        def set_up() -> Callable[[], object]:
+            batch = torch.ones(rows, columns)
+            return lambda: batch.sum(0)
+
+        return set_up
+
+    for rows, columns in ((1024, 4096), (4096, 1024)):
+        large = summed(rows, columns)
+        assert _peak(large, "cuda") - _peak(large, "cpu") == 32 * mib  # as a memory snapshot of a H200 shows
+    small = summed(16, 64)
+    assert _peak(small, "cuda") == _peak(small, "cpu")

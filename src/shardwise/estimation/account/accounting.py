@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from shardwise.estimation.account.forecast import Forecast
+from shardwise.estimation.account.gpu_kernels import scratch_of
 from shardwise.estimation.account.kernels import bytes_of, flops_of, is_attention
 from shardwise.estimation.account.ledger import (
     ACTIVATIONS,
@@ -32,6 +33,7 @@ from shardwise.estimation.account.ledger import (
     PARAMETERS,
     STATES,
     STEP,
+    TEMPORARIES,
     TRANSFERS,
     Ledger,
 )
@@ -53,7 +55,7 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
 
     def __init__(self, device: Device) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.tape = Tape()
+        self.tape, self._is_gpu = Tape(), device.kind != "cpu"
         self.ledger = Ledger(device.block)
         self.trace = Forecast(device, self.tape, self._is_buffer)
         self.positions: list[int] = []  # for each event of the ledger, how long the tape was
@@ -100,6 +102,7 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
         for tensor in new:
             phase, category = self._phase_now()
             self._allocate(tensor.untyped_storage(), phase, module, line, category)
+        self._note_scratch(func, args, out, module, line)
         name = func._schema.name.removeprefix("aten::")
         if not new and not func._schema.is_mutable:
             self.tape.entries.append(Kernel(name, module, line, VIEW))
@@ -109,6 +112,15 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
         self.tape.entries.append(
             Kernel(name, module, line, 1.0, flops, size, dtype, is_attention(func), self._phase == STEP)
         )
+
+    def _note_scratch(self, func: Any, args: Any, out: Any, module: str, line: str) -> None:
+        """Memory that a kernel has while it runs."""
+        size = scratch_of(func, args, out) if self._is_gpu else 0
+        if size:
+            phase = self._phase_now()[0]
+            self.positions += [len(self.tape.entries)] * 2
+            block = self.ledger.allocate(size, phase, module, line, TEMPORARIES)
+            self.ledger.free(block, len(self.ledger.blocks) - 1, phase)
 
     def _where(self) -> tuple[str, str]:
         """The module and the line that an op is of, also of a backward."""

@@ -37,7 +37,7 @@ class _Sheet:
     machine: float  # GB/s in one direction to others of the machine: NVLink, Infinity Fabric or PCIe
     network: float  # GB/s of its part of the network cards: 50 is a card of 400 Gb/s
     per_machine: int
-    workspace: float = 8.125  # MiB that cuBLAS keeps
+    workspace: float = 8.125  # MiB that cuBLAS keeps for a thread: one computes forwards, another one backwards
 
     def device(self, name: str) -> Device:
         peaks = {dtype: peak * TERA for dtype, peak in zip(DTYPES, self.peaks, strict=True) if peak}
@@ -52,7 +52,7 @@ class _Sheet:
             call=CALL,
             links={where: Rate(speed * GIGA * LINKS, COLLECTIVE[where]) for where, speed in speeds.items()},
             per_machine=self.per_machine,
-            reserved=int(self.workspace * 2**20),
+            reserved=int(2 * self.workspace * 2**20),
             block=BLOCK,
         )
 

@@ -13,6 +13,7 @@ from torch import nn
 from shardwise.comm.tracing.record import recording
 from shardwise.estimation.account.accounting import Accounting
 from shardwise.estimation.account.autocast import autocast_of
+from shardwise.estimation.account.gpu_kernels import gpu_kernels_of
 from shardwise.estimation.devices.device import Device
 from shardwise.estimation.without_data.as_rank import StandInsOfRank, ranks_of_groups
 from shardwise.estimation.without_data.fake_world import fake_world
@@ -70,8 +71,9 @@ def run_as(rank: int, job: Job) -> RankRun:
         stack.enter_context(fake_world(rank, job.ranks))
         account = Accounting(device)  # as this rank of that world
         account.trace.machines = job.machines
+        as_gpu = autocast_of(device), gpu_kernels_of(device)
         usable = taking_lists(), converting_modules(), copying_modules(), making_meshes(), answering_for_batches()
-        for context in (account, recording(account.trace), autocast_of(device), account.watching(), *usable):
+        for context in (account, recording(account.trace), *as_gpu, account.watching(), *usable):
             stack.enter_context(context)
         stand_ins = StandInsOfRank(account, groups, job.ranks)
         function, args, kwargs = (stand_ins.of(one) for one in (job.function, job.args, job.kwargs))
