@@ -14,6 +14,11 @@ NARROW = (torch.float16, torch.bfloat16)  # added up in float32, and rounded onc
 BLOCK = 1 << 16  # elements of these that are added up at a time on a CPU: so many stay in its cache
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values are added up: float32 for 16 bits, whose sum may overflow where the mean does not."""
+    return torch.float32 if dtype in NARROW else dtype
+
+
 def write_sum(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """Write the sum of these parts, each of the target's size, added in this order."""
     if len(parts) == 1:

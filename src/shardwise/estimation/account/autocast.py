@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 # as everybody calls it
 from torch.overrides import TorchFunctionMode
 
+from shardwise.comm.transfer.sums import NARROW
 from shardwise.estimation.devices.device import Device
 from shardwise.torch_private import pytree
 
@@ -102,5 +103,5 @@ class _InFloat32(TorchFunctionMode):
 
 
 def _wide(leaf: Any) -> Any:
-    narrow = isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
+    narrow = isinstance(leaf, torch.Tensor) and leaf.dtype in NARROW
     return leaf.float() if narrow else leaf

@@ -17,11 +17,12 @@ from torch.distributed import ProcessGroup
 
 from shardwise.autograd.anchors import anchor_gradient, input_anchor, output_anchor
 from shardwise.comm.transfer import Moving, TransferPlan, move
+from shardwise.comm.transfer.sums import accumulation_dtype
 from shardwise.comm.transfer.wire import failing_together
 from shardwise.ops.attention.block_plan import BlockPlan, BlockTask, Round
 from shardwise.ops.attention.dropout import DropoutFactors, Size
 from shardwise.ops.attention.kernels import Block, kernel_for
-from shardwise.ops.attention.merging import MergedResult, wide_dtype
+from shardwise.ops.attention.merging import MergedResult
 from shardwise.ops.attention.visibility import Span
 from shardwise.ops.engine.steps import OpSummary, Tensors, agree_on_op, without_autocast
 
@@ -51,7 +52,7 @@ class AttendInPieces(NamedTuple):
         """The results of the local queries and, if recorded, an anchor; the tensors are queries, keys and values."""
         factors = None
         if self.dropout:
-            wide = wide_dtype(self.dtype)
+            wide = accumulation_dtype(self.dtype)
             factors = DropoutFactors.drawn(self.weights, self.dropout, wide, self.device, self.group)
         if not self.record:
             return _Run(self, mask, factors, tensors).forward()[0]
@@ -224,7 +225,7 @@ def _factors_of(factors: DropoutFactors, task: BlockTask, heads: Span, rows: sli
 
 
 def _zeros(tensors: Sequence[torch.Tensor]) -> Tensors:
-    return [torch.zeros_like(one, dtype=wide_dtype(one.dtype)) for one in tensors]
+    return [torch.zeros_like(one, dtype=accumulation_dtype(one.dtype)) for one in tensors]
 
 
 def _packed(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

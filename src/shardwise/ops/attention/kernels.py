@@ -13,13 +13,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from shardwise.comm.transfer.sums import NARROW
 from shardwise.ops.attention.visibility import ALL, TRIANGLE, Band
 
 aten = torch.ops.aten
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of queries, keys and values
 SCORES = 1 << 22  # that the formula has at once, at most
 Factors = Callable[[slice], torch.Tensor]
-HALVES = (torch.float16, torch.bfloat16)
 
 
 class Block(NamedTuple):
@@ -52,13 +52,13 @@ def kernel_for(block: Block) -> Kernel:
     if (
         block.factors is not None
         or width != value.shape[-1]
-        or query.dtype not in (*HALVES, torch.float32, torch.float64)
+        or query.dtype not in (*NARROW, torch.float32, torch.float64)
     ):
         return FORMULA
     if query.device.type == "cpu":
         return CPU_FLASH
     if query.device.type == "cuda" and not has_mask and width % 8 == 0:
-        if query.dtype in HALVES and width <= 256 and _has_flash(query.device):
+        if query.dtype in NARROW and width <= 256 and _has_flash(query.device):
             return CUDA_FLASH
         if query.dtype != torch.float64:
             return CUDA_EFFICIENT
@@ -243,7 +243,7 @@ class _Formula:
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     """In float32 at least."""
-    return tensor.float() if tensor.dtype in HALVES else tensor
+    return tensor.float() if tensor.dtype in NARROW else tensor
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:

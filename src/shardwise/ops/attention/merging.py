@@ -6,12 +6,9 @@ import math
 
 import torch
 
+from shardwise.comm.transfer.sums import accumulation_dtype
+
 Where = tuple[slice, slice, slice]  # samples, heads and queries in a local tensor
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which results of blocks are added up: float32 at least."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 class MergedResult:
@@ -24,7 +21,7 @@ class MergedResult:
 
     def add(self, where: Where, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Take in the result of some of the queries over more keys."""
-        wide = wide_dtype(self._dtype)
+        wide = accumulation_dtype(self._dtype)
         if self._out is None and out.shape == self._size:
             self._out, self._lse = out.to(wide), lse.to(wide)
             return
@@ -36,7 +33,7 @@ class MergedResult:
 
     def _begun(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._out is None or self._lse is None:
-            wide = wide_dtype(self._dtype)
+            wide = accumulation_dtype(self._dtype)
             self._out = torch.zeros(self._size, dtype=wide, device=self._device)
             self._lse = torch.full(self._size[:-1], -math.inf, dtype=wide, device=self._device)
         return self._out, self._lse

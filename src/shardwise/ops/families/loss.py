@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.transfer.sums import accumulation_dtype
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import compute
 from shardwise.ops.engine.rule import Labels, Rule, broadcast
 from shardwise.ops.engine.table import TABLE
-from shardwise.ops.families.reduction import accumulation_dtype, reduce_loss
+from shardwise.ops.families.reduction import reduce_loss
 
 aten = torch.ops.aten
 

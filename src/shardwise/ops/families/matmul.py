@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from shardwise import settings
+from shardwise.comm.transfer.sums import NARROW
 from shardwise.errors import PropertyError
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.call_cache import IGNORES_VALUES, cached_handler
@@ -69,9 +70,6 @@ def _product_rule(left: Sequence[int], right: Sequence[int], *, transposed: bool
     last = [*columns, inner] if transposed else [inner, *columns]
     operands = [[*before, *rows, inner], [*other, *last]] + [columns] * biased
     return labels.rule(operands, [[*out, *rows, *columns]], reduction=None if biased else SUM)
-
-
-NARROW = (torch.float16, torch.bfloat16)
 
 
 class _Wide(Call):

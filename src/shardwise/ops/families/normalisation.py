@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.transfer.sums import accumulation_dtype
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import compute
 from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.rule import Along, Labels, Rule
 from shardwise.ops.engine.table import TABLE
-from shardwise.ops.families.reduction import accumulation_dtype
 from shardwise.tensor import ShardedTensorBase
 
 aten = torch.ops.aten

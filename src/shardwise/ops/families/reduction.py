@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.autograd.replicas import recorded
+from shardwise.comm.transfer.sums import accumulation_dtype
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.cells import operand_cells
 from shardwise.ops.engine.compute import assemble, compute
@@ -115,11 +116,6 @@ def _partial_sum(call: Call, tensors: Parts) -> tuple[torch.Tensor, ...]:
 def _combine_means(call: Call, parts: Parts) -> torch.Tensor:
     count = math.prod(call.operands[0].shape[dim] for dim in reduced_dims(call))
     return (parts[0].sum(0) / count).to(call.arguments.get("dtype") or call.operands[0].dtype)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values are added up: float32 for 16 bits, whose sum may overflow where the mean does not."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 MEAN = PartialReduction(_combine_means, constant_fill(0), _partial_sum)
