@@ -26,7 +26,8 @@ from shardwise.estimation.planning import Candidate
 from shardwise.testing import run_on_ranks
 from shardwise.tools.cli import main as command
 
-RANKS, BLOCKS, WARM_UP, STEPS = 4, 4, 4, 8
+RANKS, BLOCKS, WARM_UP = 4, 4, 4
+STEPS = {"cpu": 8, "cuda": 40}
 WAYS = ("fully sharded", "replicated", "tensor parallel")
 
 
@@ -61,7 +62,7 @@ def measured(way: str, width: int, rows: int, device: str) -> tuple[float, int]:
     seconds = []
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(STEPS):
+    for _ in range(STEPS[device]):
         dist.barrier()
         begun = time.perf_counter()
         step()
