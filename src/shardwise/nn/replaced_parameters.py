@@ -53,7 +53,7 @@ def replacing_in_optimizers() -> Iterator[None]:
 
 
 def _replace_in_optimizers(new_of: dict[int, nn.Parameter]) -> None:
-    for optimizer in [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]:
+    for optimizer in _optimizers():
         for group in getattr(optimizer, "param_groups", ()):
             parameters: list[Any] = group["params"]
             for k, parameter in enumerate(parameters):
@@ -63,6 +63,15 @@ def _replace_in_optimizers(new_of: dict[int, nn.Parameter]) -> None:
                     _refuse_steps(parameter)
                 else:
                     parameters[k] = new_of[id(parameter)]  # in its place: LBFGS keeps the list
+
+
+def _optimizers() -> list[Any]:
+    """All that there are. The ids of types are compared: there are many objects, and a type may not be hashable."""
+    kinds: list[type] = [Optimizer]
+    for kind in kinds:
+        kinds += type.__subclasses__(kind)
+    ids, objects = set(map(id, kinds)), gc.get_objects()
+    return [one for one, kind in zip(objects, map(id, map(type, objects)), strict=True) if kind in ids]
 
 
 def _refuse_steps(parameter: nn.Parameter) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +25,21 @@ _ENGINE = run_backward.__code__  # through which every backward is begun
 OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 
 
-def _is_of_library(frame: FrameType) -> bool:
+@functools.lru_cache(maxsize=4096)
+def _is_of_library(file: str) -> bool:
     """Whether this is code of torch, of this library, or of Python itself."""
-    file = frame.f_code.co_filename
     if file.startswith(_LIBRARIES) or file.startswith("<frozen"):
         return True
     return file.startswith(_STANDARD) and "site-packages" not in file
+
+
+@functools.lru_cache(maxsize=4096)
+def _verb(code: CodeType) -> str | None:
+    """The name of a function of this library that users call, else empty; None if it is of the pool of ranks."""
+    if code.co_filename.startswith(_TESTING):
+        return None
+    is_public = code.co_filename.startswith(_LIBRARIES[1]) and not code.co_name.startswith(("<", "_"))
+    return code.co_name if is_public else ""
 
 
 class Caller(NamedTuple):
@@ -44,18 +54,17 @@ def caller() -> Caller:
     """Who has called this library, from this thread."""
     frame: FrameType | None = sys._getframe(1)
     verb, runs_backward = "", False
-    while frame is not None and _is_of_library(frame):
+    while frame is not None:
         code = frame.f_code
-        if code.co_filename.startswith(_TESTING):
-            frame = None  # the pool of ranks, which calls everything there is
+        if not _is_of_library(code.co_filename):
+            return Caller(_line(code, frame.f_lineno), verb, runs_backward)
+        name = _verb(code)
+        if name is None:  # the pool of ranks, which calls everything there is
             break
-        if code.co_filename.startswith(_LIBRARIES[1]) and not code.co_name.startswith(("<", "_")):
-            verb = code.co_name
+        verb = name or verb
         runs_backward |= code is _ENGINE
         frame = frame.f_back
-    if frame is None:
-        return Caller("", verb, True)
-    return Caller(_line(frame, frame.f_lineno), verb, runs_backward)
+    return Caller("", verb, True)
 
 
 def place_of(traceback: TracebackType | None) -> str:
@@ -63,14 +72,14 @@ def place_of(traceback: TracebackType | None) -> str:
     found = ""
     while traceback is not None:
         frame = traceback.tb_frame
-        if not _is_of_library(frame):
-            found = _line(frame, traceback.tb_lineno)
+        if not _is_of_library(frame.f_code.co_filename):
+            found = _line(frame.f_code, traceback.tb_lineno)
         traceback = traceback.tb_next
     return found
 
 
-def _line(frame: FrameType, number: int) -> str:
-    code = frame.f_code
+@functools.lru_cache(maxsize=4096)
+def _line(code: CodeType, number: int) -> str:
     names = [name for name in code.co_qualname.split(".") if not name.startswith("<")]  # not of lambdas and the like
     inside = f" in {names[-1]}" if names else ""
     return f"{Path(code.co_filename).name}:{number}{inside}"

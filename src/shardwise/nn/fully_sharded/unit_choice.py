@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -33,21 +33,21 @@ def choose_units(tree: ModuleTree, patterns: str | Sequence[str] | None) -> list
     for name, parameter in each_parameter(tree):
         if parameter.numel() and not keeps_own_shards(tree.parameters[name].owner):
             names = tree.names_of_parameter(name)
-            owner = max((path for path in choices if all(_is_below(one, path) for one in names)), key=len)
+            owner = next(path for path in _paths_above(names[0]) if path in choices and _are_below(names, path))
             choices[owner].parameters[name] = tree.places(names)
     return [choice for choice in choices.values() if choice.parameters or not choice.path]
 
 
 def _blocks(tree: ModuleTree) -> list[str]:
     """By default: the members of each list of modules of one class, unless the list lies in such a member."""
-    found: list[str] = []
+    found: dict[str, None] = {}
     for path, module in tree.modules.items():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and not any(_is_below(path, block) for block in found):
+        if isinstance(module, nn.ModuleList | nn.Sequential) and found.keys().isdisjoint(_paths_above(path)):
             members = dict(module.named_children())
             alike = {type(member) for member in members.values()}
             if len(members) > 1 and len(alike) == 1 and any(True for _ in next(iter(members.values())).parameters()):
-                found += [join_path(path, name) for name in members]
-    return found
+                found.update(dict.fromkeys(join_path(path, name) for name in members))
+    return list(found)
 
 
 def _named(tree: ModuleTree, patterns: Sequence[str]) -> list[str]:
@@ -63,6 +63,18 @@ def _named(tree: ModuleTree, patterns: Sequence[str]) -> list[str]:
     if shared:
         raise PlanError(f"{shared[0]!r} is a module in several places, and cannot be a unit: choose what contains it")
     return paths
+
+
+def _paths_above(name: str) -> Iterator[str]:
+    """The name itself, and what it lies in, innermost first: ``a.b``, ``a`` and the model."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _are_below(names: Sequence[str], path: str) -> bool:
+    return all(_is_below(one, path) for one in names)
 
 
 def _is_below(name: str, path: str) -> bool:

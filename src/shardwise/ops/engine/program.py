@@ -153,7 +153,16 @@ def tensor_paths(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in what an op gave, in order."""
-    return [tensor for _, tensor in tensor_paths((value,), {})]
+    if isinstance(value, torch.Tensor):
+        return [value]
+    found: list[torch.Tensor] = []
+    if isinstance(value, list | tuple):
+        for one in value:
+            if isinstance(one, torch.Tensor):
+                found.append(one)
+            elif isinstance(one, list | tuple):
+                found += tensors_in(one)
+    return found
 
 
 # The function of a program -------------------------------------------------------------------------------------------
