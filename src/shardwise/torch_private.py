@@ -195,6 +195,8 @@ FAKE_TENSOR_ERRORS: tuple[type[Exception], ...] = (
     _private("torch._subclasses.fake_tensor.DynamicOutputShapeException", "explain calls that read values"),
     _private("torch._subclasses.fake_tensor.UnsupportedFakeTensorException", "explain calls that fake tensors refuse"),
 )
+make_subclass = _private("torch.Tensor._make_subclass", "make fake tensors whose sizes are known")
+refuse_data_access = _private("torch._C._set_throw_on_mutable_data_ptr", "make fake tensors whose sizes are known")
 unset_fake_mode = _private(
     "torch._subclasses.fake_tensor.unset_fake_temporarily", "create real messages in a fake mode"
 )

@@ -19,6 +19,7 @@ from shardwise.autograd.replicas import recorded
 from shardwise.autograd.transfers import Way, moved_tensors, whole_of
 from shardwise.comm.agreement import Step, in_op, in_step, in_step_sharing, step_of_op
 from shardwise.comm.group import Fields, cached_per_group, group_ranks, is_member, locate_all, or_default, rank_array
+from shardwise.comm.tracing import record
 from shardwise.comm.transfer import Moving, empty_tensors, make_plan, move, relabel
 from shardwise.errors import ProcessGroupError, PropertyError, SpecError
 from shardwise.layout import Layout, Places
@@ -106,7 +107,7 @@ def scatter(tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, process_gro
     mine = [tensor] if dist.get_rank() == source else []
     if not is_member(group):
         outs = []
-    elif layout.some_device.type == "meta":
+    elif layout.some_device.type == "meta" or record.sets_up_forecast():
         outs = empty_tensors(layout, tensor.dtype)
     else:
         outs = move(make_plan(have, layout), mine, group, dtype=tensor.dtype).wait()

@@ -36,6 +36,7 @@ class Trace:
 
     is_forecast = False  # whether it tells what would be sent
     foresees_programs = False  # whether calls without data are cached, as calls with data are
+    sets_up = False  # whether nobody wants to know what is sent to set up a step
     foreseen = ""  # the type of device on which that would be, if not that of the tensors
 
     def __init__(self) -> None:
@@ -199,6 +200,12 @@ def is_forecast() -> bool:
     """Whether somebody wants to know what would be sent, where nothing is."""
     trace = current_trace()
     return trace is not None and trace.is_forecast
+
+
+def sets_up_forecast() -> bool:
+    """Whether a step without data is being set up, of which nobody wants to know what is sent."""
+    trace = current_trace()
+    return trace is not None and trace.sets_up
 
 
 def foresees_accelerator() -> bool:

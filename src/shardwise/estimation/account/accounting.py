@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 
 from shardwise.estimation.account.forecast import Forecast
 from shardwise.estimation.account.gpu_kernels import scratch_of
-from shardwise.estimation.account.kernels import bytes_of, flops_of, is_attention
+from shardwise.estimation.account.kernels import bytes_of, flops_of, op_of
 from shardwise.estimation.account.ledger import (
     ACTIVATIONS,
     BACKWARD,
@@ -43,9 +43,10 @@ from shardwise.estimation.devices.device import Device
 from shardwise.layout import Layout
 from shardwise.ops.engine.program import tensors_in
 from shardwise.tensor import ShardedTensorBase
-from shardwise.torch_private import FakeTensorMode, current_backward
+from shardwise.torch_private import FakeTensor, FakeTensorMode, current_backward
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
+DEVICE_OF = torch.ops.prim.device.default
 VIEW = 1.0  # what a view takes of the host's time, in calls of an op
 Storage = Any  # torch.UntypedStorage
 
@@ -70,6 +71,8 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """An op on fake tensors."""
+        if func is DEVICE_OF and args[0].__class__ is FakeTensor:  # asked for several times in each op
+            return META if self.in_kernel_invocation else args[0].fake_device
         kwargs = dict(kwargs or {})
         if "device" in kwargs and kwargs["device"] is not None:
             kwargs["device"] = _on_host(kwargs["device"])
@@ -90,32 +93,38 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
         return out
 
     def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        outs = [one for one in tensors_in(out) if not one.is_meta]
-        if not outs and not func._schema.is_mutable:
+        op, results = op_of(func), tensors_in(out)
+        outs = [one for one in results if not _is_meta(one)]
+        if not outs and not op.is_mutable:
             return
-        given = [one for one in tensors_in((*args, *kwargs.values())) if not one.is_meta]
+        arguments = tensors_in((*args, *kwargs.values()))
+        given = [one for one in arguments if not _is_meta(one)]
         module, line = self._where()
         for tensor in given:
-            if tensor.untyped_storage()._cdata not in self._known:
-                self._allocate(tensor.untyped_storage(), BEFORE, "", "", OTHER)
-        new = [one for one in outs if one.untyped_storage()._cdata not in self._known]
-        for tensor in new:
-            phase, category = self._phase_now()
-            self._allocate(tensor.untyped_storage(), phase, module, line, category)
-        self._note_scratch(func, args, out, module, line)
-        name = func._schema.name.removeprefix("aten::")
-        if not new and not func._schema.is_mutable:
-            self.tape.entries.append(Kernel(name, module, line, VIEW))
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                self._allocate(storage, BEFORE, "", "", OTHER)
+        is_view = not op.is_mutable
+        for tensor in outs:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                phase, category = self._phase_now()
+                self._allocate(storage, phase, module, line, category)
+                is_view = False
+        if is_view:
+            self.tape.entries.append(Kernel(op.name, module, line, VIEW))
             return
-        flops, size = flops_of(func, args, kwargs, out), bytes_of(func, args, kwargs, out)
+        if self._is_gpu:
+            self._note_scratch(op.name, args, out, module, line)
+        flops, size = flops_of(op, args, kwargs, out), bytes_of(op, arguments, results)
         dtype = str(given[0].dtype).removeprefix("torch.") if flops else ""
         self.tape.entries.append(
-            Kernel(name, module, line, 1.0, flops, size, dtype, is_attention(func), self._phase == STEP)
+            Kernel(op.name, module, line, 1.0, flops, size, dtype, op.is_attention, self._phase == STEP)
         )
 
-    def _note_scratch(self, func: Any, args: Any, out: Any, module: str, line: str) -> None:
+    def _note_scratch(self, name: str, args: Any, out: Any, module: str, line: str) -> None:
         """Memory that a kernel has while it runs."""
-        size = scratch_of(func, args, out) if self._is_gpu else 0
+        size = scratch_of(name, args, out)
         if size:
             phase = self._phase_now()[0]
             self.positions += [len(self.tape.entries)] * 2
@@ -176,15 +185,16 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
     def _mark(self, tensor: Any, category: str) -> None:
         """Say what the memory of a tensor is for, unless that is known."""
         for local in _locals(tensor):
-            if local.is_meta:
+            if _is_meta(local):
                 continue
-            known = self._known.get(local.untyped_storage()._cdata)
+            storage = local.untyped_storage()
+            known = self._known.get(storage._cdata)
             if known is None:
-                self._allocate(local.untyped_storage(), BEFORE, "", "", category)
+                self._allocate(storage, BEFORE, "", "", category)
             elif known.block is not None and known.block.category in ("", OTHER, TRANSFERS):  # a sum becomes one
                 known.block.category = category
 
-    def mark_gradients(self) -> None:
+    def _mark_gradients(self) -> None:
         """The gradients of all parameters that were seen."""
         for parameter in self._parameters.values():
             grad = parameter.grad
@@ -204,12 +214,9 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
 
     def begin_step(self) -> None:
         """From now on, a new account: what is there was there before."""
-        before = self.ledger
-        self.mark_gradients()
-        self.ledger, self.positions = Ledger(before.granularity), []
-        self.tape.entries.clear()
-        self.tape.sendings.clear()
-        self.trace.restart()
+        self.end_step()
+        self.ledger, self.tape, self.positions = Ledger(self.ledger.granularity), Tape(), []
+        self.trace.restart(self.tape)
         for known in list(self._known.values()):
             block = known.block
             if block is not None and block.died is None:
@@ -217,6 +224,20 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
             else:
                 known.block = None
         self.ledger.start = self.ledger.now
+
+    @contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """Within this context, a step is set up: what that sends is not noted."""
+        self.trace.is_setting_up = True
+        try:
+            yield
+        finally:
+            self.trace.is_setting_up = False
+
+    def end_step(self) -> None:
+        """The step is over: what is looked at from now on is no part of it."""
+        self.trace.tape = Tape()
+        self._mark_gradients()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -229,7 +250,7 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
             return found
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            self.mark_gradients()
+            self._mark_gradients()
             self._phase = STEP
 
         def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -273,6 +294,12 @@ class _Storage:
     def gone(self, _: object) -> None:
         """Torch has freed the storage."""
         self._forget(self)
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    """The same as ``is_meta``, which would dispatch an op where the tensor is a fake one."""
+    found: torch.device = tensor.fake_device if tensor.__class__ is FakeTensor else tensor.device
+    return found == META
 
 
 def _on_host(device: Any) -> Any:

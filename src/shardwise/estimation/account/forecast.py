@@ -55,9 +55,10 @@ class Forecast(Trace):
 
     def __init__(self, device: Device, tape: Tape, is_buffer: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
-        self.foreseen, self._tape, self._is_buffer = device.kind, tape, is_buffer
+        self.foreseen, self.tape, self._is_buffer = device.kind, tape, is_buffer
         self.machines: Sequence[int] = ()  # of each rank
         self.meetings = 0
+        self.is_setting_up = False  # whether a step is being set up
         self._origins = _Origins(self._begin_call)
 
     def here(self) -> Origin:
@@ -68,12 +69,18 @@ class Forecast(Trace):
         """Whether a module is running within another one."""
         return len(self._origins._running.modules) > 1
 
+    @property
+    def sets_up(self) -> bool:  # type: ignore[override] # it changes
+        """Whether no step has begun. What a module sends is of a step: units are tried in the first one."""
+        return self.is_setting_up and not self._origins._running.modules
+
     def count(self) -> int:
         """How many transfers there were."""
-        return len(self._tape.sendings)
+        return len(self.tape.sendings)
 
-    def restart(self) -> None:
-        """From now on, a new step."""
+    def restart(self, tape: Tape) -> None:
+        """From now on, a new step, which goes onto this tape."""
+        self.tape = tape
         self.events.clear()
         self.ops.clear()
         self.meetings = 0
@@ -93,7 +100,7 @@ class Forecast(Trace):
         origin, to = self._origins.here(), said.get("to") or {}
         sizes, network = (said["sent"], said["received"]), self._over_network(said["kind"], to)
         sending = Sending(origin.op, origin.module, origin.place, said["kind"], *sizes, to, network)
-        return Under(self._tape, self._tape.send(sending))
+        return Under(self.tape, self.tape.send(sending))
 
     def _over_network(self, kind: str, to: Mapping[int, int]) -> int:
         """Bytes for other machines. In a collective, all ranks of a machine pass on what others need, each a part."""
@@ -105,7 +112,7 @@ class Forecast(Trace):
         return sum(to.values()) // near
 
     def _begin_call(self) -> None:
-        self._tape.entries.append(Kernel("sharded call", self._origins._module(), "", SHARDED))
+        self.tape.entries.append(Kernel("sharded call", self._origins._module(), "", SHARDED))
 
 
 class Under:

@@ -50,13 +50,13 @@ THREADS = 132 * 2048  # that run at once on a large GPU
 SUMS = {"sum", "mean"}
 
 
-def scratch_of(func: Any, args: Any, out: Any) -> int:
+def scratch_of(name: str, args: Any, out: Any) -> int:
     """Bytes that a kernel for GPUs allocates for itself, and frees when it is done.
 
     For a sum over rows, several blocks of threads share the rows of a column, and meet in memory. How many there are
     follows what torch chooses: as many values as a thread should have, and as many blocks as run at once.
     """
-    if func._schema.name.removeprefix("aten::") not in SUMS or not isinstance(out, torch.Tensor) or len(args) < 2:
+    if name not in SUMS or not isinstance(out, torch.Tensor) or len(args) < 2:
         return 0
     given, dims = args[0], args[1]
     if not dims or given.ndim < 2 or not given.numel() or given.ndim - 1 in {dim % given.ndim for dim in dims}:

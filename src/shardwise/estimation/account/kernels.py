@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
-
-from shardwise.ops.engine.program import tensors_in
 
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh", "alias"}
 LOOKUPS = {"embedding", "index_select", "gather", "index"}  # read as much as they write
@@ -16,15 +16,30 @@ ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 BACKWARD_PRODUCTS = 2.5  # products in the backward of fused attention, for each one in the forward
 
 
-def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Floating point operations of products; those of other ops do not count."""
-    name = func._schema.name.removeprefix("aten::")
-    if name == ATTENTION_FORWARD:
-        return attention_flops(args[0].shape, args[1].shape)
-    if name == ATTENTION_BACKWARD:
-        return int(BACKWARD_PRODUCTS * attention_flops(args[1].shape, args[2].shape))
+class Op(NamedTuple):
+    """What is known of an op, whatever it is called with."""
+
+    name: str  # without its namespace, if that is aten
+    is_mutable: bool  # whether it writes to an argument
+    is_attention: bool  # whether this is one of the fused ones
+    count_flops: Callable[..., Any] | None  # torch's count of its floating point operations
+
+
+@functools.cache
+def op_of(func: Any) -> Op:
+    """What is known of an op."""
+    schema = func._schema
     count = flop_registry.get(func._overloadpacket)
-    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+    return Op(schema.name.removeprefix("aten::"), schema.is_mutable, "scaled_dot_product" in schema.name, count)
+
+
+def flops_of(op: Op, args: Any, kwargs: Any, out: Any) -> int:
+    """Floating point operations of products; those of other ops do not count."""
+    if op.name == ATTENTION_FORWARD:
+        return attention_flops(args[0].shape, args[1].shape)
+    if op.name == ATTENTION_BACKWARD:
+        return int(BACKWARD_PRODUCTS * attention_flops(args[1].shape, args[2].shape))
+    return 0 if op.count_flops is None else int(op.count_flops(*args, **kwargs, out_val=out))
 
 
 def attention_flops(query: Any, key: Any) -> int:
@@ -33,21 +48,12 @@ def attention_flops(query: Any, key: Any) -> int:
     return int(4 * torch.Size(batch).numel() * rows * key[-2] * width)
 
 
-def is_attention(func: Any) -> bool:
-    """Whether this is one of the fused ones."""
-    name: str = func._schema.name
-    return "scaled_dot_product" in name
-
-
-def bytes_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Bytes that an op reads and writes."""
-    name = func._schema.name.removeprefix("aten::")
-    if name in EMPTY:
+def bytes_of(op: Op, given: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> int:
+    """Bytes that an op reads and writes, of the tensors that it is given, and of its results."""
+    if op.name in EMPTY:
         return 0
-    written = sum(map(size_of, tensors_in(out)))
-    if name in LOOKUPS:
-        return 2 * written
-    return written + sum(map(size_of, tensors_in((*args, *kwargs.values()))))
+    written = sum(map(size_of, outs))
+    return 2 * written if op.name in LOOKUPS else written + sum(map(size_of, given))
 
 
 def size_of(tensor: torch.Tensor) -> int:

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.torch_private import FakeTensor, FakeTensorMode
+from shardwise.torch_private import FakeTensor, FakeTensorMode, make_subclass, refuse_data_access
 
 LITERALS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 MISSING = object()
+CPU = torch.device("cpu")
 MOST = 50_000  # results that are kept
 _known: dict[Any, Any] = {}  # of all modes: sizes are those of any
 
@@ -38,6 +39,7 @@ class ResultCache:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
+        self._attributes: dict[str, Any] = {}  # of fake tensors that are not asked for values
         if len(_known) > MOST:
             _known.clear()
 
@@ -56,7 +58,7 @@ class ResultCache:
     def _add(self, parts: list[Any], value: Any, tensors: list[torch.Tensor]) -> None:
         kind = value.__class__
         if kind is FakeTensor:
-            if value.constant is not None or value.fake_device.type != "cpu" or value.layout != torch.strided:
+            if value.constant is not None or value.fake_device != CPU or value.layout != torch.strided:
                 raise _UnknownError
             tensors.append(value)
             parts += (value.shape, value.stride(), value.storage_offset(), value.dtype)
@@ -83,10 +85,19 @@ class ResultCache:
             else:
                 elem = torch.empty(0, dtype=known.dtype, device="meta")
                 elem.set_(tensors[known.of].untyped_storage(), known.offset, known.size, known.stride)
-            return FakeTensor(self._mode, elem, "cpu")
+            return self._fake(elem)
         if known.__class__ in (tuple, list):
             return known.__class__(self._made(one, tensors) for one in known)
         return known
+
+    def _fake(self, elem: torch.Tensor) -> Any:
+        """A fake tensor on the CPU, made as torch makes them, with the attributes of one that torch has made."""
+        made: Any = make_subclass(FakeTensor, elem, False, dispatch_device=True, device_for_backend_keys=CPU)
+        refuse_data_access(made)
+        if not self._attributes:
+            self._attributes = vars(FakeTensor(self._mode, elem, CPU))
+        made.__dict__.update(self._attributes)
+        return made
 
     def keep(self, key: Any, tensors: list[torch.Tensor], out: Any) -> None:
         """Remember the result of a call."""

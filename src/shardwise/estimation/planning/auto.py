@@ -228,6 +228,10 @@ class _Search:
                 states, least = costs[0].states, min(device.memory for device in self.devices)
                 if states > least:
                     return f"parameters, gradients and states alone need {bytes_text(int(states))} on each rank"
+            if best is not None and one.kind == FULLY_SHARDED and one.recompute == start.recompute:
+                needed, there = costs[0].memory.each * self.work.samples, sum(one.memory)
+                if needed > there:  # of samples on ranks that share layers, each has a part at best
+                    return f"activations alone need {bytes_text(int(needed))}, and all ranks have {bytes_text(there)}"
         return ""
 
 

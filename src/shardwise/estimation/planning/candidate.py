@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -116,17 +116,28 @@ class Candidate:
 
 def set_up(model: nn.Module, candidate: Candidate, work: Work) -> Callable[[], None]:
     """Everything that is needed for steps, as each rank has it; gives a function that takes one."""
-    model = model if work.dtype is None else model.to(work.dtype)
-    model = candidate.apply(model.train())
-    optimizer = work.optimizer([one for one in model.parameters() if one.requires_grad])
-    batch = candidate.cut(work.batch(sum(candidate.samples)))
+    return Training(model, candidate, work).step_on(candidate.samples)
 
-    def step() -> None:
-        work.loss(called(model, batch)).backward()  # type: ignore[no-untyped-call] # torch's
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return step
+class Training:
+    """A sharded model that takes steps, as each rank has it."""
+
+    def __init__(self, model: nn.Module, candidate: Candidate, work: Work) -> None:
+        """Shard the model as the candidate says, in place."""
+        model = model if work.dtype is None else model.to(work.dtype)
+        self._model, self._candidate, self._work = candidate.apply(model.train()), candidate, work
+        self._optimizer = work.optimizer([one for one in self._model.parameters() if one.requires_grad])
+
+    def step_on(self, samples: tuple[int, ...]) -> Callable[[], None]:
+        """A function that takes a step with so many samples of each row."""
+        batch = replace(self._candidate, samples=samples).cut(self._work.batch(sum(samples)))
+
+        def step() -> None:
+            self._work.loss(called(self._model, batch)).backward()  # type: ignore[no-untyped-call] # torch's
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+        return step
 
 
 def recompute_blocks(model: nn.Module) -> None:

@@ -10,19 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardwise.errors import EstimateError
-from shardwise.estimation.account.ledger import GRADIENTS, PARAMETERS, STATES
+from shardwise.estimation.account.accounting import Accounting
+from shardwise.estimation.account.ledger import GRADIENTS, PARAMETERS, STATES, Ledger
 from shardwise.estimation.account.tape import Kernel, Sending, Tape
 from shardwise.estimation.account.timeline import simulate
 from shardwise.estimation.devices.device import Device
 from shardwise.estimation.explanation import stopped_text
-from shardwise.estimation.planning.candidate import REPLICATED, Candidate, set_up
+from shardwise.estimation.planning.candidate import REPLICATED, Candidate, Training
 from shardwise.estimation.planning.work import Work
-from shardwise.estimation.without_data.rank_run import STEPS, Job, RankRun, run_as
+from shardwise.estimation.without_data.rank_run import Job, acting_as
+from shardwise.torch_private import FAKE_TENSOR_ERRORS
 
 ROWS, FEW = 2, 3  # of ranks, and of blocks, in a probe
 NUMBER = re.compile(r"\d+")
@@ -61,14 +63,15 @@ class Probes:
         rows = min(self._rows, ROWS)
         some = replace(candidate, samples=(1,) * rows)
         world = devices[: rows * candidate.row], machines[: rows * candidate.row]
+        counts = self._few, 2 * self._few
         self._runs = {
-            (blocks, count): _run(work, some, *world, blocks, count)
+            (blocks, count): run
             for blocks in self._sizes
-            for count in (self._few, 2 * self._few)
+            for count, run in zip(counts, _runs(work, some, *world, blocks, counts), strict=True)
         }
         self._holders = rows if candidate.kind != REPLICATED else 1  # who have all states together
         dealt = Dealt(rows, self._rows, candidate.row, machines, shares_states=candidate.kind != REPLICATED)
-        self._tapes = {shape: dealt.tape(run.accounting.tape) for shape, run in self._runs.items()}
+        self._tapes = {shape: dealt.tape(run.tape) for shape, run in self._runs.items()}
 
     def costs(self, device: Device) -> Costs:
         """On a device."""
@@ -139,29 +142,57 @@ class Dealt:
         return replace(one, sent=sent, received=int(one.received * factor), to={}, network=network)
 
 
-def _run(
-    work: Work, candidate: Candidate, devices: Sequence[Device], machines: Sequence[int], blocks: int, samples: int
-) -> RankRun:
-    """The step of a shortened model, as the first rank, of rows that have equal samples and states."""
-    even = replace(candidate, samples=tuple(samples for _ in candidate.samples), weights=None)
-    steps = STEPS if candidate.row == 1 else 1  # the first step of sharded layers is like all others
+class ProbedStep(NamedTuple):
+    """What the first rank does in one step, and the memory that it has meanwhile."""
+
+    tape: Tape
+    ledger: Ledger
+
+
+def _runs(
+    work: Work,
+    candidate: Candidate,
+    devices: Sequence[Device],
+    machines: Sequence[int],
+    blocks: int,
+    counts: Sequence[int],
+) -> list[ProbedStep]:
+    """Steps of a shortened model, as the first rank, of rows that have equal samples and states: one for each number of
+    samples."""
+    even = replace(candidate, weights=None)
     with work.shortened(blocks):
-        job = Job(set_up, (work.model, even, replace(work, model=NOTHING)), {}, devices, machines, steps)
-        run = run_as(0, job)
-    if run.stopped is not None:
-        raise EstimateError(stopped_text(run.stopped)) from run.stopped
-    return run
+        job = Job(Training, (work.model, even, replace(work, model=NOTHING)), {}, devices, machines)
+        with acting_as(0, job) as (account, (train, args, _)):
+            try:
+                with account.setting_up():
+                    training = train(*args)
+                return _steps(account, training, even, counts)
+            except FAKE_TENSOR_ERRORS as error:
+                raise EstimateError(stopped_text(error)) from error
 
 
-def _held(run: RankRun) -> float:
+def _steps(account: Accounting, training: Training, even: Candidate, counts: Sequence[int]) -> list[ProbedStep]:
+    found: list[ProbedStep] = []
+    for count in counts:
+        step = training.step_on(tuple(count for _ in even.samples))
+        if not found:
+            step()  # in the first one optimizers make their states, and units find out in which order they come
+        account.begin_step()
+        step()
+        found.append(ProbedStep(account.tape, account.ledger))
+        account.begin_step()  # what is made for the next one is not of this one
+    return found
+
+
+def _held(run: ProbedStep) -> float:
     """Bytes of parameters, gradients and states of this rank: gradients are as large as parameters."""
-    series = run.accounting.ledger.series()
+    series = run.ledger.series()
     return float(2 * series[PARAMETERS].max() + series[STATES].max())
 
 
-def _by_place(run: RankRun) -> dict[tuple[str, str, str], float]:
+def _by_place(run: ProbedStep) -> dict[tuple[str, str, str], float]:
     """The most bytes besides parameters, gradients and states, when something is made for equal modules by a line."""
-    ledger = run.accounting.ledger
+    ledger = run.ledger
     series = ledger.series()
     apart: Any = sum(values for name, values in series.items() if name not in (PARAMETERS, GRADIENTS, STATES))
     found: dict[tuple[str, str, str], float] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Work:
         """How many equal blocks the model has: its longest list of them."""
         return max((len(one) for one in self._lists), default=1)
 
-    @property
+    @cached_property
     def _lists(self) -> list[Any]:
         """The lists of equal modules, outermost."""
         paths = [choice.path for choice in choose_units(ModuleTree(self.model), None) if choice.path]

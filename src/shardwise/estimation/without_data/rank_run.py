@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +65,23 @@ class RankRun:
 
 def run_as(rank: int, job: Job) -> RankRun:
     """Take the step as this rank, and note everything in the last one of several."""
-    device = job.devices[rank]
-    stopped, groups = None, ranks_of_groups()
+    with acting_as(rank, job) as (account, (function, args, kwargs)):
+        stopped = None
+        try:
+            _take_steps(account, function, args, kwargs, job.steps)
+        except FAKE_TENSOR_ERRORS as error:
+            stopped = error
+        account.end_step()
+        return RankRun(rank, account, list(account.models.values()), _amounts(account, job.ranks), stopped)
+
+
+@contextmanager
+def acting_as(rank: int, job: Job) -> Iterator[tuple[Accounting, list[Any]]]:
+    """Within this context, this process is a rank whose tensors have no data, and everything is noted.
+
+    Gives the account; and the job's function, its arguments and its keyword arguments, as a rank without data has them.
+    """
+    device, groups = job.devices[rank], ranks_of_groups()
     with ExitStack() as stack:
         stack.enter_context(fake_world(rank, job.ranks))
         account = Accounting(device)  # as this rank of that world
@@ -76,20 +91,17 @@ def run_as(rank: int, job: Job) -> RankRun:
         for context in (account, recording(account.trace), *as_gpu, account.watching(), *usable):
             stack.enter_context(context)
         stand_ins = StandInsOfRank(account, groups, job.ranks)
-        function, args, kwargs = (stand_ins.of(one) for one in (job.function, job.args, job.kwargs))
+        with account.setting_up():
+            found = [stand_ins.of(one) for one in (job.function, job.args, job.kwargs)]
         del stand_ins  # which keeps all copies, also those that the step drops
-        try:
-            _take_steps(account, function, args, kwargs, job.steps)
-        except FAKE_TENSOR_ERRORS as error:
-            stopped = error
-        account.mark_gradients()
-        return RankRun(rank, account, list(account.models.values()), _amounts(account, job.ranks), stopped)
+        yield account, found
 
 
 def _take_steps(account: Accounting, function: Callable[..., Any], args: Any, kwargs: Any, steps: int) -> None:
     """A function that gives a function has set up a step; else it is the step."""
     account.begin_step()
-    found = function(*args, **kwargs)
+    with account.setting_up() if steps > 1 else nullcontext():  # else this may be the step that is told
+        found = function(*args, **kwargs)
     is_set_up = callable(found) and not isinstance(found, nn.Module)
     step = found if is_set_up else lambda: function(*args, **kwargs)
     steps -= not is_set_up
