@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -12,8 +13,18 @@ from shardwise_command.suggestions import require_known_words
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, and give the exit code."""
+    try:
+        code = _run(sys.argv[1:] if argv is None else list(argv))
+        if sys.stdout is not None:  # None where stdout is closed
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader has ended, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 2
+
+
+def _run(words: Sequence[str]) -> int:
     parser, commands = make_parser()
-    words = sys.argv[1:] if argv is None else list(argv)
     try:
         require_known_words(parser, commands, words)
         options = parser.parse_args(words)

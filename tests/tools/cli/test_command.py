@@ -113,3 +113,17 @@ def test_the_project_installs_the_command_and_every_package() -> None:
     assert project["project"]["scripts"] == {"shardwise": "shardwise_command:main"}
     packages = {f"src/{path.name}" for path in (ROOT / "src").iterdir() if (path / "__init__.py").exists()}
     assert set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]) == packages
+
+
+def test_a_reader_may_end_before_the_command() -> None:
+    """As `head` does: the command ends without a traceback."""
+    program = "import sys; from shardwise_command import main; sys.stdin.read(); sys.exit(main())"
+    words = [sys.executable, "-c", program, "completion", "bash"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.close()
+        process.stdin.close()  # from now on it goes on
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+        assert process.wait() == 2

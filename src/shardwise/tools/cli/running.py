@@ -33,13 +33,9 @@ FAILED = 2
 def run_command(options: argparse.Namespace) -> int:
     """Run the command that was parsed, and give the exit code."""
     try:
-        code = COMMANDS[options.command](options, Console(as_json=options.json))
-        if sys.stdout is not None:  # None where stdout is closed
-            sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # the reader has ended, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return FAILED
+        return COMMANDS[options.command](options, Console(as_json=options.json))
+    except BrokenPipeError:  # which ends every command alike
+        raise
     except KeyboardInterrupt:
         return _failed("interrupted")
     except (ShardwiseError, OSError, MemoryError, ValueError, RuntimeError) as error:
