@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from shardwise.errors import PlanError
 from shardwise.estimation.devices import Device, Rate
 from shardwise.estimation.planning import Candidate, estimate_candidate
 from shardwise.estimation.planning.probes import Costs, Line
-from shardwise.estimation.planning.shares import SPARE, best_shares, least_seconds
+from shardwise.estimation.planning.shares import SPARE, _without_stdout, best_shares, least_seconds
 from shardwise.testing import ranks
 
 MIB = 2**20
@@ -201,3 +203,54 @@ def test_a_replica_has_all_states() -> None:
     assert found.lacking <= 0
     tight = best_shares([replace(cost, states=2e9)] * 2, [10**9] * 2, 4, shared=False, apart=True)
     assert tight.lacking > 0
+
+
+class Wide(nn.Module):
+    """A block that ranks may share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One more layer on top of what it is given."""
+        return x + self.down_proj(torch.relu(self.up_proj(x)))  # type: ignore[no-any-return] # torch's
+
+
+def wide(blocks: int) -> nn.Module:
+    """Of equal blocks that ranks may share, on meta."""
+    with torch.device("meta"):
+        return nn.Sequential(*[Wide() for _ in range(blocks)])
+
+
+def test_steps_of_probes_are_those_of_the_estimate() -> None:
+    """Where the host is the slower one, each call counts: a plan has as many of them as the estimate of its step."""
+    slow = replace(device("slow host", 1e12), call=1e-3)
+    plan = plans.auto(wide(5), devices=[slow] * 4, batch=BATCH, recompute=False)
+    assert {"fully sharded", "mixed", "tensor parallel"} <= {one.kind for one in plan.candidates}
+    for one in plan.candidates:
+        assert one.seconds == pytest.approx(plan.estimate(one).seconds, rel=0.02), one.name
+
+
+def test_activations_that_fit_nowhere() -> None:
+    """Where all ranks together lack memory for activations, ranks that share layers are not tried."""
+    batch, large = torch.empty(4096, WIDTH, device="meta"), [device("large", 1e9, 1 << 40)] * 4
+    most, least = (
+        max(plans.auto(wide(6), devices=large, batch=batch, recompute=again).chosen.needed) for again in (False, True)
+    )
+    small = device("small", 1e9, (most + 2 * least) // 3, link=1e5)
+    plan = plans.auto(wide(6), devices=[small] * 4, batch=batch)
+    assert plan.chosen.recompute
+    shared = {name: why for name, why in plan.rejected.items() if "tensor parallel" in name}
+    assert "activations alone need" in shared["tensor parallel over 2, fully sharded"]
+    assert "activations alone need" in shared["tensor parallel over 4"]
+
+
+def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """What compiled code prints while a plan is made is dropped; what is printed before and after is not."""
+    print("before")
+    with _without_stdout():
+        os.write(1, b"of the solver\n")
+        ctypes.CDLL(None).puts(b"of the solver")
+    print("after", flush=True)
+    assert capfd.readouterr().out == "before\nafter\n"

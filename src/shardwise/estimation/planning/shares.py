@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,9 +80,9 @@ def _solve(
     goal[lacking if slack else seconds] = 1.0 if slack else 1.0 / max(one.seconds.of(samples) for one in costs)
     goal[fullest] = TIE
     whole = np.array([1.0] * rows + [0.0] * (variables - rows))
-    solved: Any = milp(
-        goal, constraints=LinearConstraint(np.array(table), low, high), integrality=whole, bounds=Bounds(least, most)
-    )
+    rules = LinearConstraint(np.array(table), low, high)
+    with _without_stdout():
+        solved: Any = milp(goal, constraints=rules, integrality=whole, bounds=Bounds(least, most))
     if solved.x is None:
         return None
     counts = tuple(round(one) for one in solved.x[:rows])
@@ -91,6 +95,29 @@ def _solve(
         slowest,
         float(solved.x[lacking]) * unit,
     )
+
+
+@contextmanager
+def _without_stdout() -> Iterator[None]:
+    """Within this context, what compiled code prints is dropped: the solver prints a line now and then, though it is
+    asked not to."""
+    flush = ctypes.CDLL(None).fflush  # what was printed is in a buffer of the C library, too
+    with suppress(OSError, ValueError, AttributeError):  # without a stdout, nothing is printed
+        sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:
+        yield
+        return
+    with open(os.devnull, "w") as nowhere:
+        flush(None)
+        os.dup2(nowhere.fileno(), 1)
+        try:
+            yield
+        finally:
+            flush(None)
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 def _alike_evened(
