@@ -54,7 +54,7 @@ class Costs:
 
 
 class Probes:
-    """The four runs of a candidate, from which costs on any device are known."""
+    """The four steps of a candidate, from which costs on any device are known: two of each shortened model."""
 
     def __init__(self, work: Work, candidate: Candidate, devices: Sequence[Device], machines: Sequence[int]) -> None:
         self._blocks, self._rows = work.blocks, len(candidate.samples)
