@@ -16,7 +16,7 @@ import numpy as np
 
 from shardwise.errors import EstimateError
 from shardwise.estimation.account.accounting import Accounting
-from shardwise.estimation.account.ledger import GRADIENTS, PARAMETERS, STATES, Ledger
+from shardwise.estimation.account.ledger import GRADIENTS, PARAMETERS, STATES, STEP, Ledger
 from shardwise.estimation.account.tape import Kernel, Sending, Tape
 from shardwise.estimation.account.timeline import simulate
 from shardwise.estimation.devices.device import Device
@@ -104,7 +104,11 @@ class Probes:
         """The most bytes that are there besides states: of each place in the model, then of all."""
         fewer, more = (_by_place(self._runs[blocks, count]) for blocks in (self._sizes[0], self._sizes[-1]))
         further = self._blocks - self._sizes[-1]
-        return max(size + (size - fewer.get(place, size)) * further for place, size in more.items())
+        dealt = self._holders / self._rows if self._holders > 1 else 1.0  # of states, as an optimizer steps them
+        return max(
+            (size + (size - fewer.get(place, size)) * further) * (dealt if place.phase == STEP else 1.0)
+            for place, size in more.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -190,13 +194,21 @@ def _held(run: ProbedStep) -> float:
     return float(2 * series[PARAMETERS].max() + series[STATES].max())
 
 
-def _by_place(run: ProbedStep) -> dict[tuple[str, str, str], float]:
+class _Place(NamedTuple):
+    """Where memory is allocated, the same for equal modules."""
+
+    module: str
+    line: str
+    phase: str
+
+
+def _by_place(run: ProbedStep) -> dict[_Place, float]:
     """The most bytes besides parameters, gradients and states, when something is made for equal modules by a line."""
     ledger = run.ledger
     series = ledger.series()
     apart: Any = sum(values for name, values in series.items() if name not in (PARAMETERS, GRADIENTS, STATES))
-    found: dict[tuple[str, str, str], float] = {}
+    found: dict[_Place, float] = {}
     for block in ledger.blocks:
-        place = NUMBER.sub("*", block.module), block.line, block.phase
+        place = _Place(NUMBER.sub("*", block.module), block.line, block.phase)
         found[place] = max(found.get(place, 0.0), float(np.asarray(apart)[block.born]))
     return found
