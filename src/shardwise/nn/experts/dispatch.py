@@ -28,9 +28,9 @@ NUMBERS, OUT, BACK = "the numbers of tokens for experts", "tokens on their way t
 class Received:
     """What has come for the experts of this rank: one entry for each choice of a token, expert by expert."""
 
-    hidden: torch.Tensor
+    rows: list[torch.Tensor]  # for each tensor that tokens bring
     expert: torch.Tensor  # of each entry, by its number on this rank
-    weight: torch.Tensor
+    weight: torch.Tensor | None
     entries: Entries  # which row each belongs to
     anchor: torch.Tensor | None
 
@@ -71,18 +71,28 @@ class Dispatch:
         self._numbers_there = numbers_there[:rows]
 
     def send(
-        self, hidden: torch.Tensor, weights: torch.Tensor, anchor: torch.Tensor | None, *, records: bool
+        self,
+        tokens: Sequence[torch.Tensor],
+        weights: torch.Tensor | None,
+        anchor: torch.Tensor | None,
+        *,
+        records: bool,
     ) -> Received:
-        """Send tokens to their experts; what comes for the experts here."""
-        given = [self._tokens.spread(hidden), self._tokens.spread(weights), self._numbers_there]
-        made, (rows, weight, numbers) = exchanged_rows(self._counts, OUT, anchor, given, records=records)
+        """Send tokens, of one or several tensors, to their experts; what comes for the experts here.
+
+        The weights are those of each choice, if these travel.
+        """
+        of_choices = [] if weights is None else [self._tokens.spread(weights)]
+        given = [*map(self._tokens.spread, tokens), *of_choices, self._numbers_there]
+        made, came = exchanged_rows(self._counts, OUT, anchor, given, records=records)
+        rows, numbers = came[: len(tokens)], came[-1]
         here = numbers.reshape(-1).long()
         here = torch.where(here < 0, torch.iinfo(torch.int32).max, here)
         expert, order = torch.sort(here, stable=True)
         order = order[: self._pairs]
-        entries = Entries(order // self._choices, len(rows))
-        weight = weight.reshape(-1).index_select(0, order)
-        return Received(entries.spread(rows), expert[: self._pairs], weight, entries, made)
+        entries = Entries(order // self._choices, len(numbers))
+        weight = None if weights is None else came[-2].reshape(-1).index_select(0, order)
+        return Received([*map(entries.spread, rows)], expert[: self._pairs], weight, entries, made)
 
     def give_back(
         self, results: torch.Tensor, received: Received, anchors: Sequence[torch.Tensor], *, records: bool

@@ -9,10 +9,15 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.errors import PlanError, PlanNameError
+from shardwise.layout.specs import FixedShardingSpec
+from shardwise.nn.experts.placement import ExpertPlacement
 from shardwise.nn.sharding_plan import ModuleTree
 from shardwise.nn.sharding_plan.tree import join_path, matches, nearest
 
-FORM = "a forward of tokens, chosen experts and weights, and the experts along the first dim of every parameter"
+FORM = (
+    "a forward of tokens, chosen experts and weights, and the experts along the first dim of every parameter; or is an "
+    "nn.ModuleList of experts"
+)
 
 
 @dataclass(frozen=True)
@@ -24,9 +29,26 @@ class ExpertsLayer:
     experts: int
 
     @property
-    def names(self) -> dict[str, str]:
-        """The names of its parameters in the model, by those in the layer."""
-        return {name: join_path(self.path, name) for name, one in self.module._parameters.items() if one is not None}
+    def is_list(self) -> bool:
+        """Whether each expert is a module of its own; the module that has the list is then `parent`."""
+        return isinstance(self.module, nn.ModuleList)
+
+    @property
+    def parent(self) -> str:
+        """The path of the module that has this one."""
+        return self.path.rpartition(".")[0]
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Its parameters by their names in the model."""
+        return {join_path(self.path, name): one for name, one in self.module.named_parameters()}
+
+    def spec(self, name: str, placement: ExpertPlacement, device_type: str) -> FixedShardingSpec:
+        """The spec that puts the parameter of this name where its experts are to lie."""
+        parameter = self.parameters[name]
+        if not self.is_list:
+            return placement.spec(parameter, device_type)
+        return placement.spec_of_one(int(name[len(self.path) + 1 :].partition(".")[0]), parameter, device_type)
 
 
 def find_experts(tree: ModuleTree, patterns: str | Sequence[str] | None) -> list[ExpertsLayer]:
@@ -46,10 +68,14 @@ def find_experts(tree: ModuleTree, patterns: str | Sequence[str] | None) -> list
     layers = []
     for path in dict.fromkeys(tree.names_of_module(path)[0] for path in found):
         module = tree.modules[path]
-        reason = _why_not(module)
+        reason = _why_not(module) if path else "it is the model itself"
         if reason is not None:
             raise PlanError(f"{path!r} cannot be a layer of experts, which has {FORM}: {reason}")
-        layers.append(ExpertsLayer(path, module, _sizes(module)[0]))
+        layer = ExpertsLayer(path, module, len(module) if isinstance(module, nn.ModuleList) else _sizes(module)[0])
+        for name in layer.parameters if layer.is_list else ():
+            if len(names := tree.names_of_parameter(name)) > 1:
+                raise PlanError(f"experts of a list have parameters of their own, and this one is shared: {names}")
+        layers.append(layer)
     return layers
 
 
@@ -64,6 +90,8 @@ def _sizes(module: nn.Module) -> list[int]:
 
 def _why_not(module: nn.Module) -> str | None:
     """Why a module is no layer of experts; None if it is one."""
+    if isinstance(module, nn.ModuleList):
+        return None if any(True for _ in module.parameters()) else "it is a list without parameters"
     sizes = _sizes(module)
     if not sizes:
         return "it has no parameters of its own"

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from shardwise.autograd.anchors import tie
 from shardwise.comm.agreement import in_op
@@ -19,7 +20,7 @@ from shardwise.comm.tracing import record
 from shardwise.comm.transfer.wire import failing_together
 from shardwise.errors import IdRangeError, ProcessGroupError, PropertyError
 from shardwise.nn.experts.dispatch import Dispatch, Received
-from shardwise.nn.experts.local_experts import StackedExperts, make_adjacent
+from shardwise.nn.experts.local_experts import LocalExperts, StackedExperts, make_adjacent
 from shardwise.nn.experts.route import expert_route
 from shardwise.nn.experts.tokens import TokenCut
 from shardwise.nn.own_shards import keep_own_shards
@@ -31,8 +32,8 @@ UNSUPPORTED = FAKE_TENSOR_ERRORS[-1]  # of what fake tensors refuse
 class ExpertsForward:
     """The forward of one layer: of tokens, the experts that each has chosen, and the weights of its choices."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.local = StackedExperts(module)
+    def __init__(self, local: LocalExperts) -> None:
+        self.local = local
         self.chosen: torch.Tensor | None = None  # how often tokens of this rank have chosen each expert
 
     def __call__(self, hidden: Any, index: Any, weights: Any) -> Any:
@@ -52,12 +53,10 @@ class ExpertsForward:
 def experts(forward: ExpertsForward, hidden: Any, index: Any, weights: Any) -> Any:
     """The forward of a layer of experts; by this name traces and errors call it."""
     local = forward.local
+    assert isinstance(local, StackedExperts)
     model = next(iter(local.parameters.values()))
     group = model._process_group
-    if not is_member(group):
-        raise ProcessGroupError("experts: this rank is not in the process group of the experts")
-    if is_capturing():
-        raise PropertyError("experts cannot be captured: the host waits for the numbers of their tokens, once a layer")
+    require_usable(group)
     cut = TokenCut.of(hidden, model)
     if cut.layout is not None:  # sizes of all ranks' tokens, which all ranks know
         _require_choices(hidden, index, weights)
@@ -79,30 +78,45 @@ def experts(forward: ExpertsForward, hidden: Any, index: Any, weights: Any) -> A
         records = torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad)
         route = expert_route(group, local.holders, rows.device)
         dispatch = Dispatch(route, chosen, group, lambda: cut.tokens_of_each(len(rows)))
-        received = dispatch.send(rows, weight, tie(known) if known else None, records=records)
+        received = dispatch.send([rows], weight, tie(known) if known else None, records=records)
         parts, anchors = local.tensors()
         if len(received.expert):
             results = _run(local, parts, received).to(rows.dtype)
         else:
-            results = torch.zeros_like(received.hidden)
+            results = torch.zeros_like(received.rows[0])
             anchors.append(tie([one for tensors in parts.values() for one in tensors]))
         made, back = dispatch.give_back(results, received, anchors, records=records or local.wants_graph)
         return cut.wrapped(made, back, hidden)
 
 
+def require_usable(group: ProcessGroup) -> None:
+    """Raise on a rank that has no part in the group of experts, and while a graph of kernels is captured."""
+    if not is_member(group):
+        raise ProcessGroupError("experts: this rank is not in the process group of the experts")
+    if is_capturing():
+        raise PropertyError("experts cannot be captured: the host waits for the numbers of their tokens, once a layer")
+
+
 def _run(local: StackedExperts, parts: dict[str, list[torch.Tensor]], received: Received) -> torch.Tensor:
     try:
-        made = local.run(parts, received.hidden, received.expert, received.weight)
-        if made.shape != received.hidden.shape:
-            raise PropertyError(
-                f"experts give results of the size of their tokens; found {tuple(made.shape)} for tokens of "
-                f"{tuple(received.hidden.shape)}"
-            )
+        (rows,) = received.rows
+        assert received.weight is not None
+        made = local.run(parts, rows, received.expert, received.weight)
+        require_size_of_tokens(made, rows)
         return made
     except RuntimeError as error:
         if record.is_forecast() and not isinstance(error, FAKE_TENSOR_ERRORS):
             raise UNSUPPORTED(f"experts cannot be followed without values: {error}") from error
         raise
+
+
+def require_size_of_tokens(made: torch.Tensor, rows: torch.Tensor) -> None:
+    """Raise for results that are not of the size of the tokens."""
+    if made.shape != rows.shape:
+        raise PropertyError(
+            f"experts give results of the size of their tokens; found {tuple(made.shape)} for tokens of "
+            f"{tuple(rows.shape)}"
+        )
 
 
 def _require_known(chosen: torch.Tensor, number: int) -> None:
@@ -131,7 +145,7 @@ def _said(experts: Any, tokens: Any, kinds: Any) -> CallFingerprint:
 
 def distribute(module: nn.Module) -> None:
     """Let a layer whose parameters are sharded into whole experts send tokens to them."""
-    forward = experts_forward(module) or ExpertsForward(module)
+    forward = experts_forward(module) or ExpertsForward(StackedExperts(module))
     module.forward = forward
     keep_own_shards(module)
     for parameter in forward.local.parameters.values():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,10 +16,27 @@ from torch import nn
 from shardwise.autograd.anchors import wants_graph
 from shardwise.autograd.replicas import recorded
 from shardwise.comm.transfer.views import address
+from shardwise.layout.specs import FixedShardingSpec
+from shardwise.nn.experts.placement import ExpertPlacement
 from shardwise.nn.experts.route import Holders, holders_of
 from shardwise.tensor import ShardedTensor
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_experts")  # attributes with the number of experts
+
+
+class LocalExperts(Protocol):
+    """The experts of a layer, of which this rank has some."""
+
+    @property
+    def parameters(self) -> dict[str, ShardedTensor]:
+        """By name."""
+
+    @property
+    def holders(self) -> Holders:
+        """The ranks of each expert."""
+
+    def spec(self, name: str, tensor: ShardedTensor, placement: ExpertPlacement) -> FixedShardingSpec:
+        """Where a parameter, or a state of its size, lies when the experts are placed so."""
 
 
 class StackedExperts:
@@ -39,6 +56,10 @@ class StackedExperts:
     def holders(self) -> Holders:
         """The ranks of each expert."""
         return holders_of(next(iter(self.parameters.values()))._layout)
+
+    def spec(self, name: str, tensor: ShardedTensor, placement: ExpertPlacement) -> FixedShardingSpec:
+        """Whole experts along the first dim."""
+        return placement.spec(tensor, tensor.device.type)
 
     @property
     def wants_graph(self) -> bool:

@@ -71,6 +71,11 @@ class ExpertPlacement:
         places = Places.on_ranks(np.array(ranks, dtype=np.int64), device_type)
         return FixedShardingSpec.of(Layout.of(tuple(parameter.shape), Boxes(offsets, sizes), places))
 
+    def spec_of_one(self, expert: int, parameter: torch.Tensor, device_type: str) -> FixedShardingSpec:
+        """The spec of a parameter of one expert: whole on each rank of this expert."""
+        places = Places.on_ranks(np.array(self.holders[expert], dtype=np.int64), device_type)
+        return FixedShardingSpec.of(Layout.whole(tuple(parameter.shape), places))
+
     def by_rank(self, ranks: Sequence[int]) -> dict[int, list[int]]:
         """The experts of each rank."""
         return {rank: [expert for expert, where in enumerate(self.holders) if rank in where] for rank in ranks}

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.group import group_ranks
 from shardwise.errors import PlanError
 from shardwise.layout.placement import device_for
+from shardwise.nn.experts.block import distribute_list
 from shardwise.nn.experts.finding import ExpertsLayer, find_experts
 from shardwise.nn.experts.layer import distribute
 from shardwise.nn.experts.placement import ExpertPlacement
@@ -42,7 +43,11 @@ class ExpertPlan(ReasonedPlan):
     def distribute(self, model: nn.Module) -> None:
         """Let tokens travel to the experts of a model whose parameters are sharded by this plan."""
         for path in self.layers:
-            distribute(model.get_submodule(path))
+            layer = model.get_submodule(path)
+            if isinstance(layer, nn.ModuleList):
+                distribute_list(model.get_submodule(path.rpartition(".")[0]), layer)
+            else:
+                distribute(layer)
 
 
 def expert_parallel(
@@ -59,8 +64,10 @@ def expert_parallel(
 
     A layer of experts has the experts along the first dim of its parameters, and a forward of tokens, of the experts
     that each token has chosen, and of the weights of these choices; so have those of transformers. Each rank runs this
-    forward with its own experts, on the tokens that have chosen them. The layers are found by their names (``experts``,
-    or a class that ends so), or are those that the patterns ``experts`` name.
+    forward with its own experts, on the tokens that have chosen them. Or a layer is an `nn.ModuleList` of experts: the
+    module that has the list computes on the samples of each rank, and the rows with which it calls an expert travel
+    there. The layers are found by their names (``experts``, or a class that ends so), or are those that the patterns
+    ``experts`` name.
 
     Experts are shared out in equal numbers, or in proportion to ``weights``, which has a number for each rank; or
     ``placement`` has for each expert its rank, or the ranks of its copies: any numbers on each, none on some. A mapping
@@ -96,10 +103,9 @@ def expert_parallel(
     layers = find_experts(tree, experts)
     for layer in layers:
         chosen = _placement_of(layer, placement, rank_rows, ranks)
-        for own, name in layer.names.items():
-            parameter: Any = layer.module._parameters[own]
-            kind = rank_rows.device_type or device_for(parameter.device.type, rank_rows.process_group)
-            specs[name], cuts[name] = chosen.spec(parameter, kind), chosen.describe(ranks)
+        for name, own in layer.parameters.items():
+            kind = rank_rows.device_type or device_for(own.device.type, rank_rows.process_group)
+            specs[name], cuts[name] = layer.spec(name, chosen, kind), chosen.describe(ranks)
     others = _plan_of(rest)
     kept: dict[str, Any] = (
         {} if others is None else {name: spec for name, spec in others.plan.items() if name not in specs}

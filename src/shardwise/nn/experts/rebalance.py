@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from shardwise.errors import PlanError
 from shardwise.layout.specs.chunking import parse_weights
 from shardwise.nn.experts.balance import balanced, imbalance
 from shardwise.nn.experts.layer import ExpertsForward, experts_forward
-from shardwise.nn.experts.local_experts import make_adjacent
+from shardwise.nn.experts.local_experts import LocalExperts, make_adjacent
 from shardwise.nn.experts.placement import ExpertPlacement
 from shardwise.nn.experts.route import Holders
 from shardwise.nn.sharding_plan.tree import matches
@@ -88,8 +87,7 @@ def rebalance(
         if apply:
             forward.chosen = None if counts is None else forward.chosen
         if apply and one.after != one.before:
-            states = _states(parameters, optimizer, path, group)
-            _move(one, parameters, states)
+            _move(one, forward.local, _states(parameters, optimizer, path, group))
     return found
 
 
@@ -150,11 +148,11 @@ def _proposed(
 
 def _states(
     parameters: Mapping[str, ShardedTensor], optimizer: Optimizers, path: str, group: ProcessGroup
-) -> list[ShardedTensor]:
-    """The states of optimizers that lie as these parameters do."""
+) -> list[tuple[str, ShardedTensor]]:
+    """The states of optimizers that lie as these parameters do, each with the name of its parameter."""
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
 
-    def work() -> tuple[list[ShardedTensor], Fields]:
+    def work() -> tuple[list[tuple[str, ShardedTensor]], Fields]:
         found = []
         for one in optimizers:
             for name, parameter in parameters.items():
@@ -162,15 +160,15 @@ def _states(
                     if isinstance(value, ShardedTensor) and value.shape == parameter.shape:
                         found.append((name, key, value))
         fields = {"verb": "rebalance", "layer": path, "states": [(name, key) for name, key, _ in found]}
-        return [value for _, _, value in found], fields
+        return [(name, value) for name, _, value in found], fields
 
     return in_step(group, work)
 
 
 @torch.no_grad()
-def _move(one: Rebalanced, parameters: Mapping[str, ShardedTensor], states: Sequence[Any]) -> None:
-    placement = ExpertPlacement(one.after)
-    for tensor in (*parameters.values(), *states):
-        tensor.reshard(placement.spec(tensor, tensor.device.type))
+def _move(one: Rebalanced, local: LocalExperts, states: Sequence[tuple[str, ShardedTensor]]) -> None:
+    placement, parameters = ExpertPlacement(one.after), local.parameters
+    for name, tensor in (*parameters.items(), *states):
+        tensor.reshard(local.spec(name, tensor, placement))
     for parameter in parameters.values():
         make_adjacent(parameter)

@@ -270,6 +270,12 @@ class Watch:
     @staticmethod
     def now(module: nn.Module, group: ProcessGroup, arguments: Arguments) -> Watch:
         """As it is now."""
+        tensors = [leaf for leaf in pytree.tree_flatten(arguments.local())[0] if isinstance(leaf, torch.Tensor)]
+        return Watch.of(module, tensors, group_state(group).history.sent + record.foreseen_collectives())
+
+    @staticmethod
+    def of(module: nn.Module, tensors: Sequence[torch.Tensor], sent: int = 0) -> Watch:
+        """Of a call with these tensors."""
         with unset_fake_mode():
             states = torch.get_rng_state().numpy().tobytes()
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
@@ -284,9 +290,7 @@ class Watch:
             for name, value in vars(one).items()
             if not name.startswith("_")
         )
-        tensors = [leaf for leaf in pytree.tree_flatten(arguments.local())[0] if isinstance(leaf, torch.Tensor)]
         written = tuple(tensor._version for tensor in tensors)
-        sent = group_state(group).history.sent + record.foreseen_collectives()
         return Watch(sent, noise, versions, attributes, written)
 
 
