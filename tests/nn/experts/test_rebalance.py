@@ -51,6 +51,52 @@ def test_training_goes_on(kind: str) -> None:
         torch.testing.assert_close(whole(other), one.detach(), rtol=1e-9, atol=1e-9)
 
 
+class Factored(torch.optim.Optimizer):
+    """Keeps sums over one dim of squared gradients, and, if asked, one over all experts."""
+
+    def __init__(self, parameters: Any, over_experts: bool = False) -> None:
+        super().__init__(parameters, {"over_experts": over_experts})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Scaled by the square root of the sum."""
+        for group in self.param_groups:
+            for one in group["params"]:
+                state = self.state[one]
+                squares = (one.grad**2).sum(-1, keepdim=True)
+                state["steps"] = state.get("steps", 0) + 1
+                state["sum"] = state["sum"] + squares if "sum" in state else squares
+                if group["over_experts"]:
+                    state["all"] = (one.grad**2).sum(0)
+                one -= 0.01 * one.grad / (state["sum"].sqrt() + 1)
+
+
+@ranks(4)
+def test_states_of_other_shapes() -> None:
+    """Those with the experts along their first dim move; for others every rank raises before anything moves."""
+    plain, x = mixture(), batch()
+    twin = twin_of(plain, placement=PLACEMENTS["in order"])
+    expected, optimizer = (Factored(model.experts.parameters()) for model in (plain, twin))
+    for room in (None, [3, 3, 2, 2], [0, 5, 1, 1]):
+        stepped(plain, expected, x)
+        stepped(twin, optimizer, own(x))
+        assert optimizer.state[twin.experts.up]["sum"].shape == (7, 6, 1)
+        (found,) = shardwise.rebalance(twin, COUNTS, room=room, optimizer=optimizer)
+        assert found.moved > 0
+        for one in twin.experts.parameters():
+            held = optimizer.state[one]["sum"].sharding.elements_by_rank()
+            assert sorted(rank for rank, number in held.items() if number) == sorted({r for w in found.after for r in w})
+    for one, other in zip(plain.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(whole(other), one.detach(), rtol=1e-9, atol=1e-9)
+    wrong = Factored(twin.experts.parameters(), over_experts=True)
+    stepped(twin, wrong, own(x))
+    wrong.state[twin.experts.up]["all"] = shardwise.shard(torch.ones(6, 5, dtype=torch.float64), 0)
+    before = twin.experts.up.sharding
+    with pytest.raises(PlanError, match="the state 'all' of 'up' in 'experts' cannot move"):
+        shardwise.rebalance(twin, COUNTS[::-1], room=[3, 3, 2, 2], optimizer=wrong)
+    assert twin.experts.up.sharding == before
+
+
 @ranks(4)
 def test_only_what_changes_travels() -> None:
     """Experts that come to another rank, and no others; the rest of their boxes is not sent."""

@@ -24,6 +24,8 @@ from shardwise.tensor import ShardedTensor
 class ListedExperts:
     """The modules of a list. All parameters of one lie on the same ranks; one without parameters lies on all."""
 
+    MOVABLE = "A state that moves is a sharded tensor, whole on the ranks of its parameter"
+
     def __init__(self, module: nn.ModuleList) -> None:
         self.module = module
 
@@ -52,6 +54,11 @@ class ListedExperts:
     def spec(self, name: str, tensor: ShardedTensor, placement: ExpertPlacement) -> FixedShardingSpec:
         """Whole on each rank of the expert."""
         return placement.spec_of_one(int(name.partition(".")[0]), tensor, tensor.device.type)
+
+    def moves_with(self, name: str, state: ShardedTensor) -> bool:
+        """Of those that lie whole where their parameter does."""
+        ranks = [sorted(one._layout.ranks.tolist()) for one in (state, self.parameters[name])]
+        return state._layout.is_whole_everywhere and ranks[0] == ranks[1]
 
     def run(
         self, experts: Sequence[int], rows: Sequence[torch.Tensor], counts: Sequence[int]

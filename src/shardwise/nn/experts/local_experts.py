@@ -27,6 +27,8 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_experts")  
 class LocalExperts(Protocol):
     """The experts of a layer, of which this rank has some."""
 
+    MOVABLE: str  # which states of optimizers move
+
     @property
     def parameters(self) -> dict[str, ShardedTensor]:
         """By name."""
@@ -36,11 +38,16 @@ class LocalExperts(Protocol):
         """The ranks of each expert."""
 
     def spec(self, name: str, tensor: ShardedTensor, placement: ExpertPlacement) -> FixedShardingSpec:
-        """Where a parameter, or a state of its size, lies when the experts are placed so."""
+        """Where a parameter, or a state of it, lies when the experts are placed so."""
+
+    def moves_with(self, name: str, state: ShardedTensor) -> bool:
+        """Whether a state of a parameter belongs to experts and moves with them."""
 
 
 class StackedExperts:
     """Experts along the first dim of a layer's parameters."""
+
+    MOVABLE = "A state that moves is a sharded tensor with the experts along its first dim"
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -60,6 +67,10 @@ class StackedExperts:
     def spec(self, name: str, tensor: ShardedTensor, placement: ExpertPlacement) -> FixedShardingSpec:
         """Whole experts along the first dim."""
         return placement.spec(tensor, tensor.device.type)
+
+    def moves_with(self, name: str, state: ShardedTensor) -> bool:
+        """Of those with the experts along their first dim."""
+        return state.shape[0] == self.parameters[name].shape[0]
 
     @property
     def wants_graph(self) -> bool:

@@ -61,8 +61,9 @@ def rebalance(
     filled with copies of the experts that most tokens choose. ``weights`` has for each rank its share of the work.
 
     Where that makes the fullest rank less full, the parameters of the layer, their gradients, and the states that the
-    ``optimizer`` has of them are resharded: an expert travels to the ranks that have not had it, and nothing else. With
-    ``apply=False``, nothing is changed::
+    ``optimizer`` has of them are resharded: an expert travels to the ranks that have not had it, and nothing else.
+    States have the experts along their first dim, as parameters have, or belong to one expert of a list. Scalars stay;
+    for any other state all ranks raise, and nothing has moved. With ``apply=False``, nothing is changed::
 
         >>> class Experts(torch.nn.Module):
         ...     def __init__(self):
@@ -78,16 +79,17 @@ def rebalance(
     layers = {path: forward for path, one in model.named_modules() if (forward := experts_forward(one)) is not None}
     if not layers:
         raise PlanError("the model has no experts on ranks: shard it by plans.expert_parallel first")
-    found = []
+    found, moves = [], []
     for path, forward in layers.items():
-        parameters = forward.local.parameters
-        group = next(iter(parameters.values()))._process_group
+        group = next(iter(forward.local.parameters.values()))._process_group
         one = _proposed(path, forward, _given(path, counts), room, weights, group)
         found.append(one)
-        if apply:
-            forward.chosen = None if counts is None else forward.chosen
         if apply and one.after != one.before:
-            _move(one, forward.local, _states(parameters, optimizer, path, group))
+            moves.append((one, forward.local, _states(forward.local, optimizer, path, group)))
+    for move in moves:
+        _move(*move)
+    for forward in layers.values() if apply and counts is None else ():
+        forward.chosen = None
     return found
 
 
@@ -147,22 +149,39 @@ def _proposed(
 
 
 def _states(
-    parameters: Mapping[str, ShardedTensor], optimizer: Optimizers, path: str, group: ProcessGroup
+    local: LocalExperts, optimizer: Optimizers, path: str, group: ProcessGroup
 ) -> list[tuple[str, ShardedTensor]]:
-    """The states of optimizers that lie as these parameters do, each with the name of its parameter."""
+    """The states of optimizers that move with experts, each with the name of its parameter; or the error of others.
+
+    Scalars, and what every rank has whole, stay as they are.
+    """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
 
     def work() -> tuple[list[tuple[str, ShardedTensor]], Fields]:
         found = []
         for one in optimizers:
-            for name, parameter in parameters.items():
+            for name, parameter in local.parameters.items():
                 for key, value in one.state.get(parameter, {}).items():
-                    if isinstance(value, ShardedTensor) and value.shape == parameter.shape:
-                        found.append((name, key, value))
+                    if not isinstance(value, torch.Tensor) or value.ndim == 0 or _is_everywhere(value, group):
+                        continue
+                    if not isinstance(value, ShardedTensor) or not local.moves_with(name, value):
+                        raise PlanError(
+                            f"the state {key!r} of {name!r} in {path!r} cannot move with experts: found size "
+                            f"{tuple(value.shape)} beside a parameter of {tuple(parameter.shape)}. {local.MOVABLE}"
+                        )
+                    found.append((name, key, value))
         fields = {"verb": "rebalance", "layer": path, "states": [(name, key) for name, key, _ in found]}
         return [(name, value) for name, _, value in found], fields
 
     return in_step(group, work)
+
+
+def _is_everywhere(value: torch.Tensor, group: ProcessGroup) -> bool:
+    return (
+        isinstance(value, ShardedTensor)
+        and value._layout.is_whole_everywhere
+        and set(value._layout.ranks.tolist()) == set(group_ranks(group))
+    )
 
 
 @torch.no_grad()
