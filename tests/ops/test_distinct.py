@@ -23,6 +23,11 @@ OF_KEYS: dict[str, Callable[[Any], Any]] = {
     "consecutive rows": lambda x: torch.unique_consecutive((x[:36] // 4).reshape(18, 2), dim=0, return_counts=True),
     "rows": lambda x: torch.unique((x[:36] // 4).reshape(12, 3), dim=0, return_inverse=True, return_counts=True),
     "columns": lambda x: torch.unique((x[:36] // 4).reshape(2, 18), dim=1),
+    "rows of one column": lambda x: torch.unique(x[:, None] // 3, dim=0, return_inverse=True, return_counts=True),
+    "rows with nan": lambda x: torch.unique(_roots(x[:36] // 4).reshape(12, 3).nan_to_num(0.5), dim=0),
+    "wide rows": lambda x: torch.unique((x[:36] % 2).reshape(4, 9), dim=0, return_inverse=True, return_counts=True),
+    "equal rows": lambda x: torch.unique((x[:36] * 0).reshape(9, 4), dim=0, return_inverse=True, return_counts=True),
+    "isin of another dtype": lambda x: (torch.isin(x, x[:5] / 2), torch.isin(x / 2, x[:5]), torch.isin(x.int(), x[:7])),
     "isin": lambda x: (torch.isin(x, x[:5]), torch.isin(x[:6], x * 2, invert=True)),
     "isin with nan": lambda x: (torch.isin(_roots(x), _roots(x[:9])), torch.isin(_roots(x), x.double() * NAN)),
 }

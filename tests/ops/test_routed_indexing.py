@@ -162,3 +162,37 @@ def test_mistakes_raise_where_a_row_is_cut() -> None:
             pytest.fail(f"{name}: {type(x)}")
     with shardwise.gather_budget(0):
         assert torch.equal(row.masked_scatter(row > 99, ROW[:0]).full_tensor(), ROW)
+
+
+BY_INDEX: dict[str, Callable[[Any, Any], Any]] = {
+    "index_select": lambda x, at: x.index_select(0, at),
+    "index_add": lambda x, at: x.index_add(0, at, x[:3]),
+    "index_copy": lambda x, at: x.index_copy(0, at, x[:3]),
+    "index_fill": lambda x, at: x.index_fill(0, at, 2.0),
+    "take": lambda x, at: x.take(at),
+    "put": lambda x, at: x.put(at, x[:3]),
+}
+
+
+@ranks(2)
+def test_indices_of_wrong_dtypes() -> None:
+    """All ranks raise at once what torch raises, also those that have nothing of the index; or nobody does."""
+    x = torch.arange(8.0)
+    for dtype in (torch.float32, torch.bool, torch.int16, torch.int32):
+        at = torch.tensor([1, 0, 1]).to(dtype)
+        for name, function in BY_INDEX.items():
+            expected = _result_or_error(function, x, at)
+            for given in (at, shardwise.shard(at, chunks(0, 0))):
+                with shardwise.gather_budget(0):
+                    found = _result_or_error(function, shardwise.shard(x, chunks(0, 0, 1)), given)
+                if isinstance(expected, torch.Tensor):
+                    torch.testing.assert_close(found.full_tensor(), expected)
+                else:
+                    assert (type(found), str(found)[:30]) == (type(expected), str(expected)[:30]), name
+
+
+def _result_or_error(function: Callable[[Any, Any], Any], x: Any, at: Any) -> Any:
+    try:
+        return function(x, at)
+    except (RuntimeError, IndexError) as error:
+        return error

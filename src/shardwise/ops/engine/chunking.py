@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +12,13 @@ import torch.distributed as dist
 from shardwise.autograd.replicas import recorded
 from shardwise.layout import Layout
 from shardwise.layout.specs import spec_of
-from shardwise.ops.engine.compute import group_places
+from shardwise.ops.engine.compute import assemble, group_places, result_frame
 from shardwise.ops.engine.plain_operand import shared_plain
 from shardwise.ops.engine.recorder import depends_on_values
 from shardwise.ops.engine.schedule import chunked_layout
 from shardwise.tensor import ShardedTensorBase, from_local
+
+FEW = 1024  # elements that a rank may have whole
 
 
 def group_chunks(size: Sequence[int], dim: int, model: ShardedTensorBase) -> Layout:
@@ -47,6 +50,26 @@ def local_chunk(x: torch.Tensor, dim: int, model: ShardedTensorBase) -> torch.Te
 
 def _redistributed(x: Any, layout: Layout) -> Any:
     return x if layout == x._layout else x._redistributed(spec_of(layout))
+
+
+def by_position(count: int, model: ShardedTensorBase, of: Callable[[torch.Tensor], torch.Tensor]) -> ShardedTensorBase:
+    """What a function makes of the positions from 0 to a count, in an even chunk for each rank of the model's group."""
+    layout = group_chunks((count,), 0, model)
+    frame = result_frame(layout, torch.int64, model._frame.process_group)
+    boxes = layout.at(frame.rows)
+    chunks = zip(boxes.offsets[:, 0].tolist(), boxes.sizes[:, 0].tolist(), strict=True)
+    parts = [of(torch.arange(begin, begin + size, device=model.device)) for begin, size in chunks]
+    return assemble(type(model), frame, parts, [], False)
+
+
+def filled(size: Sequence[int], value: Any, dtype: torch.dtype, model: Any) -> Any:
+    """A tensor of one value. Each rank has a chunk of its longest dim; of a small one, or beside a plain one, all."""
+    if not isinstance(model, ShardedTensorBase) or model._frame.process_group is None or math.prod(size) <= FEW:
+        return torch.full(tuple(size), value, dtype=dtype, device=model.device)
+    layout = group_chunks(size, max(range(len(size)), key=lambda dim: size[dim]), model)
+    frame = result_frame(layout, dtype, model._frame.process_group)
+    parts = [torch.full(layout.extent(row), value, dtype=dtype, device=model.device) for row in frame.rows]
+    return assemble(type(model), frame, parts, [], False)
 
 
 def concat_ranks(part: torch.Tensor, model: ShardedTensorBase) -> ShardedTensorBase:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.ops.engine.call import Call
+from shardwise.ops.engine.chunking import by_position, filled
 from shardwise.ops.engine.table import FALLBACKS, AtenHandler
 from shardwise.ops.families.indexed_rows import model_of, read_rows
 from shardwise.tensor import ShardedTensorBase
@@ -66,7 +67,7 @@ def _constant_pad(call: Call) -> Any:
 
     def ends(x: Any, dim: int, before: int, behind: int) -> tuple[Any, Any]:
         shapes = [[count if k == dim else size for k, size in enumerate(x.shape)] for count in (before, behind)]
-        first, last = (torch.full(shape, value, dtype=x.dtype, device=x.device) for shape in shapes)
+        first, last = (filled(shape, value, x.dtype, x) for shape in shapes)
         return first, last
 
     return _padded(ends)(call)
@@ -108,23 +109,30 @@ def _as_strided(call: Call) -> Any:
         return NotImplemented
     if model_of(call) is None or not math.prod(size):
         return NotImplemented
-    index = torch.full((), call["storage_offset"] or 0, device=x.device)
-    for k, (count, step) in enumerate(zip(size, call["stride"], strict=True)):
-        index = index + (torch.arange(count, device=x.device) * step).reshape(-1, *[1] * (len(size) - k - 1))
-    made: Any = read_rows(x.reshape(-1), index.reshape(-1)).reshape(size)
+
+    def places(positions: torch.Tensor) -> torch.Tensor:
+        """In the memory of the tensor, of elements of the result."""
+        total = torch.full_like(positions, call["storage_offset"] or 0)
+        for count, step in zip(reversed(size), reversed(call["stride"]), strict=True):
+            total += positions % count * step
+            positions = positions // count
+        return total
+
+    made: Any = read_rows(x.reshape(-1), by_position(math.prod(size), x, places)).reshape(size)
     made._moved = True  # which is no view
     return made
 
 
 def _unfold(call: Call) -> Any:
     x, size, step = call["self"], call["size"], call["step"]
-    if model_of(call) is None or not x.ndim:
+    model = model_of(call)
+    if model is None or not x.ndim:
         return NotImplemented
     dim = call["dimension"] % x.ndim
     count = (x.shape[dim] - size) // step + 1
-    windows = (torch.arange(count, device=x.device) * step)[:, None] + torch.arange(size, device=x.device)
-    made = read_rows(x.movedim(dim, 0), windows)  # [count, size, rest]
-    made = made.movedim(1, -1).movedim(0, dim)
+    windows = by_position(count * size, model, lambda at: at // max(size, 1) * step + at % max(size, 1))
+    made = read_rows(x.movedim(dim, 0), windows)  # [count * size, rest]
+    made = made.reshape(count, size, *made.shape[1:]).movedim(1, -1).movedim(0, dim)
     made._moved = True  # which is no view
     return made
 

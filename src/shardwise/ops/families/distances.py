@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from shardwise.ops.engine.call import Call
+from shardwise.ops.engine.chunking import by_position, chunked, group_chunks, replicated
 from shardwise.ops.engine.rule import Along, Labels, PartialReduction, Rule, broadcast_shapes
 from shardwise.ops.engine.table import TABLE, add_rules, beyond_budget
 from shardwise.ops.families.indexed_rows import model_of, read_rows
 from shardwise.ops.families.reduction import constant_fill
-from shardwise.tensor import ShardedTensorBase
 
 aten = torch.ops.aten
 
@@ -57,15 +58,36 @@ def _cdist(call: Call) -> Rule:
 
 
 def _pdist(call: Call) -> Any:
-    """Distances of each row from all behind it."""
-    x = call["self"]
-    if model_of(call) is None or x.shape[0] < 2:
+    """Distances of each row from all behind it. Each rank computes those of its rows from the rows of one rank after
+    another."""
+    x, model = call["self"], model_of(call)
+    if model is None or x.shape[0] < 2:
         return NotImplemented
-    every = aten._cdist_forward(x, x, call["p"], None)
     count = x.shape[0]
-    first, second = torch.triu_indices(count, count, 1, device=x.device)
-    at, flat = first * count + second, every.reshape(-1)
-    return read_rows(flat, at) if isinstance(flat, ShardedTensorBase) else flat[at]
+    rows = chunked(x, 0)
+    sizes = [size for size in group_chunks(x.shape, 0, model).boxes.sizes[:, 0].tolist() if size]
+    begins = accumulate(sizes, initial=0)
+    blocks = [
+        aten._cdist_forward(rows, replicated(rows.narrow(0, begin, size)), call["p"], None)
+        for begin, size in zip(begins, sizes, strict=False)
+    ]
+    every = torch.cat(blocks, 1)
+    return read_rows(
+        every.reshape(-1), by_position(count * (count - 1) // 2, model, lambda at: places_of_pairs(at, count))
+    )
+
+
+def places_of_pairs(number: torch.Tensor, count: int) -> torch.Tensor:
+    """In a flat square matrix, of pairs above the diagonal that are numbered row by row."""
+
+    def begin(row: torch.Tensor) -> torch.Tensor:
+        return row * (2 * count - row - 1) // 2
+
+    # The root may be off by one for its rounding.
+    row = ((2 * count - 1 - ((2 * count - 1) ** 2 - 8 * number).double().sqrt()) / 2).long().clamp(0, count - 2)
+    row = torch.where(begin(row) > number, row - 1, row)
+    row = torch.where(begin(row + 1) <= number, row + 1, row)
+    return row * count + number - begin(row) + row + 1
 
 
 def _bilinear(call: Call) -> Any:

@@ -13,12 +13,13 @@ import torch
 
 from shardwise.comm.transfer.wire import failing_together
 from shardwise.ops.engine.call import Call
+from shardwise.ops.engine.chunking import concat_ranks
 from shardwise.ops.engine.routes import Route, by_member
 from shardwise.ops.engine.runs import from_runs, local_run
 from shardwise.ops.engine.table import FALLBACKS, TABLE, beyond_budget
 from shardwise.ops.families.indexed_rows import model_of, read_rows, write_rows
 from shardwise.ops.families.order_statistics import first_of_equals
-from shardwise.ops.families.sorting import sort_run
+from shardwise.ops.families.sorting import SAMPLES, sort_keys, sort_run
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.from_local import from_local
 
@@ -60,20 +61,63 @@ def _unique_consecutive(call: Call) -> Any:
 
 
 def _unique_rows(call: Call) -> Any:
-    """Distinct slices of a dim, in their order: rows get numbers by their first column, then by the next one, ..."""
-    x, dim = call["self"], call["dim"]
-    if model_of(call) is None or x.dtype.is_complex or not x.ndim or not x.numel():
+    """Distinct slices of a dim, in their order.
+
+    Each rank sorts its own, and sends each distinct one to the rank of its range, with the number of times it has it.
+    """
+    x, dim, model = call["self"], call["dim"], model_of(call)
+    if model is None or x.dtype.is_complex or not x.ndim or not x.numel():
         return NotImplemented
     slices: Any = x.detach().movedim(dim, 0)
-    rows = slices.reshape(slices.shape[0], -1)
-    numbers = torch.unique(rows[:, 0], return_inverse=True)[1]
-    for k in range(1, rows.shape[1]):
-        values, own = torch.unique(rows[:, k], return_inverse=True)
-        numbers = torch.unique(numbers * values.shape[0] + own, return_inverse=True)[1]
-    ordered, order = sort_run(numbers, descending=False)
-    starts = first_of_equals(ordered)
-    first, _, counts = _distinct(order, starts)
-    return read_rows(slices, first).movedim(0, dim), numbers, counts
+    own, runs = local_run(slices, model)
+    group = model._frame.process_group
+    assert group is not None
+    with failing_together(group):
+        rows = own.reshape(len(own), math.prod(own.shape[1:]))
+        keys = sort_keys(rows, descending=False)
+        if rows.is_floating_point():  # slices with nan are all distinct
+            position = torch.arange(runs.begin, runs.begin + len(rows), device=rows.device)
+            keys = torch.cat([keys, torch.where(rows.isnan().any(1), position, 0)[:, None]], 1)
+        distinct, number, counts = torch.unique(keys, dim=0, return_inverse=True, return_counts=True)
+        first = _first_of_each(number, len(distinct))
+    cuts = _cuts_of_rows(distinct, model)
+    route = Route(model, cuts, len(distinct), f"sort rows of {runs.layout.outline}")
+    keys, rows, counts = route.send(distinct, rows[first], counts)
+    with failing_together(group):
+        distinct, number_here = torch.unique(keys, dim=0, return_inverse=True)
+        totals = torch.zeros(len(distinct), dtype=counts.dtype, device=counts.device)
+        totals.scatter_add_(0, number_here, counts)
+        rows = rows[_first_of_each(number_here, len(distinct))]  # runs come in order: the first one of all
+    found = concat_ranks(rows, model)
+    sizes = found._layout.boxes.sizes[:, 0].tolist()
+    before = sum(sizes[: runs.here])
+    (numbers,) = route.answer(number_here + before)
+    made: Any = found.reshape([sum(sizes), *slices.shape[1:]])
+    return (
+        made.movedim(0, dim),
+        from_runs(numbers[number], runs, model),
+        from_local(totals, process_group=group, sizes=sizes),
+    )
+
+
+def _first_of_each(number: torch.Tensor, count: int) -> torch.Tensor:
+    """The first position at which each number is."""
+    places = torch.arange(len(number), device=number.device)
+    return torch.full((count,), len(number), device=number.device).scatter_reduce_(0, number, places, "amin")
+
+
+def _cuts_of_rows(rows: torch.Tensor, model: ShardedTensorBase) -> torch.Tensor:
+    """Where this rank's sorted distinct rows are cut into ranges, one for each rank, by samples of all ranks."""
+    group = model._frame.process_group
+    assert group is not None
+    members = group.size()
+    step = max(-(-len(rows) // (SAMPLES + members)), 1)
+    every: Any = concat_ranks(rows[::step], model)
+    samples = torch.unique(every._full_for_op(), dim=0)
+    splitters = samples[[(k + 1) * len(samples) // members for k in range(members - 1)]]
+    # Rows and splitters get numbers in their common order.
+    number = torch.unique(torch.cat([rows, splitters]), dim=0, return_inverse=True)[1]
+    return torch.searchsorted(number[: len(rows)].contiguous(), number[len(rows) :].contiguous()).cpu()
 
 
 # Among sorted elements -----------------------------------------------------------------------------------------------
@@ -132,6 +176,8 @@ def _isin(call: Call) -> Any:
     elements, tests = call["elements"], call["test_elements"]
     if model_of(call) is None or not isinstance(tests, ShardedTensorBase) or not elements.ndim or not tests.ndim:
         return NotImplemented
+    common = torch.promote_types(elements.dtype, tests.dtype)
+    elements, tests = elements.to(common), tests.to(common)
     ordered, _ = sort_run(tests.detach().reshape(-1), descending=False)  # type: ignore[arg-type] # sharded
     ordered = ordered[: int((ordered == ordered).sum().item())]  # type: ignore[assignment] # without nan, which is last
     if ordered.shape[0]:

@@ -143,8 +143,22 @@ def _gather(call: Call) -> Rule | None:
     return labels.rule([source, out], [out])
 
 
+def raise_for_dtypes(call: Call) -> None:
+    """Raise as torch does for an index of a wrong dtype: else only ranks that have some of it would raise.
+
+    torch computes the call with one element of each operand.
+    """
+    small = {
+        name: torch.zeros([1] * min(value.ndim, 1), dtype=value.dtype) if isinstance(value, torch.Tensor) else value
+        for name, value in call.arguments.items()
+    }
+    by_position, by_name = call.split_arguments({**small, "dim": 0} if "dim" in small else small)
+    call.op(*by_position, **by_name)
+
+
 def _index_select(call: Call) -> Rule | None:
     x, index = call["self"], call["index"]
+    raise_for_dtypes(call)
     if not x.ndim or index.ndim != 1:
         return None
     dim = call["dim"] % x.ndim
@@ -157,6 +171,7 @@ def _index_select(call: Call) -> Rule | None:
 def _along_index(call: Call) -> Rule | None:
     """index_add, index_copy, index_fill, index_reduce: the indexed dim is whole, the others may be cut."""
     x = call["self"]
+    raise_for_dtypes(call)
     if not x.ndim:
         return None
     dim = call["dim"] % x.ndim

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from shardwise.ops.engine.call import Call
-from shardwise.ops.engine.chunking import concat_ranks
+from shardwise.ops.engine.chunking import concat_ranks, filled
 from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.rule import broadcast_shapes
 from shardwise.ops.engine.runs import local_run
 from shardwise.ops.engine.table import FALLBACKS, TABLE, AtenHandler, beyond_budget
 from shardwise.ops.families.indexed_rows import flat_positions, from_front, model_of, read_rows, write_rows
-from shardwise.ops.families.indexing import index_tensors
+from shardwise.ops.families.indexing import index_tensors, raise_for_dtypes
 from shardwise.tensor import ShardedTensorBase
 
 aten = torch.ops.aten
@@ -42,6 +42,7 @@ def _take(call: Call) -> Any:
     x, index, model = call["self"], call["index"], model_of(call)
     if model is None or not isinstance(x, ShardedTensorBase):
         return NotImplemented
+    raise_for_dtypes(call)
     return read_rows(x.reshape(-1), from_front(index, x.numel(), model))
 
 
@@ -69,6 +70,7 @@ def _put(call: Call) -> Any:
     if call["index"].numel() != call["source"].numel():
         raise IndexError(f"put: {call['index'].numel()} indices for {call['source'].numel()} values")
     _check_dtype(call, call["source"])
+    raise_for_dtypes(call)
     at, source = from_front(call["index"], x.numel(), model).reshape(-1), call["source"].reshape(-1)
     made = write_rows(
         x.reshape(-1), at, source, lambda own, at, rows: own.index_put((at,), rows, call["accumulate"]), model
@@ -229,7 +231,7 @@ def _repeat_interleave(call: Call) -> Any:
 def _nonzero_static(call: Call) -> Any:
     found = call["self"].nonzero()[: call["size"]]
     missing = call["size"] - found.shape[0]
-    filler = torch.full((missing, found.shape[1]), call["fill_value"], device=found.device)
+    filler = filled((missing, found.shape[1]), call["fill_value"], found.dtype, found)
     return torch.cat([found, filler]) if missing else found
 
 
