@@ -15,13 +15,14 @@ import torch
 from torch.distributed import ProcessGroup
 
 from shardwise.autograd.anchors import tie
-from shardwise.autograd.rows import Entries, exchanged_rows
+from shardwise.autograd.rows import Entries
 from shardwise.comm.group import without_data
 from shardwise.comm.tracing import record
-from shardwise.comm.transfer.by_value import RowCounts, exchange_numbers
+from shardwise.comm.transfer.by_value import RowCounts
 from shardwise.nn.experts.route import ExpertRoute
+from shardwise.ops.engine.routes import Route
 
-NUMBERS, OUT, BACK = "the numbers of tokens for experts", "tokens on their way to experts", "the results of experts"
+OUT, BACK = "tokens on their way to experts", "the results of experts"
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,14 +57,15 @@ class Dispatch:
             size = 16 * (route.members - 1)
             with record.waiting("meeting", size, size, in_all=size * route.members):
                 """Of the numbers."""
-            self._counts, self._pairs = _assumed(route, group, tokens(), choices)
+            counts, self._pairs = _assumed(route, group, tokens(), choices)
+            self._route = Route(counts, OUT, BACK)
         else:
             numbers = torch.zeros(route.members, 2, dtype=torch.int64, device=index.device)
             both = torch.stack([is_first, torch.ones_like(is_first)], 1)
             numbers.scatter_add_(0, member[order][:, None].expand(-1, 2), both)
-            (sent, _), (came, pairs) = exchange_numbers(group, numbers, NUMBERS)
-            self._counts, self._pairs = RowCounts(group, sent, came), sum(pairs)
-        rows = sum(self._counts.sent)
+            self._route, (pairs,) = Route.of(group, numbers, OUT, BACK)
+            self._pairs = sum(pairs)
+        rows = self._route.rows
         of_row = torch.zeros_like(token).scatter_(0, row, token[order])[:rows]
         self._tokens = Entries(of_row, count)
         numbers_there = torch.full((len(token), choices), -1, dtype=torch.int32, device=index.device)
@@ -84,7 +86,7 @@ class Dispatch:
         """
         of_choices = [] if weights is None else [self._tokens.spread(weights)]
         given = [*map(self._tokens.spread, tokens), *of_choices, self._numbers_there]
-        made, came = exchanged_rows(self._counts, OUT, anchor, given, records=records)
+        made, came = self._route.send_anchored(anchor, given, records=records)
         rows, numbers = came[: len(tokens)], came[-1]
         here = numbers.reshape(-1).long()
         here = torch.where(here < 0, torch.iinfo(torch.int32).max, here)
@@ -101,7 +103,7 @@ class Dispatch:
         rows = received.entries.add_up(results)
         known = [*anchors] if received.anchor is None else [*anchors, received.anchor]
         anchor = tie(known) if records and known else None
-        made, (came,) = exchanged_rows(self._counts.reverse(), BACK, anchor, [rows], records=records)
+        made, (came,) = self._route.answer_anchored(anchor, [rows], records=records)
         return self._tokens.add_up(came), made
 
 

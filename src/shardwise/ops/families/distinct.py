@@ -81,7 +81,7 @@ def _unique_rows(call: Call) -> Any:
         distinct, number, counts = torch.unique(keys, dim=0, return_inverse=True, return_counts=True)
         first = _first_of_each(number, len(distinct))
     cuts = _cuts_of_rows(distinct, model)
-    route = Route(model, cuts, len(distinct), f"sort rows of {runs.layout.outline}")
+    route = Route.at_cuts(model, cuts, len(distinct), f"sort rows of {runs.layout.outline}")
     keys, rows, counts = route.send(distinct, rows[first], counts)
     with failing_together(group):
         distinct, number_here = torch.unique(keys, dim=0, return_inverse=True)
@@ -139,7 +139,7 @@ def search_sorted(edges: Any, values: Any, *, right: bool) -> Any:
         which = torch.searchsorted(lasts, wanted, right=right).clamp(max=len(holders) - 1)
         owners = holders[which]
         order, cuts = by_member(owners, len(runs.sizes))
-        route = Route(edges, cuts.cpu(), len(order), f"search in {runs.layout.outline}")
+        route = Route.at_cuts(edges, cuts.cpu(), len(order), f"search in {runs.layout.outline}")
         answers = torch.searchsorted(own, *route.send(wanted[order]), right=right) + runs.begin
         found = torch.empty_like(order)
         found[order] = route.answer(answers)[0]

@@ -78,7 +78,7 @@ def write_rows(x: Any, index: Any, source: Any, write: Write, model: ShardedTens
     with failing_together(group):
         owners = torch.bucketize(at, torch.from_numpy(runs.edges[1:]).to(at.device), right=True)
         order, cuts = by_member(owners, len(runs.sizes))
-        route = Route(model, cuts.cpu(), len(order), f"write rows into {runs.layout.outline}")
+        route = Route.at_cuts(model, cuts.cpu(), len(order), f"write rows into {runs.layout.outline}")
         records = torch.is_grad_enabled() and source.requires_grad
         at, rows = route.send(at[order], rows[order], records=records)
         return from_runs(write(own, at - runs.begin, rows), runs, model)

@@ -59,7 +59,7 @@ def sort_run(
         cuts = _range_cuts(keys, positions, runs, x)
     narrow = torch.int32 if named is None and x.shape[0] <= torch.iinfo(torch.int32).max else torch.int64
     names = (positions if named is None else named[order]).to(narrow)
-    route = Route(x, cuts, len(keys), f"sort {x._layout.outline}")
+    route = Route.at_cuts(x, cuts, len(keys), f"sort {x._layout.outline}")
     values, names = route.send(run[order], names, records=torch.is_grad_enabled() and x.requires_grad)
     with torch.no_grad():  # runs come in order, so equal elements do
         order = sort_keys(values.detach(), descending=descending).sort(stable=True).indices
