@@ -44,7 +44,7 @@ def main() -> None:
     print(plan)
     print(f"\nplanned in {time.perf_counter() - begun:.1f} s, {time.process_time() - spent:.1f} s of a processor")
     even = Candidate("fully sharded", 1, (BATCH[0] // len(plan.devices),) * len(plan.devices), None)
-    for candidate in (even, plan.candidate):
+    for candidate in (even, plan.chosen):
         begun, spent = time.perf_counter(), time.process_time()
         needs = estimate_candidate(model, candidate, devices=DEVICES, batch=BATCH, precision="bf16")
         print(f"estimated all layers, {candidate.name}, in {time.perf_counter() - begun:.1f} s, ", end="")
