@@ -82,6 +82,17 @@ def test_the_estimate_of_all_blocks_agrees() -> None:
         assert 0.98 * needs.peak <= max(one.needed) <= 1.1 * needs.peak, one.name
 
 
+def test_a_gpu_steps_all_parameters_of_its_share_at_once() -> None:
+    """Memory of the optimizer's step is that of a rank's share, though probes have fewer ranks."""
+    few = torch.empty(8, WIDTH, device="meta")
+    plan = plans.auto(
+        model(9), devices=[replace(device("gpu", 1e9, link=1e8), kind="cuda")] * 8, batch=few, recompute=False
+    )
+    for one in plan.candidates:
+        needs = plan.estimate(one)
+        assert 0.98 * needs.peak <= max(one.needed) <= 1.1 * needs.peak, one.name
+
+
 def test_nothing_fits() -> None:
     """Which device lacks how much, and what would fit."""
     with pytest.raises(PlanError, match=r"nothing fits .* rank \d \(tiny\) lacks .* MiB .* more memory"):
