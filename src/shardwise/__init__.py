@@ -12,6 +12,7 @@ from shardwise.checkpoint import Checkpoints, load, save, verify
 from shardwise.comm.agreement import check
 from shardwise.comm.tracing import trace
 from shardwise.comm.transfer import make_plan
+from shardwise.compilation import compile
 from shardwise.errors import ShardwiseError
 from shardwise.estimation.estimate import estimate
 from shardwise.estimation.explanation import explain
@@ -57,6 +58,7 @@ __all__ = [
     "attention",
     "capture",
     "check",
+    "compile",
     "draw",
     "empty",
     "estimate",

@@ -62,6 +62,9 @@ is_torch_function_enabled = _private("torch._C._is_torch_function_enabled", "tel
 is_torch_function_mode_enabled = _private(
     "torch._C._is_torch_function_mode_enabled", "bypass the cache of calls while a mode watches"
 )
+has_global_module_hooks = _private(
+    "torch.nn.modules.module._has_any_global_hook", "run units as they are while somebody watches all modules"
+)
 torch_function_mode_count = _private("torch._C._len_torch_function_stack", "find the modes that are active")
 torch_function_mode_at = _private("torch._C._get_function_stack_at", "find the modes that are active")
 variable_functions = _private("torch._C._VariableFunctions", "tell functions that call one aten op")

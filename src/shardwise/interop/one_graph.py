@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,6 +38,19 @@ class _OneGraphRegistry(Registry):
         if threading.get_ident() in _compiled_threads and not _is_tracing():
             raise UnsupportedOpError(WHY.format(f"'{op_name(op)}'"))
         return super().find(op, spec_class)
+
+
+@contextmanager
+def outside_of_one_graph() -> Iterator[None]:
+    """Within this context, ops on sharded tensors are computed though a function compiled with fullgraph=True runs."""
+    thread = threading.get_ident()
+    within = thread in _compiled_threads
+    _compiled_threads.discard(thread)
+    try:
+        yield
+    finally:
+        if within:
+            _compiled_threads.add(thread)
 
 
 def _is_tracing() -> bool:

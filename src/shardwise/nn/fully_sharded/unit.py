@@ -178,6 +178,10 @@ class Unit:
         """Whether a call is under way."""
         return bool(self.calls)
 
+    def is_tried(self) -> bool:
+        """Whether the call under way is to tell if the unit may compute on local samples."""
+        return bool(self.calls) and self.calls[-1].before is not None
+
     def abort(self) -> None:
         """A call has failed."""
         if self.calls:
@@ -186,7 +190,8 @@ class Unit:
     def _run_locally(self, *args: Any, **kwargs: Any) -> Any:
         self._put([view for memory in self.memories for view in memory.split()])
         with settings.changed(compares_first=False):  # weights of other units are sharded, beside samples of one rank
-            return self.module.forward(*args, **kwargs)
+            forward = self.module.forward
+            return getattr(forward, "uncompiled", forward)(*args, **kwargs)
 
 
 class UnitCall:

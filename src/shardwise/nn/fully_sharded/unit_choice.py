@@ -28,7 +28,7 @@ def choose_units(tree: ModuleTree, patterns: str | Sequence[str] | None) -> list
 
     Parameters that another plan keeps where they are, as those of experts, are in none.
     """
-    paths = _blocks(tree) if patterns is None else _named(tree, [patterns] if isinstance(patterns, str) else patterns)
+    paths = block_paths(tree) if patterns is None else _named(tree, [patterns] if isinstance(patterns, str) else patterns)
     choices = {path: UnitChoice(path, tree.modules[path], {}) for path in dict.fromkeys(["", *paths])}
     for name, parameter in each_parameter(tree):
         if parameter.numel() and not keeps_own_shards(tree.parameters[name].owner):
@@ -38,7 +38,7 @@ def choose_units(tree: ModuleTree, patterns: str | Sequence[str] | None) -> list
     return [choice for choice in choices.values() if choice.parameters or not choice.path]
 
 
-def _blocks(tree: ModuleTree) -> list[str]:
+def block_paths(tree: ModuleTree) -> list[str]:
     """By default: the members of each list of modules of one class, unless the list lies in such a member."""
     found: dict[str, None] = {}
     for path, module in tree.modules.items():

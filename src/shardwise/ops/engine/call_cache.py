@@ -62,8 +62,17 @@ _grad_enabled = torch.is_grad_enabled
 _default_dtype = torch.get_default_dtype
 
 
-def cached_call(op: Any, args: Sequence[Any], kwargs: dict[str, Any], slow_path: Callable[..., Any]) -> Any:
-    """The result of ``slow_path(op, args, kwargs)``, by the cached program if there is one."""
+def cached_call(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    slow_path: Callable[..., Any],
+    rewrite: Callable[[Program], Program] | None = None,
+) -> Any:
+    """The result of ``slow_path(op, args, kwargs)``, by the cached program if there is one.
+
+    A new program is cached as ``rewrite`` gives it.
+    """
     if active.recorder is not None:
         return slow_path(op, args, kwargs)
     if is_torch_function_mode_enabled() or (dispatch_mode_count() and not record.foresees_programs()):
@@ -89,6 +98,8 @@ def cached_call(op: Any, args: Sequence[Any], kwargs: dict[str, Any], slow_path:
         if record.running:
             record.note_uncached(op, "the first call of its kind")
     result, program = _record(op, args, kwargs, slow_path)
+    if rewrite is not None and isinstance(program, Program):
+        program = rewrite(program)
     if not state.is_ended:
         state.programs[key] = program
     if len(state.programs) > MAX_PROGRAMS:

@@ -350,7 +350,7 @@ for _name in DIRECT_METHODS:
 # Only kernels read the values of plain masks and labels.
 IGNORES_VALUES.update((functional.scaled_dot_product_attention, functional.cross_entropy, functional.nll_loss))
 IGNORES_VALUES.update((functional.embedding, functional.layer_norm, functional.rms_norm, functional.mse_loss))
-IGNORES_VALUES.update((torch.matmul, torch.where, torch.cat))
+IGNORES_VALUES.update((torch.matmul, torch.where, torch.cat, torch.layer_norm, torch.rms_norm))
 IGNORES_VALUES.update((torch.addmm, torch.addmv, torch.addbmm, torch.baddbmm, torch.Tensor.addmm, torch.Tensor.baddbmm))
 IGNORES_VALUES.update((functional.binary_cross_entropy_with_logits, functional.binary_cross_entropy))
 IGNORES_VALUES.update((functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss, functional.kl_div))

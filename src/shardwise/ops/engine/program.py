@@ -116,6 +116,12 @@ class Program:
         self.compared_in = -1  # the epoch in which values of plain operands need no longer be compared
         self._function: Callable[[Any, Any], Any] | None = None
 
+    def with_steps(self, steps: Sequence[ProgramStep]) -> Program:
+        """A program of other steps that fill the same slots."""
+        new = Program(self.arguments, steps, self.results, self.container, nested=False)
+        new.communicates, new.has_plain = self.communicates, self.has_plain
+        return new
+
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The results of the steps on the local tensors of these arguments."""
         if self._function is None:  # most programs of a first step, such as an initialisation, never run again

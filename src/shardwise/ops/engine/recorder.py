@@ -314,7 +314,8 @@ def redistribute_operand(step: RedistributeOperand, operand: ShardedTensorBase) 
     if recorder is None or recorder.has_slot(operand):
         return run_step(step, operand)
     if step.caches and cached_layout(operand) == step.plan.dst:
-        return step(operand)  # added when the operand was moved
+        with recorder.paused():  # the step was added when the operand was moved
+            return step(operand)
     move = MoveLocals(step.plan, step.group, step.summary, step.record, operand.dtype)
     return _run_and_add(recorder, step, (operand,), move, (operand._anchored(), *operand._local_tensors()))
 

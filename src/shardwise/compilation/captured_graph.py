@@ -1,0 +1,135 @@
+"""`CapturedGraph`: the forward of a unit as torch's tracer has found it, run on sharded tensors as one cached call.
+
+The tracer sees stand-ins. The graph of torch's functions that it finds is run on the sharded tensors themselves. The
+first run with tensors of some layouts is recorded as one program, as any call is; its segments are compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwise import settings
+from shardwise.comm.tracing import record
+from shardwise.compilation.segments import SegmentCompiler
+from shardwise.compilation.stand_ins import StandIns
+from shardwise.interop.one_graph import outside_of_one_graph
+from shardwise.ops.engine.call_cache import IGNORES_VALUES, cached_call
+from shardwise.ops.engine.program import Program
+from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.saved_hooks import needs_saved, with_saved
+from shardwise.tensor.torch_function import ENTRY_POINTS, notify_if_outermost
+
+MOST_COMPILED = 8  # programs of one graph whose segments are compiled: sizes may be others in every step
+
+
+class UnitCall:
+    """A call of a unit on stand-ins."""
+
+    def __init__(self, stand_ins: StandIns) -> None:
+        self.stand_ins = stand_ins
+        self.has_run = False  # whether the graph has been run on the sharded tensors
+
+
+class _Current(threading.local):
+    """The call of a unit that this thread is in."""
+
+    call: UnitCall | None = None
+
+
+current = _Current()
+
+
+class CapturedGraph:
+    """A graph of torch's functions. The tracer's code calls it with stand-ins."""
+
+    def __init__(self, graph: fx.GraphModule, segments: SegmentCompiler) -> None:
+        self.graph, self._segments, self._compiled = graph, segments, 0
+        self._calls: dict[tuple[bool, ...], GraphCall] = {}  # by which inputs are sharded
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The results, of sharded tensors."""
+        call = current.call
+        assert call is not None
+        call.has_run = True
+        args = tuple(call.stand_ins.sharded(one) for one in inputs)
+        are_sharded = tuple(isinstance(one, ShardedTensorBase) for one in args)
+        with outside_of_one_graph():
+            if not any(are_sharded):
+                return self.graph(*args)
+            if are_sharded not in self._calls:
+                self._calls[are_sharded] = GraphCall(self, are_sharded)
+            return self._calls[are_sharded].run(args, args[are_sharded.index(True)])
+
+    def rewrite(self, program: Program) -> Program:
+        """A recorded program with compiled segments; of too many programs, the program as it is."""
+        self._compiled += 1
+        return self._segments.rewrite(program) if self._compiled <= MOST_COMPILED else program
+
+
+class GraphCall:
+    """A graph as a function that the cache of calls takes for one of torch's, for inputs of which some are sharded."""
+
+    def __init__(self, captured: CapturedGraph, are_sharded: tuple[bool, ...]) -> None:
+        self._captured, self.__name__ = captured, "compiled_unit"
+        if not _reads_values(captured.graph, are_sharded):
+            IGNORES_VALUES.add(self)
+
+    def run(self, args: Sequence[Any], tensor: ShardedTensorBase) -> Any:
+        """The results; the sharded tensor is one of the inputs."""
+        if needs_saved():
+            return with_saved(functools.partial(self.run, args, tensor), _is_sharded)
+        entered = record.enter(self) if record.running else None
+        try:
+            return cached_call(self, args, {}, _run_uncached, self._captured.rewrite)
+        except Exception as error:
+            notify_if_outermost(error, tensor._frame.process_group)
+            raise
+        finally:
+            if entered is not None:
+                entered.leave()
+
+    def run_uncached(self, args: Sequence[Any]) -> Any:
+        """The results of the functions of the graph, one after another."""
+        with settings.changed(compares_first=False):  # plain inputs of the graph were compared
+            return self._captured.graph(*args)
+
+
+def _run_uncached(call: GraphCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return call.run_uncached(args)
+
+
+def _is_sharded(value: object) -> bool:
+    return isinstance(value, ShardedTensorBase)
+
+
+def _reads_values(graph: fx.GraphModule, are_sharded: tuple[bool, ...]) -> bool:
+    """Whether a function of sharded and plain tensors may choose its ops by values of the plain ones."""
+    sharded: set[fx.Node] = set()
+    left = iter(are_sharded)
+    for node in graph.graph.nodes:
+        inputs = node.all_input_nodes
+        is_sharded = next(left) if node.op == "placeholder" else any(one in sharded for one in inputs)
+        if is_sharded:
+            sharded.add(node)
+            if node.op.startswith("call_") and not all(one in sharded for one in inputs):
+                if _function_of(node) not in IGNORES_VALUES:
+                    return True
+    return False
+
+
+def _function_of(node: fx.Node) -> Any:
+    """The function of torch that a node calls on tensors."""
+    if node.op == "call_method":
+        return getattr(torch.Tensor, str(node.target), None)
+    name = getattr(node.target, "__name__", "")
+    return getattr(torch, name, None) if getattr(operator, name, None) is node.target else node.target
+
+
+ENTRY_POINTS.add(GraphCall.run.__code__)
