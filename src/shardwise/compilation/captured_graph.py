@@ -32,8 +32,8 @@ MOST_COMPILED = 8  # programs of one graph whose segments are compiled: sizes ma
 class UnitCall:
     """A call of a unit on stand-ins."""
 
-    def __init__(self, stand_ins: StandIns) -> None:
-        self.stand_ins = stand_ins
+    def __init__(self, stand_ins: StandIns, *, compiles: bool) -> None:
+        self.stand_ins, self.compiles = stand_ins, compiles
         self.has_run = False  # whether the graph has been run on the sharded tensors
 
 
@@ -68,9 +68,28 @@ class CapturedGraph:
             return self._calls[are_sharded].run(args, args[are_sharded.index(True)])
 
     def rewrite(self, program: Program) -> Program:
-        """A recorded program with compiled segments; of too many programs, the program as it is."""
+        """A recorded program that will have compiled segments; of too many programs, the program as it is."""
         self._compiled += 1
-        return self._segments.rewrite(program) if self._compiled <= MOST_COMPILED else program
+        return _SegmentedProgram(program, self._segments) if self._compiled <= MOST_COMPILED else program
+
+
+class _SegmentedProgram(Program):
+    """A program whose segments are compiled when a call first asks for it."""
+
+    __slots__ = ("_segmented", "_segments")
+
+    def __init__(self, program: Program, segments: SegmentCompiler) -> None:
+        super().__init__(program.arguments, program.steps, program.results, program.container, nested=False)
+        self._segments = segments
+        self._segmented: Program | None = None
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The results of the steps, compiled or one by one."""
+        if current.call is None or not current.call.compiles:
+            return super().run(args, kwargs)
+        if self._segmented is None:
+            self._segmented = self._segments.rewrite(self)
+        return self._segmented.run(args, kwargs)
 
 
 class GraphCall:
@@ -118,9 +137,9 @@ def _reads_values(graph: fx.GraphModule, are_sharded: tuple[bool, ...]) -> bool:
         is_sharded = next(left) if node.op == "placeholder" else any(one in sharded for one in inputs)
         if is_sharded:
             sharded.add(node)
-            if node.op.startswith("call_") and not all(one in sharded for one in inputs):
-                if _function_of(node) not in IGNORES_VALUES:
-                    return True
+            is_mixed = node.op.startswith("call_") and not all(one in sharded for one in inputs)
+            if is_mixed and _function_of(node) not in IGNORES_VALUES:
+                return True
     return False
 
 

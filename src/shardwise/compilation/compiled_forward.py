@@ -48,10 +48,8 @@ class CompiledForward:
     stand-ins: torch compares its guards, and calls the graph, which is run on the sharded tensors.
     """
 
-    def __init__(
-        self, module: nn.Module, compiler: Compiler, runs_eagerly: Callable[[], bool] | None = None
-    ) -> None:
-        self._module, self._compiler, self._runs_eagerly = module, compiler, runs_eagerly
+    def __init__(self, module: nn.Module, compiler: Compiler, is_tried: Callable[[], bool] | None = None) -> None:
+        self._module, self._compiler, self._is_tried = module, compiler, is_tried
         self.uncompiled: Forward = module.forward
         self._compiled, self._captured = compiler.compiled(self.uncompiled), compiler.captured(self.uncompiled)
         self._refusals: dict[Any, str] = {}  # kinds of calls that cannot be traced, and why
@@ -65,7 +63,7 @@ class CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the forward."""
-        if has_global_module_hooks() or (self._runs_eagerly is not None and self._runs_eagerly()):
+        if has_global_module_hooks():
             return self.uncompiled(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         slots = self._sharded_slots()
@@ -96,7 +94,8 @@ class CompiledForward:
     def _run_captured(self, kind: Any, leaves: list[Any], structure: Any, slots: Any) -> Any:
         """The result of the traced forward; a call that cannot be traced is noted."""
         stand_ins, before = StandIns(), current.call
-        call = current.call = UnitCall(stand_ins)
+        compiles = self._is_tried is None or not self._is_tried()
+        call = current.call = UnitCall(stand_ins, compiles=compiles)
         try:
             args, kwargs = pytree.tree_unflatten([stand_ins.stand_in(leaf) for leaf in leaves], structure)
             for owner, name, value in slots:

@@ -104,9 +104,7 @@ def _op_of(step: ProgramStep) -> Any:
     return step.op.op if isinstance(step.op, WithoutAutocast) else step.op
 
 
-def _used_outside(
-    steps: Sequence[ProgramStep], later: Sequence[ProgramStep], program: Program
-) -> list[int]:
+def _used_outside(steps: Sequence[ProgramStep], later: Sequence[ProgramStep], program: Program) -> list[int]:
     """The slots that these steps fill and others read."""
     wanted: set[int] = set()
     for step in later:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -64,10 +64,10 @@ class _UnitCompiler:
         self.raises = bool(options.get("fullgraph"))
         self._segments = SegmentCompiler(self.compiled)
 
-    def install(self, module: nn.Module, runs_eagerly: Any = None) -> None:
-        """Let a module run compiled, except for calls of which ``runs_eagerly`` gives True."""
+    def install(self, module: nn.Module, is_tried: Callable[[], bool] | None = None) -> None:
+        """Let a module run compiled. While ``is_tried`` gives True, nothing is compiled: other calls may follow."""
         if not isinstance(module.forward, CompiledForward):
-            vars(module)["forward"] = CompiledForward(module, self, runs_eagerly)
+            vars(module)["forward"] = CompiledForward(module, self, is_tried)
 
     def compiled(self, function: Any) -> Any:
         """A function of plain tensors."""

@@ -28,7 +28,9 @@ def choose_units(tree: ModuleTree, patterns: str | Sequence[str] | None) -> list
 
     Parameters that another plan keeps where they are, as those of experts, are in none.
     """
-    paths = block_paths(tree) if patterns is None else _named(tree, [patterns] if isinstance(patterns, str) else patterns)
+    paths = (
+        block_paths(tree) if patterns is None else _named(tree, [patterns] if isinstance(patterns, str) else patterns)
+    )
     choices = {path: UnitChoice(path, tree.modules[path], {}) for path in dict.fromkeys(["", *paths])}
     for name, parameter in each_parameter(tree):
         if parameter.numel() and not keeps_own_shards(tree.parameters[name].owner):
