@@ -273,6 +273,7 @@ LATER: dict[str, str] = {
     "torch.distributed.checkpoint.filesystem._StorageInfo": "write the index of torch's checkpoints",
     "torch.distributed.fsdp._common_utils._FSDPState._ignored_params": "refuse sharded parameters in FSDP1",
     "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._unsharded_param": "leave FSDP2's gradients to FSDP2",
+    "torch._dynamo.symbolic_convert.break_graph_if_unsupported": "let a graph end at an operator on a sharded tensor",
     "torch.distributed.checkpoint._traverse.set_element": "flatten state dicts for the drop-in",
     "torch.distributed.checkpoint._traverse.traverse_state_dict": "flatten state dicts for the drop-in",
 }

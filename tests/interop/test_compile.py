@@ -110,6 +110,15 @@ def by_an_operator(tensor: torch.Tensor, plain: torch.Tensor) -> tuple[torch.Ten
     return made, after(plain.sin())
 
 
+def by_operators(tensor: torch.Tensor, plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Several operators, one with a sharded tensor on the right, between plain ones."""
+    plain = plain.sin() * 1
+    made = -(3 - tensor) + 3
+    plain = plain.cos() / 1
+    made = made + tensor
+    return made, plain.exp()
+
+
 def after(plain: torch.Tensor) -> torch.Tensor:
     """Of plain tensors only."""
     return plain.cos().exp()
@@ -117,9 +126,9 @@ def after(plain: torch.Tensor) -> torch.Tensor:
 
 @ranks(2)
 def test_what_is_around_a_sharded_op_is_compiled() -> None:
-    """Before and after a call. With an operator on a sharded tensor a function runs as it is, but not what it calls."""
+    """Before and after a call, and before and after an operator."""
     tensor = shard_tensor(PLAIN, chunks(0, 0, 1))
-    for function, graphs, ops in ((by_a_call, 2, 3), (by_an_operator, 1, 2)):
+    for function, graphs, ops in ((by_a_call, 2, 3), (by_an_operator, 1, 3), (by_operators, 3, 5)):
         torch._dynamo.reset()
         counter = CompileCounter()
         made, plain = torch.compile(function, backend=counter)(tensor, PLAIN.double())

@@ -57,7 +57,7 @@ class StandIns:
         return self._sharded.get(id(value), value)
 
     def are_kept(self) -> bool:
-        """Whether the traced function has left a stand-in in a place that is still there. Such a one is not used again."""
+        """Whether the traced function has left a stand-in in a place that is still there; it is not used again then."""
         kept = False
         for kind, made, count in self._references:
             if sys.getrefcount(made) > count + 1:  # one is of the list that this loops over

@@ -4,8 +4,7 @@
   collectives of one tensor ask the tensor itself (`dispatch.refuse_collective`).
 - Parameters that DDP and FSDP2 manage get their gradients within the backward, never bucketed at its end.
 - `torch.compile` does not trace into shardwise, for operations on a sharded tensor depend on layouts and other ranks: a
-  function called on a sharded tensor ends one graph and begins another. An operator such as ``*`` cannot: a function
-  with an operator on a sharded tensor runs uncompiled, and what it calls is compiled on its own.
+  function called on a sharded tensor ends one graph and begins another; so does an operator (`operators`).
 """
 
 from __future__ import annotations
