@@ -25,6 +25,7 @@ from shardwise.ops.engine.program import Program
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.saved_hooks import needs_saved, with_saved
 from shardwise.tensor.torch_function import ENTRY_POINTS, notify_if_outermost
+from shardwise.torch_private import current_backward, saved_tensor_hooks
 
 MOST_COMPILED = 8  # programs of one graph whose segments are compiled: sizes may be others in every step
 
@@ -74,22 +75,33 @@ class CapturedGraph:
 
 
 class _SegmentedProgram(Program):
-    """A program whose segments are compiled when a call first asks for it."""
+    """A program whose segments are compiled when a call first asks for it.
 
-    __slots__ = ("_segmented", "_segments")
+    Within `torch.utils.checkpoint`, a backward computes again what a forward has computed, and both must save the same
+    tensors. So there, segments are compiled in a forward that comes after such a backward.
+    """
+
+    __slots__ = ("_segmented", "_segments", "_was_recomputed")
 
     def __init__(self, program: Program, segments: SegmentCompiler) -> None:
         super().__init__(program.arguments, program.steps, program.results, program.container, nested=False)
-        self._segments = segments
+        self._segments, self._was_recomputed = segments, False
         self._segmented: Program | None = None
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The results of the steps, compiled or one by one."""
-        if current.call is None or not current.call.compiles:
-            return super().run(args, kwargs)
-        if self._segmented is None:
+        if self._segmented is None and self._may_compile():
             self._segmented = self._segments.rewrite(self)
+        if self._segmented is None:
+            return super().run(args, kwargs)
         return self._segmented.run(args, kwargs)
+
+    def _may_compile(self) -> bool:
+        if current_backward() != -1:
+            self._was_recomputed = True
+            return False
+        is_asked = current.call is not None and current.call.compiles
+        return is_asked and (self._was_recomputed or saved_tensor_hooks(True) is None)
 
 
 class GraphCall:

@@ -60,7 +60,7 @@ class StandIns:
         """Whether the traced function has left a stand-in in a place that is still there; it is not used again then."""
         kept = False
         for kind, made, count in self._references:
-            if sys.getrefcount(made) > count + 1:  # one is of the list that this loops over
+            if sys.getrefcount(made) > count:
                 _pool.of_kind[kind] = [one for one in _pool.of_kind[kind] if one is not made]
                 kept = True
         return kept

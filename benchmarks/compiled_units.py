@@ -1,0 +1,168 @@
+"""Compiled units of sharded models beside the same models uncompiled: `python -m benchmarks.compiled_units --help`.
+
+A step of a model like Llama with AdamW on four ranks: fully sharded, each rank with samples of its own, and tensor
+parallel; both also in shares of 3 : 2 : 2 : 1. Eager and compiled models take turns in one run. Printed are the times
+of a step and the processor time of all ranks for it, how many graphs were compiled on the rank that has most, and how
+many of these after the second step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise
+from benchmarks.llama import Llama, Shape, loss_of
+from benchmarks.table import Row, duration, print_lines
+from benchmarks.timing import both_together
+from benchmarks.training import SHARES, device_here, our_tensor_parallel
+from shardwise.testing import run_on_ranks
+
+RANKS = 4
+SMALL = Shape(layers=2, width=256, batch=16, sequence=64)
+STEPS = 2  # in a block of measured ones
+WARM_UP = 4  # steps, of which the first two may compile
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was measured of one set-up."""
+
+    seconds: dict[str, float]  # of a step, by contender
+    processor: dict[str, float]  # of all ranks
+    graphs: int  # compiled on the rank that has most
+    late: int  # of these, after the second step
+
+
+class Graphs:
+    """A backend that counts the graphs it is given in each step."""
+
+    def __init__(self, compiler: str) -> None:
+        self._compiler, self.step = compiler, 0
+        self.steps: list[int] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        from torch._dynamo import lookup_backend  # loads the compiler
+
+        self.steps.append(self.step)
+        return lookup_backend(self._compiler)(graph, inputs)
+
+
+class Contender:
+    """A model, its optimizer and its batch."""
+
+    def __init__(self, model: nn.Module, feed: Callable[[Tensor], Any], shape: Shape) -> None:
+        self.model, self._optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+        ids, labels = torch.randint(
+            shape.words, (2, shape.batch, shape.sequence), generator=torch.Generator().manual_seed(1)
+        ).to(device_here())
+        self._ids, self._labels = feed(ids), feed(labels)
+
+    def step(self) -> None:
+        """A step of training."""
+        loss_of(self.model, self._ids, self._labels).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def several(self) -> None:
+        """Some of them; a GPU has done them at the end."""
+        for _ in range(STEPS):
+            self.step()
+        if device_here().type == "cuda":
+            torch.cuda.synchronize()
+
+
+def fully_sharded(shape: Shape, *, even: bool) -> Contender:
+    shares = (1,) * RANKS if even else SHARES
+    parts = [shape.batch * share // sum(shares) for share in shares]
+    model = shardwise.fully_shard(start(shape), weights=None if even else SHARES)
+
+    def feed(batch: Tensor) -> Any:
+        return shardwise.from_local(batch.split(parts)[dist.get_rank()], sizes=parts)
+
+    return Contender(model, feed, shape)
+
+
+def tensor_parallel(shape: Shape, *, even: bool) -> Contender:
+    made = our_tensor_parallel(start(shape), shape, even=even)
+    return Contender(made.model, made.feed, shape)
+
+
+def start(shape: Shape) -> nn.Module:
+    torch.manual_seed(0)
+    return Llama(shape).to(device_here())
+
+
+SET_UPS: dict[str, Callable[[Shape], Contender]] = {
+    "fully sharded": functools.partial(fully_sharded, even=True),
+    "fully sharded, 3 : 2 : 2 : 1": functools.partial(fully_sharded, even=False),
+    "tensor parallel": functools.partial(tensor_parallel, even=True),
+    "tensor parallel, 3 : 2 : 2 : 1": functools.partial(tensor_parallel, even=False),
+}
+
+
+def measure(set_up: str, shape: Shape, compiler: str, blocks: int) -> Found:
+    """On every rank."""
+    warnings.simplefilter("ignore")
+    graphs = Graphs(compiler)
+    contenders = {"eager": SET_UPS[set_up](shape), "compiled": SET_UPS[set_up](shape)}
+    shardwise.compile(contenders["compiled"].model, backend=graphs)
+    for graphs.step in range(WARM_UP):
+        for one in contenders.values():
+            one.step()
+    seconds, processor = both_together({name: one.several for name, one in contenders.items()}, blocks)
+    counts = torch.tensor([len(graphs.steps), sum(step > 1 for step in graphs.steps)], device=device_here())
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    of_step = [{name: value / STEPS for name, value in found.items()} for found in (seconds, processor)]
+    return Found(of_step[0], of_step[1], *map(int, counts.tolist()))
+
+
+def show(found: dict[str, Found], shape: Shape, compiler: str, backend: str) -> None:
+    what = f"{shape.layers} layers of {shape.width}, batch {shape.batch} x {shape.sequence}, AdamW"
+    print(f"\nCompiled units ({compiler}): {what}, {RANKS} {backend} ranks\n")
+    head = ["", "eager", "compiled", "beside eager", "processor time beside eager", "graphs", "after the second step"]
+    lines = [head]
+    for name, one in found.items():
+        times = [duration(one.seconds["eager"]), duration(one.seconds["compiled"])]
+        ratios = [f"{of['compiled'] / of['eager']:.2f}x" for of in (one.seconds, one.processor)]
+        lines.append([name, *times, *ratios, str(one.graphs), str(one.late)])
+    print_lines(lines)
+
+
+def run(shape: Shape = SMALL, backend: str = "gloo", compiler: str = "inductor", blocks: int = 7) -> list[Row]:
+    """Measure on ranks of their own, and print what was found."""
+    found = {
+        name: run_on_ranks(RANKS, measure, name, shape, compiler, blocks, timeout=550, fresh=True, backend=backend)[0]
+        for name in SET_UPS
+    }
+    show(found, shape, compiler, backend)
+    return [
+        Row(f"compiled, {name}", {"shardwise": one.seconds["compiled"], "eager": one.seconds["eager"]})
+        for name, one in found.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser.add_argument("--compiler", default="inductor", help="a backend of torch.compile")
+    parser.add_argument("--blocks", type=int, default=7, help="of two steps each, of which the fastest counts")
+    for one in fields(Shape):
+        parser.add_argument(f"--{one.name}", type=int, default=getattr(SMALL, one.name))
+    given = vars(parser.parse_args())
+    shape = replace(SMALL, **{one.name: given[one.name] for one in fields(Shape)})
+    run(shape, given["backend"], given["compiler"], given["blocks"])
+
+
+if __name__ == "__main__":
+    from benchmarks import compiled_units  # as the ranks import it
+
+    compiled_units.main()
