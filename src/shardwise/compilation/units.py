@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -71,7 +72,7 @@ class _UnitCompiler:
 
     def compiled(self, function: Any) -> Any:
         """A function of plain tensors."""
-        return torch.compile(function, **self.options)
+        return _FirstQuiet(torch.compile(function, **self.options))
 
     def captured(self, forward: Any) -> Any:
         """A forward that is called with stand-ins."""
@@ -79,3 +80,23 @@ class _UnitCompiler:
 
     def _capture(self, graph: fx.GraphModule, inputs: object) -> CapturedGraph:
         return CapturedGraph(graph, self._segments)
+
+
+class _FirstQuiet:
+    """A compiled function whose first call, which compiles it, warns of nothing that the tracer itself does.
+
+    The tracer asks every tensor that it is given for its gradient, which warns for results of other graphs.
+    """
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled, self._is_first = compiled, True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the function."""
+        if not self._is_first:
+            return self._compiled(*args, **kwargs)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+            found = self._compiled(*args, **kwargs)
+        self._is_first = False
+        return found
