@@ -87,6 +87,9 @@ has_kernel_for = _private(
 all_op_names = _private("torch._C._dispatch_get_all_op_names", "find all aten ops that are pointwise")
 operation_overload = _private("torch._C._get_operation_overload", "read the tags of an op without loading the op")
 dispatch_mode_count = _private("torch._C._len_torch_dispatch_stack", "bypass the cache of calls while a mode watches")
+without_dispatch_modes = _private(
+    "torch.utils._python_dispatch._disable_current_modes", "compute sizes of results unseen by a compiler"
+)
 dispatch_mode = _private("torch._C._get_dispatch_mode", "tell whether FakeTensorMode is active")
 FAKE_MODE = _private("torch._C._TorchDispatchModeKey.FAKE", "tell whether FakeTensorMode is active")
 OpOverload = _private("torch._ops.OpOverload", "tell aten ops from functions")
@@ -242,6 +245,7 @@ for _path, _purpose in {
     "torch.ops.aten.add.Tensor._can_decompose": "decompose a composite op into its aten ops",
     "torch.autograd.forward_ad._current_level": "refuse forward-mode differentiation",
     "torch.distributed.distributed_c10d._world": "find the store of a group, and all groups to end",
+    "torch.compiler._is_compiling_flag": "tell models that they are traced",
     "torch.nn.Module._apply": "convert modules of tensors without data, which have weak references",
     "torch.nn.Module._parameters": "replace parameters by sharded ones",
     "torch.nn.Module._forward_hooks": "tell whether somebody watches a module within a fully sharded unit",
@@ -276,6 +280,11 @@ LATER: dict[str, str] = {
     "torch._dynamo.symbolic_convert.break_graph_if_unsupported": "let a graph end at an operator on a sharded tensor",
     "torch.distributed.checkpoint._traverse.set_element": "flatten state dicts for the drop-in",
     "torch.distributed.checkpoint._traverse.traverse_state_dict": "flatten state dicts for the drop-in",
+    "torch._dynamo.backends.registry.lookup_backend": "compile graphs by the backends of torch.compile",
+    "torch._inductor.list_mode_options": "compile graphs by the backends of torch.compile",
+    "torch._guards.tracing": "compile graphs of local tensors",
+    "torch._guards.TracingContext": "compile graphs of local tensors",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv": "compile graphs of local tensors",
 }
 
 

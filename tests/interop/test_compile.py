@@ -140,32 +140,58 @@ def test_what_is_around_a_sharded_op_is_compiled() -> None:
 IN_ONE_GRAPH = r"'{}' on a sharded tensor cannot be a part of one graph.*Leave fullgraph off"
 
 
+def by_a_call_within(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Makes the sharded tensor itself."""
+    return by_a_call(MADE[0], plain)
+
+
+def by_an_operator_within(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with an operator."""
+    return by_an_operator(MADE[0], plain)
+
+
+MADE: list[torch.Tensor] = []  # sharded tensors that a function finds by itself
+
+
 @ranks(2)
-def test_one_graph_of_sharded_tensors_is_refused() -> None:
-    """`fullgraph=True` asks for one graph, and sharded tensors end it: the error names the op, and what to do."""
+def test_one_graph_of_sharded_tensors() -> None:
+    """`fullgraph=True` for sharded arguments, by a call and by an operator."""
     tensor = shard_tensor(PLAIN, chunks(0, 0, 1))
-    for function, name in ((by_a_call, "mul"), (by_an_operator, "__mul__")):
+    for function in (by_a_call, by_an_operator):
+        torch._dynamo.reset()
+        made, plain = torch.compile(function, backend="aot_eager", fullgraph=True)(tensor, PLAIN.double())
+        assert torch.equal(made.full_tensor(), 2 * PLAIN)
+        assert_close(plain, PLAIN.double().sin().cos().exp())
+
+
+@ranks(2)
+def test_one_graph_of_sharded_tensors_that_are_no_arguments_is_refused() -> None:
+    """Nobody can tell before the call that there are any: the error names the op, and what to do."""
+    MADE[:] = [shard_tensor(PLAIN, chunks(0, 0, 1))]
+    for function, name in ((by_a_call_within, "mul"), (by_an_operator_within, "__mul__")):
         torch._dynamo.reset()
         compiled = torch.compile(function, backend="eager", fullgraph=True)
         for _ in range(2):
             with pytest.raises(Unsupported, match=IN_ONE_GRAPH.format(name)) as caught:
-                compiled(tensor, PLAIN)
+                compiled(PLAIN)
             assert "file an issue" not in str(caught.value)
-    assert torch.equal(torch.mul(tensor, 2).full_tensor(), 2 * PLAIN)
+    assert torch.equal(torch.mul(MADE[0], 2).full_tensor(), 2 * PLAIN)
+    MADE.clear()
 
 
 @ranks(2)
 def test_one_graph_is_refused_after_a_compile_that_made_several() -> None:
     """torch keeps what it has compiled by the function, and does not trace the function again."""
-    tensor = shard_tensor(PLAIN, chunks(0, 0, 1))
-    for function, name in ((by_a_call, "mul"), (by_an_operator, "__mul__")):
+    MADE[:] = [shard_tensor(PLAIN, chunks(0, 0, 1))]
+    for function, name in ((by_a_call_within, "mul"), (by_an_operator_within, "__mul__")):
         torch._dynamo.reset()
         in_several = torch.compile(function, backend="eager")
-        in_several(tensor, PLAIN)
+        in_several(PLAIN)
         for _ in range(2):
             with pytest.raises(UnsupportedOpError, match=IN_ONE_GRAPH.format(name)):
-                torch.compile(function, backend="eager", fullgraph=True)(tensor, PLAIN)
-            assert torch.equal(in_several(tensor, PLAIN)[0].full_tensor(), 2 * PLAIN)
+                torch.compile(function, backend="eager", fullgraph=True)(PLAIN)
+            assert torch.equal(in_several(PLAIN)[0].full_tensor(), 2 * PLAIN)
+    MADE.clear()
 
 
 @ranks(2)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.comm.transfer.in_graph import transfer_ops
+
 if TYPE_CHECKING:
     from shardwise.tensor.wrapper import Wrapper
 
@@ -21,8 +23,12 @@ def new_anchor(device: torch.device) -> torch.Tensor:
     """An anchor that wants a gradient, for tensors of this device.
 
     The anchor lies on the same device: autograd goes through the nodes of one device in order, which the collectives
-    rely on.
+    rely on. While a compiler traces, it is one that leads to an input of the graph: the backward of the graph has no
+    other leaves.
     """
+    ops = transfer_ops.get()
+    if ops is not None and ops.anchor is not None:
+        return ops.anchor
     if device.type not in ("cpu", "meta"):
         device = torch.device(device.type, torch.get_device_module(device.type).current_device())
     return torch.zeros((), requires_grad=True, device="cpu" if device.type == "meta" else device)

@@ -114,6 +114,19 @@ class _Bucket:
         return found
 
 
+def sum_together(gradients: Sequence[LeafGradient], group: ProcessGroup, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The sums of all these gradients over ranks, in order, sent as one bucket. Every rank of the group calls it.
+
+    The leaves need not be leaves of a graph: their sizes are read.
+    """
+    bucket = _Bucket(group, dtype)
+    for key, gradient in enumerate(gradients):
+        bucket.put(gradient, key)
+    bucket.send()
+    sums = {id(leaf): total for leaf, total in bucket.wait()}
+    return [sums[id(leaf)] for gradient in gradients for leaf in gradient.leaves]
+
+
 class GradientBuckets:
     """The buckets of one backward."""
 

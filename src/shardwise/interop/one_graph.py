@@ -1,12 +1,15 @@
-"""`torch.compile(fullgraph=True)` over sharded tensors: refused by an error that names the op and says what to do.
+"""`torch.compile(fullgraph=True)` over sharded tensors: traced by the library, not by torch's tracer of Python code.
 
-The tracer of torch is told of an op on a sharded tensor by a function that it must not trace, and words its error for
+A function or module that has sharded tensors among its arguments or parameters goes to `shardwise.compilation`. One
+that makes sharded tensors by itself is left to torch's tracer, and refused by an error that names the op and says what
+to do: the tracer is told of an op on a sharded tensor by a function that it must not trace, and words its error for
 whoever wrote that function. Here it gets other words. A function that was compiled before, with several graphs, is not
 traced again: there, the op itself raises.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,17 +18,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+from torch import nn
+
 from shardwise import errors
+from shardwise.compilation import in_one_graph
 from shardwise.errors import UnsupportedOpError
-from shardwise.patching import Function, replace_when_loaded
+from shardwise.patching import Function, replace_now, replace_when_loaded
 from shardwise.tensor.dispatch import Handler, Op, Registry, op_name, registry
 from shardwise.tensor.torch_function import TorchFunctionTensor
 
 FOLDER = str(Path(errors.__file__).parent)
 WHY = (
-    "{} on a sharded tensor cannot be a part of one graph, which torch.compile(fullgraph=True) asks for: what it does "
-    "depends on layouts and on other ranks, which a tracer does not see. Leave fullgraph off: what lies between such "
-    "calls is compiled, and the result is the same. Or compile functions of plain tensors, as of local_tensor()"
+    "{} on a sharded tensor cannot be a part of one graph, which torch.compile(fullgraph=True) asks for: the function "
+    "makes that tensor itself, and has no sharded tensor among its arguments or in its modules. Give it the sharded "
+    "tensor as an argument. Leave fullgraph off: what lies between such calls is compiled, and the result is the same"
 )
 _compiled_threads: set[int] = set()  # that are within a function that was compiled with fullgraph=True
 
@@ -100,5 +107,30 @@ def _named_op(context: str) -> str:
     return name or "a call"
 
 
+def _compile(theirs: Function) -> Function:
+    """`torch.compile`: what has sharded tensors when it is called becomes a full graph of local tensors."""
+
+    @functools.wraps(theirs)
+    def compile(model: Any = None, *, fullgraph: bool = False, disable: bool = False, **options: Any) -> Any:
+        compiled = theirs(model, fullgraph=fullgraph, disable=disable, **options)
+        if model is None or not fullgraph or disable or compiled is model:
+            return compiled
+        chosen = {name: options[name] for name in ("backend", "mode", "options") if options.get(name) is not None}
+        make_backend = functools.partial(_backend, **chosen)
+        if isinstance(compiled, nn.Module):
+            compiled.forward = in_one_graph(model, compiled.forward, make_backend)
+            return compiled
+        return in_one_graph(model, compiled, make_backend)
+
+    return compile
+
+
+def _backend(**chosen: Any) -> Any:
+    from shardwise.compilation.backends import backend_of
+
+    return backend_of(**chosen)
+
+
+replace_now(torch, "compile", _compile(torch.compile))
 replace_when_loaded("torch._dynamo.exc", "format_graph_break_message", _say_ours)
 replace_when_loaded("torch._dynamo.eval_frame", "set_fullgraph_compiled_frame_count", _note_one_graph)

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from shardwise.comm.agreement import begin_sending
 from shardwise.comm.group import CallFingerprint, group_ranks, is_fake, without_data
 from shardwise.comm.tracing import record
+from shardwise.comm.transfer.in_graph import refuse_in_graph
 from shardwise.comm.transfer.views import as_bytes, resolved
 from shardwise.comm.transfer.wire import exchange, failing_together, wire_device
 
@@ -41,6 +42,7 @@ def exchange_numbers(
 
     Every rank of the group calls it, with int64 numbers of one size. The host waits once, for all of them.
     """
+    refuse_in_graph(verb)
     came = numbers
     if group.size() > 1 and not is_fake(group) and not without_data():
         wire = wire_device(frozenset((numbers.device.type,)), group)
@@ -62,6 +64,7 @@ def exchange_rows(counts: RowCounts, tensors: Sequence[torch.Tensor], verb: str)
     The tensors have two dims and as many rows as are sent, in the order of the members. Every rank of the group calls
     it, with tensors of the same widths and dtypes. A result may be a view of the memory of all results.
     """
+    refuse_in_graph(verb)
     group, device = counts.group, tensors[0].device
     form = RowForm.of(tuple((tensor.shape[1], tensor.dtype) for tensor in tensors))
     rows = sum(counts.received)

@@ -21,6 +21,7 @@ from shardwise.comm.tracing import record
 from shardwise.comm.transfer.all_to_all import AllToAll
 from shardwise.comm.transfer.bounded import Bounded, BoundedTransfer
 from shardwise.comm.transfer.collectives import own_collective
+from shardwise.comm.transfer.in_graph import transfer_ops
 from shardwise.comm.transfer.local_copies import Done, Tell, copy_own, tell_all
 from shardwise.comm.transfer.operands import TransferOperands
 from shardwise.comm.transfer.plan import TransferPlan
@@ -57,6 +58,9 @@ def move(
     caller drops the memory of ``outs`` after an error, so messages may be received straight into it. A trace that is
     on gets an entry, if anything is sent.
     """
+    ops = transfer_ops.get()
+    if ops is not None:
+        return Done(ops.move(plan, tensors, process_group, dtype=dtype, max_bytes=max_bytes, fill=fill))
     begun = _begin_traced(plan, dtype.itemsize) if record.running and plan.moved and tell is None else None
     moving: Moving
     sent = max_bytes is None if without_data() else not is_fake(process_group)

@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from shardwise import settings
 from shardwise.autograd.anchors import wants_graph
-from shardwise.comm.group import Fields, is_capturing, is_member, without_data
+from shardwise.comm.group import Fields, is_capturing, is_member
 from shardwise.comm.peers import notify_of_failure
 from shardwise.comm.transfer import TransferPlan, make_plan
+from shardwise.comm.transfer.in_graph import is_traced
 from shardwise.layout import Layout
 from shardwise.layout.geometry import Boxes
 from shardwise.ops.embedding.lookup import LookupOptions, require_rows
@@ -60,7 +61,7 @@ def adds_up(ids: Any, weight: ShardedTensor, options: LookupOptions) -> bool:
     if padding is not None and not -rows <= padding < rows:
         return False
     most = MOST_ON_CPU if kinds == {"cpu"} else MOST_ON_ACCELERATOR
-    return ids.numel() * weight.shape[1] * weight.dtype.itemsize <= most or is_capturing()
+    return ids.numel() * weight.shape[1] * weight.dtype.itemsize <= most or is_capturing() or is_traced()
 
 
 def _can_be_everywhere(ids: Any, weight: ShardedTensor) -> bool:
@@ -127,8 +128,7 @@ def _checked_ids(ids: torch.Tensor, weight: ShardedTensor, summary: OpSummary) -
 
 def _check(rows: int, ids: torch.Tensor, *, compares: bool) -> Fields:
     """Raise unless the table has a row for every id. What ranks compare of ids that each of them was given."""
-    if not without_data():
-        require_rows(ids, rows)
+    require_rows(ids, rows)
     return operand_summaries(ids=ids) if compares else {}
 
 

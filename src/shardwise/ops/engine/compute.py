@@ -17,10 +17,12 @@ from shardwise.comm.group import CallFingerprint, Fields, cached_per_group, is_m
 from shardwise.comm.peers import notify_of_failure
 from shardwise.comm.tracing import record
 from shardwise.comm.transfer import make_plan
+from shardwise.comm.transfer.in_graph import is_traced
 from shardwise.errors import ProcessGroupError, UnsupportedOpError
 from shardwise.layout import Layout, Places
 from shardwise.ops.engine.call import Call, may_alias_operand, outer_function
 from shardwise.ops.engine.cells import deduplicated
+from shardwise.ops.engine.plain_operand import has_stand_in
 from shardwise.ops.engine.recorder import active, redistribute_operand, run_step, use_in_place
 from shardwise.ops.engine.result_metadata import SizeAndDtype, expected_results, in_schema_form, partial_dtypes
 from shardwise.ops.engine.rule import Rule
@@ -139,7 +141,7 @@ class _Computation:
         """The part of a plain operand, which is the same on every rank, for each local cell."""
         layout = self.schedule.operands[number]
         if torch.is_grad_enabled() and operand.requires_grad:
-            if self.group is not None and not operand.is_leaf and layout.is_partition and is_member(self.group):
+            if self.group is not None and self._can_split(operand, layout):
                 *parts, anchor = run_step(SplitPlain(layout, self.group), operand)
                 self.anchors.append(anchor)
                 return parts
@@ -150,6 +152,12 @@ class _Computation:
             return [operand[layout.index(row)] if operand.ndim else operand for row in self.rows]
         size = list(operand.shape)
         return [operand if layout.extent(row) == size else operand[layout.index(row)] for row in self.rows]
+
+    def _can_split(self, operand: torch.Tensor, layout: Layout) -> bool:
+        """Whether the gradient of a plain operand is put together from parts. That of a leaf is summed with others."""
+        if self.group is None or operand.is_leaf or not layout.is_partition or not is_member(self.group):
+            return False
+        return not (is_traced() and has_stand_in(operand, self.group))
 
     def _run_on_cell(self, row: int, tensors: Tensors) -> Any:
         changes = {}

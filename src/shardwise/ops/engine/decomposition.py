@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from shardwise.comm.transfer.in_graph import is_traced
 from shardwise.errors import CollectiveOpError, PropertyError, UnsupportedOpError, ViewWriteError
 from shardwise.ops.engine.call import Aten, Call, functional_overload, outer_function
 from shardwise.ops.engine.call_cache import IGNORES_FLAGS, IGNORES_VALUES, cached_call, cached_handler
@@ -115,7 +116,8 @@ def decompose_call(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
     refuse_collective(op, args, kwargs)
     if _writes_into_plain(op, args, kwargs):
         return op(*_gathered(args), **_gathered(kwargs))
-    by_position, by_name = (with_proxies(args), with_proxies(kwargs)) if torch.is_grad_enabled() else (args, kwargs)
+    needs_proxies = torch.is_grad_enabled() or is_traced()
+    by_position, by_name = (with_proxies(args), with_proxies(kwargs)) if needs_proxies else (args, kwargs)
     has_proxies = by_position is not args or by_name is not kwargs
     before = _outer.state, _outer.casts, _outer.has_proxies, _outer.arguments
     included, excluded = _dispatch_state()

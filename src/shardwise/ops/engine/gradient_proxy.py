@@ -2,6 +2,7 @@
 
 Meanwhile autograd is off, for the graph is in the shards. What torch does to a plain operand there (`einsum` transposes
 it, say) would be lost to autograd. A proxy brings each such op back to the library, which records it on the operand.
+While a compiler traces, proxies stand for all plain operands: the compiler's own tensors refuse to meet sharded ones.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.transfer.in_graph import is_traced
 from shardwise.tensor.dispatch import Distributed, registry
 from shardwise.torch_private import make_wrapper_subclass, pytree
 
@@ -30,7 +32,7 @@ class GradientProxy(torch.Tensor):
             storage_offset=plain.storage_offset(),
             dtype=plain.dtype,
             device=plain.device,
-            requires_grad=True,  # which functions ask before they prepare a backward
+            requires_grad=plain.requires_grad,  # which functions ask before they prepare a backward
         )
         self.plain = plain
         return self
@@ -46,7 +48,7 @@ def with_proxies(value: Any) -> Any:
     """The same arguments, with proxies for plain tensors that want a gradient; the same object if there are none."""
     if isinstance(value, torch.Tensor):
         is_plain = not isinstance(value, Distributed | GradientProxy) and value.layout == torch.strided
-        return GradientProxy.of(value) if value.requires_grad and is_plain else value
+        return GradientProxy.of(value) if is_plain and (value.requires_grad or is_traced()) else value
     if isinstance(value, list | tuple):
         made = [with_proxies(one) for one in value]
         return value if all(one is old for one, old in zip(made, value, strict=True)) else type(value)(made)

@@ -35,7 +35,7 @@ class _GradientTo(torch.autograd.Function):
 _gradient_to: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _GradientTo.apply
 
 
-def _everywhere(tensor: torch.Tensor, group: ProcessGroup) -> Layout:
+def everywhere(tensor: torch.Tensor, group: ProcessGroup) -> Layout:
     """A plain tensor as replicas on all ranks of a group."""
     return _whole(group, tensor.shape, tensor.device)
 
@@ -53,13 +53,26 @@ def shared_plain(tensor: torch.Tensor, group: ProcessGroup | None) -> torch.Tens
     if group is None or not torch.is_grad_enabled() or not tensor.requires_grad or dist.get_world_size(group) == 1:
         return tensor
     if tensor.is_leaf:
-        return shared_leaf(tensor, _everywhere(tensor, group), group)
-    key = group, tensor._version, saved_tensor_hooks(True)
+        return shared_leaf(tensor, everywhere(tensor, group), group)
     cached_key, stand_in = _stand_ins.get(tensor, (None, tensor))
-    if cached_key != key:
-        stand_in = shared_stand_in(tensor, _everywhere(tensor, group), group)
-        _stand_ins[tensor] = key, stand_in
+    if cached_key != _key(tensor, group):
+        stand_in = shared_stand_in(tensor, everywhere(tensor, group), group)
+        set_stand_in(tensor, group, stand_in)
     return _gradient_to(tensor, stand_in)
+
+
+def set_stand_in(tensor: torch.Tensor, group: ProcessGroup, stand_in: torch.Tensor) -> None:
+    """From now on, what ops with sharded operands bring as gradient of this tensor goes to its stand-in."""
+    _stand_ins[tensor] = _key(tensor, group), stand_in
+
+
+def has_stand_in(tensor: torch.Tensor, group: ProcessGroup) -> bool:
+    """Whether the gradient of a tensor goes to a stand-in in any case, so that nothing is gained by cutting it."""
+    return bool(_stand_ins.get(tensor, (None, tensor))[0] == _key(tensor, group))
+
+
+def _key(tensor: torch.Tensor, group: ProcessGroup) -> tuple[Any, ...]:
+    return group, tensor._version, saved_tensor_hooks(True)
 
 
 _stand_ins: MutableMapping[torch.Tensor, tuple[Any, torch.Tensor]] = WeakTensorKeyDictionary()
@@ -67,4 +80,4 @@ _stand_ins: MutableMapping[torch.Tensor, tuple[Any, torch.Tensor]] = WeakTensorK
 
 def cut_plain(tensor: torch.Tensor, layout: Layout, group: ProcessGroup) -> list[torch.Tensor]:
     """This rank's parts of a plain operand, each element of which is in one part on some rank, and an anchor."""
-    return own_parts(tensor, layout, _everywhere(tensor, group), group)
+    return own_parts(tensor, layout, everywhere(tensor, group), group)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 
+from shardwise.comm.transfer.in_graph import is_traced
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.rule import PartialReduction
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.strides import Strides, strides_of
-from shardwise.torch_private import pytree
+from shardwise.torch_private import pytree, without_dispatch_modes
 
 T = TypeVar("T")
 MAX_CACHED = 4096
@@ -41,7 +43,7 @@ def partial_dtypes(call: Call, reduction: PartialReduction) -> list[torch.dtype]
     """The dtypes of what a cell contributes to a reduction."""
     if reduction.partial is None:
         return [dtype for _, dtype in expected_results(call)]
-    with torch.no_grad():
+    with torch.no_grad(), _untraced():
         return [partial.dtype for partial in reduction.partial(call, _meta_operands(call))]
 
 
@@ -68,13 +70,19 @@ def _cached(cache: dict[Any, T], call: Call, more: tuple[Any, ...], make: Callab
     return known
 
 
+def _untraced() -> AbstractContextManager[Any]:
+    """Within this context, a compiler that traces does not see ops."""
+    return without_dispatch_modes() if is_traced() else nullcontext()
+
+
 def _meta_operands(call: Call) -> list[torch.Tensor]:
-    return [torch.empty(operand.shape, dtype=operand.dtype, device="meta") for operand in call.operands]
+    with _untraced():
+        return [torch.empty(operand.shape, dtype=operand.dtype, device="meta") for operand in call.operands]
 
 
 def _run_on_meta(call: Call, operands: list[torch.Tensor]) -> list[torch.Tensor]:
     changes = {"device": "meta"} if call.arguments.get("device") is not None else {}
-    with torch.no_grad():
+    with torch.no_grad(), _untraced():
         result = call.run(operands, **changes)
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
@@ -87,10 +95,11 @@ def _sizes_on_meta(call: Call) -> list[SizeAndDtype]:
 
 
 def _strides_on_meta(call: Call, strides: Sequence[Strides | None]) -> list[Strides | None]:
-    operands = [
-        one if own is None else torch.empty_strided(one.shape, own, dtype=one.dtype, device="meta")
-        for one, own in zip(_meta_operands(call), strides, strict=True)
-    ]
+    with _untraced():
+        operands = [
+            one if own is None else torch.empty_strided(one.shape, own, dtype=one.dtype, device="meta")
+            for one, own in zip(_meta_operands(call), strides, strict=True)
+        ]
     try:
         return [strides_of(one) for one in _run_on_meta(call, operands)]
     except Exception:  # of an op that torch cannot compute so: a view that copies, say

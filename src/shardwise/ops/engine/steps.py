@@ -22,6 +22,7 @@ from shardwise.autograd.transfers import Way, moved_locals
 from shardwise.comm.agreement import in_op, in_step, in_step_telling, record_call
 from shardwise.comm.group import DIGEST, CallFingerprint, Fields
 from shardwise.comm.transfer import TransferPlan
+from shardwise.comm.transfer.in_graph import is_traced, transfer_ops
 from shardwise.layout import Layout
 from shardwise.ops.engine.call import outer_function
 from shardwise.ops.engine.plain_operand import cut_plain, shared_plain
@@ -189,6 +190,9 @@ class DrawRandom(NamedTuple):
 
     def __call__(self) -> Tensors:
         """The tensors."""
+        ops = transfer_ops.get()
+        if ops is not None:
+            return ops.draw(self)
         frame = self.frame
         sizes = frame.layout.at(frame.rows).sizes.tolist()
         tensors = [torch.empty(size, dtype=frame.dtype, device=frame.device) for size in sizes]
@@ -204,8 +208,9 @@ class CommStep(Protocol):
 
 
 def _plain(operand: torch.Tensor) -> torch.Tensor:
-    """The operand itself, if it is of no other class."""
-    return operand if operand.__class__ in (torch.Tensor, FakeTensor) else operand.as_subclass(torch.Tensor)
+    """The operand itself, if it is of no other class; a compiler's own tensors are as good as plain ones."""
+    is_plain = operand.__class__ in (torch.Tensor, FakeTensor) or is_traced()
+    return operand if is_plain else operand.as_subclass(torch.Tensor)
 
 
 def _with_anchor(tensors: Tensors, anchor: torch.Tensor | None) -> Tensors:

@@ -1,0 +1,65 @@
+"""Transfers while a compiler traces: instead of being sent, a transfer becomes an op of the graph.
+
+`transfer_ops` holds what adds such ops to the graph that is being traced, if any. `move` and `sum_replicas` ask here
+before anything is sent, so the code above them need not know that it is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.distributed import ProcessGroup
+
+from shardwise.comm.transfer.plan import TransferPlan
+from shardwise.errors import UnsupportedOpError
+from shardwise.layout import Layout
+from shardwise.settings import ContextValue
+
+
+class TransferOps(Protocol):
+    """What a tracer adds to its graph for each transfer."""
+
+    anchor: torch.Tensor | None  # a tensor of the graph that every anchor leads to
+
+    def move(
+        self,
+        plan: TransferPlan,
+        tensors: Sequence[torch.Tensor],
+        group: ProcessGroup,
+        *,
+        dtype: torch.dtype,
+        max_bytes: int | None,
+        fill: Any,
+    ) -> list[torch.Tensor]:
+        """The local tensors of the plan's destination."""
+
+    def sum_replicas(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], group: ProcessGroup, dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """For each local tensor of a layout the sum over all replicas of its box."""
+
+    def draw(self, step: Any) -> list[torch.Tensor]:
+        """The results of a step that draws random numbers."""
+
+
+transfer_ops: ContextValue[TransferOps | None] = ContextValue("shardwise.transfer_ops", None)
+
+
+def is_traced() -> bool:
+    """Whether a compiler traces what this thread does."""
+    return transfer_ops.get() is not None
+
+
+def refuse_in_graph(what: str) -> None:
+    """Raise if a compiler traces: what this call sends depends on values, which a graph does not have."""
+    if is_traced():
+        _refuse(what)
+
+
+def _refuse(what: str) -> NoReturn:
+    raise UnsupportedOpError(
+        f"{what} cannot be a part of one graph: which data goes to which rank depends on values, and a graph is made "
+        "without values. Compile without fullgraph, or keep this call out of the compiled function"
+    )

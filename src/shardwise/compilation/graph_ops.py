@@ -1,0 +1,250 @@
+"""The op of a graph by which data goes between ranks: `shardwise::transfer`.
+
+Its last argument is a key. Under the key this process keeps a `Transfer`: what is to be done with the tensors, and the
+sizes of the results. The key is a digest of all that, so that equal keys mean equal transfers in any process, also
+where a compiler keeps its results on disk.
+
+All transfers of a graph are chained by a token, a tensor without meaning that each takes and gives: ranks have
+different graphs, and the chain makes each of them send in the order in which the model was traced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shardwise.autograd.buckets import LeafGradient, agreed_sum, sum_together
+from shardwise.comm.transfer import TransferPlan, move
+from shardwise.comm.transfer.all_reduce import holding_of, sum_replicas
+from shardwise.errors import UnsupportedOpError
+from shardwise.layout import Layout
+from shardwise.ops.engine.steps import DrawRandom
+
+Sizes = list[tuple[list[int], torch.dtype, torch.device]]
+
+
+class Transfer(Protocol):
+    """What one op of a graph does."""
+
+    @property
+    def key(self) -> str:
+        """Equal for transfers that do the same."""
+
+    def sizes(self) -> Sizes:
+        """Of the results on this rank."""
+
+    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The results. Every rank of the group calls it."""
+
+
+def _key(name: str, group: ProcessGroup | None, *parts: Any) -> str:
+    """A name that can be read, and a digest of everything."""
+    members = None if group is None else (group.group_name, dist.get_process_group_ranks(group))
+    digest = hashlib.blake2b(digest_size=12)
+    for part in (members, *parts):
+        digest.update(part if isinstance(part, bytes) else repr(part).encode())
+    return f"{name} {digest.hexdigest()}"
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """A plan that is carried out."""
+
+    plan: TransferPlan
+    group: ProcessGroup
+    dtype: torch.dtype
+    max_bytes: int | None
+    fill: Any
+
+    @cached_property
+    def key(self) -> str:
+        """Of the plan and the options."""
+        plan = self.plan
+        hosts = None if plan.hosts is None else plan.hosts.tobytes()
+        options = plan.sums, plan.forward is None, hosts, self.dtype, self.max_bytes, self.fill
+        name = "add up" if plan.sums else "move"
+        return _key(f"{name} {tuple(plan.src.size)}", self.group, plan.src.digest, plan.dst.digest, *options)
+
+    def sizes(self) -> Sizes:
+        """Of the destination."""
+        return _sizes(self.plan.dst, self.dtype)
+
+    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Move now."""
+        options = {"dtype": self.dtype, "max_bytes": self.max_bytes, "fill": self.fill}
+        return move(self.plan, tensors, self.group, **options, verb="a transfer of a compiled graph").wait()
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaSums:
+    """Sums over the replicas of one layout."""
+
+    layout: Layout
+    group: ProcessGroup
+    dtype: torch.dtype
+
+    @cached_property
+    def key(self) -> str:
+        """Of the layout."""
+        return _key(f"sum {tuple(self.layout.size)}", self.group, self.layout.digest, self.dtype)
+
+    def sizes(self) -> Sizes:
+        """Those of the local tensors."""
+        return _sizes(self.layout, self.dtype)
+
+    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Add up now."""
+        said = agreed_sum(self.group, self.layout.outline, self.dtype)
+        return sum_replicas(self.layout, tensors, self.group, dtype=self.dtype, **said)
+
+
+@dataclass(frozen=True, eq=False)
+class LeafSums:
+    """Sums over the replicas of many leaves, sent together. No rank holds two replicas of one box."""
+
+    layouts: tuple[Layout, ...]
+    group: ProcessGroup
+    dtype: torch.dtype
+
+    @cached_property
+    def key(self) -> str:
+        """Of all layouts."""
+        digests = [layout.digest for layout in self.layouts]
+        return _key(f"sum of {len(digests)} gradients", self.group, *digests, self.dtype)
+
+    def sizes(self) -> Sizes:
+        """Those of the local tensors of all leaves."""
+        return [one for layout in self.layouts for one in _sizes(layout, self.dtype)]
+
+    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Add up now."""
+        rank, size = dist.get_rank(), self.group.size()
+        rest, gradients, order = iter(range(len(tensors))), [], []
+        for layout in self.layouts:
+            holding = holding_of(layout, rank, size)
+            numbers = [next(rest) for _ in layout.rows_on(rank)]
+            order += [numbers[k] for (k,) in holding.numbers]  # of tensors by box
+            local = [tensors[numbers[k]] for (k,) in holding.numbers]
+            gradients.append(LeafGradient(holding, layout.outline, local, local))
+        sums = sum_together(gradients, self.group, self.dtype)
+        return [sums[order.index(k)] for k in range(len(tensors))]
+
+
+@dataclass(frozen=True, eq=False)
+class RandomDraw:
+    """Random numbers for the boxes of a frame; nothing is sent, but the generators of all ranks advance alike."""
+
+    draw: DrawRandom
+
+    @cached_property
+    def key(self) -> str:
+        """Of the frame and the distribution."""
+        draw, frame = self.draw.draw, self.draw.frame
+        what = draw.function.__name__, draw.args, draw.most, draw.chunks, self.draw.order, frame.dtype, frame.device
+        return _key(f"draw {tuple(frame.size)}", frame.process_group, frame.layout.digest, what)
+
+    def sizes(self) -> Sizes:
+        """Of the boxes."""
+        return _sizes(self.draw.frame.layout, self.draw.frame.dtype)
+
+    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Draw now."""
+        return self.draw()
+
+
+def _sizes(layout: Layout, dtype: torch.dtype) -> Sizes:
+    rows = layout.rows_on(dist.get_rank())
+    return [(layout.extent(row), dtype, layout.place(row).device) for row in rows]
+
+
+# The op --------------------------------------------------------------------------------------------------------------
+
+_transfers: dict[str, Transfer] = {}  # by key
+_library: Any = torch.library.Library("shardwise", "FRAGMENT")  # type: ignore[no-untyped-call] # torch's
+_library.define("transfer(Tensor token, Tensor[] tensors, str key) -> Tensor[]")
+
+
+def _found(key: str) -> Transfer:
+    if key not in _transfers:
+        raise UnsupportedOpError(
+            f"this process does not know the transfer '{key}' of a compiled graph: a graph runs only in the process "
+            "that has traced it"
+        )
+    return _transfers[key]
+
+
+def _run(token: torch.Tensor, tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
+    outs = _found(key).run([tensor.detach().contiguous() for tensor in tensors])
+    # A compiler takes each result for memory of its own, from the beginning of its storage.
+    return [token.new_empty(()), *[_own_memory(out) for out in outs]]
+
+
+def _own_memory(out: torch.Tensor) -> torch.Tensor:
+    return out if out.is_contiguous() and not out.storage_offset() else out.clone(memory_format=torch.contiguous_format)
+
+
+def _run_without_data(token: torch.Tensor, tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
+    sizes = _found(key).sizes()
+    return [token.new_empty(()), *[torch.empty(size, dtype=dtype, device=device) for size, dtype, device in sizes]]
+
+
+_library.impl("transfer", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("shardwise::transfer", _run_without_data, lib=_library)
+
+
+class GraphTransfers:
+    """Adds the transfers of one traced function to its graph, in the order in which they are traced."""
+
+    token: torch.Tensor  # of the last transfer so far
+
+    def __init__(self) -> None:
+        self.anchor: torch.Tensor | None = None
+        self.keys: list[str] = []  # in order: what all ranks compare
+
+    def begin(self, token: torch.Tensor) -> None:
+        """Begin to trace, maybe again: compilers trace a function several times."""
+        self.token, self.anchor, self.keys = token.detach(), None, []
+
+    def add(self, transfer: Transfer, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The results of a transfer, which becomes an op of the graph."""
+        _transfers[transfer.key] = transfer
+        self.keys.append(transfer.key)
+        outs: list[torch.Tensor]
+        with torch.no_grad():
+            self.token, *outs = torch.ops.shardwise.transfer(self.token, list(tensors), transfer.key)
+        return outs
+
+    def move(
+        self,
+        plan: TransferPlan,
+        tensors: Sequence[torch.Tensor],
+        group: ProcessGroup,
+        *,
+        dtype: torch.dtype,
+        max_bytes: int | None,
+        fill: Any,
+    ) -> list[torch.Tensor]:
+        """The local tensors of the plan's destination."""
+        return self.add(Move(plan, group, dtype, max_bytes, fill), tensors)
+
+    def sum_replicas(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], group: ProcessGroup, dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """For each local tensor of a layout the sum over all replicas of its box."""
+        return self.add(ReplicaSums(layout, group, dtype), tensors)
+
+    def draw(self, step: DrawRandom) -> list[torch.Tensor]:
+        """Random numbers for this rank's boxes."""
+        if step.generator is not None:
+            raise UnsupportedOpError(
+                "random numbers from a torch.Generator cannot be a part of one graph: draw from torch's own generator, "
+                "which torch.manual_seed sets, or draw before the compiled call"
+            )
+        return self.add(RandomDraw(step), [])
