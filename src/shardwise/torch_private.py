@@ -101,6 +101,7 @@ if TYPE_CHECKING:
 else:
     pytree = _private("torch.utils._pytree", "find tensors in nested arguments and results")
 amp_unscale = _private("torch._amp_foreach_non_finite_check_and_unscale_", "unscale gradients for GradScaler")
+assert_in_graph = _private("torch._assert_async", "raise for wrong values when a graph runs")
 standard_gamma = _private("torch._standard_gamma", "draw from gamma distributions")
 for _op, _purpose in {
     "_batch_norm_with_update": "compute batch statistics over all ranks",

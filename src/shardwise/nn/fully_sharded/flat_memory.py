@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from shardwise.autograd.anchors import tie
+from shardwise.autograd.transfers import Way, moved_locals
 from shardwise.comm.group import CallFingerprint, group_state, rank_array
 from shardwise.comm.transfer import Moving, make_plan, move
 from shardwise.comm.transfer.all_reduce import AllReduce, holding_of
@@ -210,6 +212,43 @@ class FlatMemory:
         if any(wanted) and torch.is_grad_enabled():
             return list(_gathered(self, reduce, wanted, self._anchor))
         return self.split()
+
+    def views_in_graph(self, parameters: Sequence[Any]) -> list[torch.Tensor]:
+        """Each entry of these parameters while a compiler traces, gathered by an op of its graph.
+
+        The gradients of all of them are summed by another one. What is gathered stays until the backward.
+        """
+        if self._groups.column is not None or self.shard.device.type != self._device.type:
+            raise UnsupportedOpError(
+                f"{self.what} is offloaded, or sharded over a part of the ranks only: that cannot be a part of one "
+                "graph. Compile without fullgraph, or each block by itself: block.compile()"
+            )
+        if self._sum_dtype not in (None, self.gathered_dtype):
+            raise UnsupportedOpError(
+                f"gradients of {self.what} are summed in another dtype than parameters are gathered in: that cannot be "
+                "a part of one graph. Give both the same precision, or compile without fullgraph"
+            )
+        pieces: list[tuple[int, torch.Tensor]] = []
+        for one, parameter in zip(self.parameters, parameters, strict=True):
+            found = zip(one.stretches, parameter._local_tensors(), strict=True)
+            pieces += [(low, tensor.reshape(-1)) for (low, _), tensor in found]
+        pieces.sort(key=lambda pair: pair[0])
+        end, parts = 0, []
+        for low, tensor in pieces:
+            parts += [tensor.new_zeros(low - end)] * (low > end) + [tensor]
+            end = low + tensor.numel()
+        parts.append(torch.zeros(self.shard.numel() - end, dtype=self.dtype, device=self._device))
+        shard = torch.cat(parts).to(self.gathered_dtype)
+        if self._is_alone:
+            whole = shard
+        else:
+            records = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
+            anchors = [anchor for parameter in parameters if (anchor := parameter._anchored()) is not None]
+            anchor = tie(anchors) if anchors and records else None
+            way = Way(self._groups.row, verb=f"gather {self.what}")
+            (whole,), _ = moved_locals([shard], anchor, self._plan, way, self.gathered_dtype, record=records)
+        found_parts = whole.split_with_sizes(self._sizes)
+        return [part.view(entry.shape) for part, entry in zip(found_parts, self._entries, strict=False)]
 
     @property
     def wants_grad(self) -> bool:

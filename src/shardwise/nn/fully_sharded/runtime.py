@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.autograd.task import BackwardTask, current_task
 from shardwise.comm.transfer import Moving
+from shardwise.comm.transfer.in_graph import is_traced
 from shardwise.errors import PlanError
 from shardwise.layout.pictures.words import bytes_text, numbered
 from shardwise.nn.fully_sharded.cuts import Loads
@@ -102,6 +103,8 @@ class FullySharded:
         ]
 
     def _enter(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if is_traced():
+            return unit.enter_in_graph(args, kwargs)
         is_forward = current_backward() == -1
         if unit is self._root and is_forward and not unit.is_running():
             self._begin()
@@ -144,6 +147,9 @@ class FullySharded:
             unit.begin_gathering()
 
     def _leave(self, unit: Unit, output: Any) -> Any:
+        if is_traced():
+            unit.leave_in_graph()
+            return output
         if not unit.is_running():  # it has failed before it began
             return output
         is_forward = current_backward() == -1

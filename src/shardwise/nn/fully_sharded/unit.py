@@ -47,6 +47,7 @@ class Unit:
         self.local = LocalCompute(path, module, group)
         self.calls: list[UnitCall] = []  # that are under way, one within another
         self.in_backward: UnitCall | None = None  # whose backward came last
+        self._in_graph: list[list[list[Any]]] = []  # parameters of calls that are traced, one within another
         self.open = 0  # memories that are still to get gradients in the backward of a call
 
     # Memory ----------------------------------------------------------------------------------------------------------
@@ -131,6 +132,26 @@ class Unit:
             return (args, kwargs) if found is None else found.sharded()
         self._put(views)
         return found.local()
+
+    def enter_in_graph(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The same while a compiler traces: what is gathered, and the sums of gradients, are ops of its graph."""
+        now = [[slot.owner._parameters[slot.name] for slot in one.slots] for one in self.parameters]
+        self._in_graph.append(now)
+        rest = iter(now)
+        views = [
+            view
+            for memory in self.memories
+            for view in memory.views_in_graph([next(rest)[0] for _ in memory.parameters])
+        ]
+        self._put(self._replicas(views))
+        return self._cast(args, kwargs)
+
+    def leave_in_graph(self) -> None:
+        """Put back the parameters that the module had before."""
+        for one, before in zip(self.parameters, self._in_graph.pop(), strict=True):
+            for slot, value in zip(one.slots, before, strict=True):
+                put_parameter(slot.owner, slot.name, value)
+        self._has_views = False
 
     def _cast(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments in the dtype of gathered parameters, where another one was asked for."""

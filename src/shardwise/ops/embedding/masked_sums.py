@@ -34,6 +34,7 @@ from shardwise.ops.engine.steps import CheckPlain, MoveLocals, OpSummary, Redist
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor.dispatch import Distributed
 from shardwise.tensor.movement import require_movable
+from shardwise.torch_private import assert_in_graph
 
 Tensors = list[torch.Tensor]
 
@@ -121,7 +122,10 @@ def _checked_ids(ids: torch.Tensor, weight: ShardedTensor, summary: OpSummary) -
     if isinstance(ids, ShardedTensor):
         plan = make_plan(ids._layout, Layout.whole(ids.shape, group_places(weight._layout, group)))
         ids = redistribute_operand(RedistributeOperand(plan, group, summary, record=False, caches=False), ids)[0]
-    if weight._layout.places.device_types == {"cpu"}:  # elsewhere the host would wait for the values
+    if is_traced():  # the graph finds out
+        is_there = torch.logical_and(ids >= 0, ids < weight.shape[0]).all()
+        assert_in_graph(is_there, f"index out of range: an id is beyond a table of {weight.shape[0]} rows")
+    elif weight._layout.places.device_types == {"cpu"}:  # elsewhere the host would wait for the values
         run_step(CheckPlain(group, summary.call, partial(_check, weight.shape[0], compares=compares)), ids)
     return ids
 
