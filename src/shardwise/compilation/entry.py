@@ -13,26 +13,36 @@ from shardwise.tensor import ShardedTensorBase
 from shardwise.torch_private import pytree
 
 
-def compile(
-    model: Callable[..., Any],
-    *,
-    fullgraph: bool = False,
-    backend: str | Callable[..., Any] = "inductor",
-    mode: str | None = None,
-    options: dict[str, Any] | None = None,
-) -> Any:
-    """A module or function that runs compiled, as `torch.compile` gives it; its tensors may be sharded in any way.
+def compile(model: Any, *, fullgraph: bool = False, **options: Any) -> Any:
+    """Compile a model that is sharded in any way, with options of `torch.compile`. Every rank calls it alike.
+
+    What each unit of a model computes between transfers becomes graphs of local tensors. The model is changed in place,
+    and returned; the second call with tensors of a layout compiles, and gives what it gave before::
+
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
+        >>> model = shardwise.compile(shardwise.fully_shard(model), backend="aot_eager")
+        >>> batch = shardwise.from_local(torch.ones(1 + dist.get_rank(), 8))
+        >>> model(batch).shape
+        torch.Size([3, 8])
+
+    The units are those of `fully_shard`; of other models, the members of lists of equal modules. Units that are alike
+    share their graphs. A unit whose forward torch cannot trace without a break runs as before, and the modules in it
+    are compiled instead.
 
     With ``fullgraph``, each rank runs one graph of the forward and one of the backward over its local tensors, and
-    transfers between ranks are ops of these graphs. Every rank calls the result alike; the first call of each kind
-    compiles. Other sizes, layouts or plain arguments are another kind of call. What cannot be traced raises on every
-    rank::
+    transfers between ranks are ops of these graphs, as by ``torch.compile(model, fullgraph=True)``. The first call of
+    each kind compiles: other sizes, layouts or plain arguments are another kind. What cannot be traced raises on every
+    rank. A function is compiled likewise::
 
         >>> norm = shardwise.compile(lambda x: (x * x).sum().sqrt(), fullgraph=True, backend="aot_eager")
         >>> float(norm(shardwise.ones(0, 4, 4)))
         4.0
     """
-    return torch.compile(model, fullgraph=fullgraph, backend=backend, mode=mode, options=options)
+    if fullgraph or not isinstance(model, nn.Module):
+        return torch.compile(model, fullgraph=fullgraph, **options)
+    from shardwise.compilation.units import compile_units
+
+    return compile_units(model, options)
 
 
 def in_one_graph(
@@ -59,7 +69,7 @@ def in_one_graph(
 def _has_sharded(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     if any(isinstance(leaf, ShardedTensorBase) for leaf in pytree.tree_leaves((args, kwargs))):
         return True
-    from shardwise.compilation.inputs import modules_of
+    from shardwise.compilation.full_graph.inputs import modules_of
 
     modules: list[nn.Module] = modules_of(function)
     return any(

@@ -12,8 +12,6 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +21,7 @@ from torch import nn
 
 from shardwise import errors
 from shardwise.compilation import in_one_graph
+from shardwise.compilation.compiled_threads import compiled_threads
 from shardwise.errors import UnsupportedOpError
 from shardwise.patching import Function, replace_now, replace_when_loaded
 from shardwise.tensor.dispatch import Handler, Op, Registry, op_name, registry
@@ -34,7 +33,6 @@ WHY = (
     "makes that tensor itself, and has no sharded tensor among its arguments or in its modules. Give it the sharded "
     "tensor as an argument. Leave fullgraph off: what lies between such calls is compiled, and the result is the same"
 )
-_compiled_threads: set[int] = set()  # that are within a function that was compiled with fullgraph=True
 
 
 class _OneGraphRegistry(Registry):
@@ -42,22 +40,9 @@ class _OneGraphRegistry(Registry):
 
     def find(self, op: Op, spec_class: type) -> Handler | None:
         """The handler, unless the op is called by compiled code."""
-        if threading.get_ident() in _compiled_threads and not _is_tracing():
+        if threading.get_ident() in compiled_threads and not _is_tracing():
             raise UnsupportedOpError(WHY.format(f"'{op_name(op)}'"))
         return super().find(op, spec_class)
-
-
-@contextmanager
-def outside_of_one_graph() -> Iterator[None]:
-    """Within this context, ops on sharded tensors are computed though a function compiled with fullgraph=True runs."""
-    thread = threading.get_ident()
-    within = thread in _compiled_threads
-    _compiled_threads.discard(thread)
-    try:
-        yield
-    finally:
-        if within:
-            _compiled_threads.add(thread)
 
 
 def _is_tracing() -> bool:
@@ -69,9 +54,9 @@ def _note_one_graph(theirs: Function) -> Function:
     """What torch calls with 0 before a function that was compiled with fullgraph=True runs, and with -1 after it."""
 
     def count_frames(count: int) -> Any:
-        (_compiled_threads.add if count >= 0 else _compiled_threads.discard)(threading.get_ident())
+        (compiled_threads.add if count >= 0 else compiled_threads.discard)(threading.get_ident())
         if registry.__class__ in (Registry, _OneGraphRegistry):  # not in a forked child
-            registry.__class__ = _OneGraphRegistry if _compiled_threads else Registry
+            registry.__class__ = _OneGraphRegistry if compiled_threads else Registry
         return theirs(count)
 
     return count_frames
@@ -126,7 +111,7 @@ def _compile(theirs: Function) -> Function:
 
 
 def _backend(**chosen: Any) -> Any:
-    from shardwise.compilation.backends import backend_of
+    from shardwise.compilation.full_graph.backends import backend_of
 
     return backend_of(**chosen)
 

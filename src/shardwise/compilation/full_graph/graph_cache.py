@@ -16,9 +16,9 @@ from shardwise import errors
 from shardwise.comm.agreement import in_step
 from shardwise.comm.group import without_data
 from shardwise.comm.transfer.in_graph import is_traced, transfer_ops
-from shardwise.compilation.guards import ModuleState, process_key
-from shardwise.compilation.inputs import CallInputs, modules_of
-from shardwise.compilation.tracing import Results, TracedCall, graph_module
+from shardwise.compilation.full_graph.guards import ModuleState, process_key
+from shardwise.compilation.full_graph.inputs import CallInputs, modules_of
+from shardwise.compilation.full_graph.tracing import Results, TracedCall, graph_module
 from shardwise.errors import UnsupportedOpError
 from shardwise.torch_private import FAKE_TENSOR_ERRORS, FakeTensorMode, load_private
 

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from shardwise.comm.group import without_data
-from shardwise.compilation.captured_graph import UnitCall, current
-from shardwise.compilation.stand_ins import StandIns
-from shardwise.errors import UnsupportedOpError
+from shardwise.compilation.units.captured_graph import UnitCall, current
+from shardwise.compilation.units.stand_ins import StandIns
 from shardwise.tensor import ShardedTensorBase
 from shardwise.torch_private import (
     dispatch_mode_count,
@@ -28,8 +27,6 @@ Forward = Callable[..., Any]
 
 class Compiler(Protocol):
     """How forwards are compiled."""
-
-    raises: bool  # whether a forward that cannot be traced is an error
 
     def install(self, module: nn.Module) -> None:
         """Let a module run compiled."""
@@ -119,11 +116,6 @@ class CompiledForward:
     def _refuse(self, kind: Any, error: Exception) -> None:
         """Calls of this kind run as before; in training, the modules within are compiled by themselves."""
         name = type(self._module).__name__
-        if self._compiler.raises:
-            raise UnsupportedOpError(
-                f"the forward of {name} on sharded tensors cannot be traced without a break: leave fullgraph off, and "
-                "the modules in it are compiled instead, where they can be"
-            ) from error
         self._refusals[kind] = str(error)
         logging.getLogger("shardwise").info("%s is not compiled on sharded tensors: %s", name, error)
         if torch.is_grad_enabled():

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.compilation.boundary import enter_graph, leave_graph
-from shardwise.compilation.graph_ops import GraphTransfers
-from shardwise.compilation.inputs import COPIED_FIELDS, CallInputs
+from shardwise.compilation.full_graph.boundary import enter_graph, leave_graph
+from shardwise.compilation.full_graph.graph_ops import GraphTransfers
+from shardwise.compilation.full_graph.inputs import COPIED_FIELDS, CallInputs
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.frame import Frame
 from shardwise.torch_private import pytree

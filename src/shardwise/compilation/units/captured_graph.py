@@ -17,9 +17,9 @@ from torch import fx
 
 from shardwise import settings
 from shardwise.comm.tracing import record
-from shardwise.compilation.segments import SegmentCompiler
-from shardwise.compilation.stand_ins import StandIns
-from shardwise.interop.one_graph import outside_of_one_graph
+from shardwise.compilation.compiled_threads import outside_of_one_graph
+from shardwise.compilation.units.segments import SegmentCompiler
+from shardwise.compilation.units.stand_ins import StandIns
 from shardwise.ops.engine.call_cache import IGNORES_VALUES, cached_call
 from shardwise.ops.engine.program import Program
 from shardwise.tensor import ShardedTensorBase

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.comm.transfer.all_reduce import holding_of
-from shardwise.compilation.graph_ops import GraphTransfers, LeafSums, ReplicaSums
-from shardwise.compilation.inputs import Input
+from shardwise.compilation.full_graph.graph_ops import GraphTransfers, LeafSums, ReplicaSums
+from shardwise.compilation.full_graph.inputs import Input
 from shardwise.layout import Layout
 from shardwise.ops.engine.plain_operand import everywhere, set_stand_in
 from shardwise.tensor import ShardedTensorBase

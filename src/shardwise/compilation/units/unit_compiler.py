@@ -1,4 +1,4 @@
-"""`compile`: each unit of a model is compiled in its place; transfers stay between the compiled graphs."""
+"""`compile_units`: each unit of a model is compiled in its place; transfers stay between the compiled graphs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from shardwise.compilation.captured_graph import CapturedGraph
-from shardwise.compilation.compiled_forward import CompiledForward
-from shardwise.compilation.segments import SegmentCompiler
+from shardwise.compilation.units.captured_graph import CapturedGraph
+from shardwise.compilation.units.compiled_forward import CompiledForward
+from shardwise.compilation.units.segments import SegmentCompiler
 from shardwise.nn.fully_sharded import FullySharded
 from shardwise.nn.fully_sharded.unit_choice import block_paths
 from shardwise.nn.sharding_plan import ModuleTree
@@ -19,24 +19,10 @@ from shardwise.nn.sharding_plan import ModuleTree
 M = TypeVar("M", bound=nn.Module)
 
 
-def compile(model: M, **options: Any) -> M:
-    """Compile each unit of a model that `fully_shard` or `shard_module` has sharded, with options of `torch.compile`.
+def compile_units(model: M, options: dict[str, Any]) -> M:
+    """Compile each unit of a model, in place, with options of `torch.compile`.
 
-    Every rank calls it with the same options; nothing is sent. The model is changed in place, and returned: what its
-    units compute is compiled, at the second call with tensors of a layout, and gives what it gave before::
-
-        >>> model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
-        >>> model = shardwise.compile(shardwise.fully_shard(model), backend="aot_eager")
-        >>> batch = shardwise.from_local(torch.ones(1 + dist.get_rank(), 8))
-        >>> model(batch).shape
-        torch.Size([3, 8])
-
-    The units are those of `fully_shard`; of other models, the members of lists of equal modules. A unit that runs on
-    this rank's plain samples is one graph. Of a unit that runs on sharded tensors, what lies between two transfers is
-    one graph of local tensors. Units that are alike share their graphs.
-
-    A unit whose forward torch cannot trace without a break runs as before, and the modules in it are compiled instead.
-    With ``fullgraph=True`` that is an `UnsupportedOpError`, which says why.
+    The units are those of `fully_shard`; of other models, the members of lists of equal modules.
     """
     compiler = _UnitCompiler(options)
     made: Any = getattr(model, "fully_sharded", None)
@@ -62,7 +48,6 @@ class _UnitCompiler:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
-        self.raises = bool(options.get("fullgraph"))
         self._segments = SegmentCompiler(self.compiled)
 
     def install(self, module: nn.Module, is_tried: Callable[[], bool] | None = None) -> None:
@@ -72,14 +57,20 @@ class _UnitCompiler:
 
     def compiled(self, function: Any) -> Any:
         """A function of plain tensors."""
-        return _FirstQuiet(torch.compile(function, **self.options))
+        return _FirstQuiet(_torch_compile(function, **self.options))
 
     def captured(self, forward: Any) -> Any:
         """A forward that is called with stand-ins."""
-        return torch.compile(forward, backend=self._capture, fullgraph=True, dynamic=self.options.get("dynamic"))
+        return _torch_compile(forward, backend=self._capture, fullgraph=True, dynamic=self.options.get("dynamic"))
 
     def _capture(self, graph: fx.GraphModule, inputs: object) -> CapturedGraph:
         return CapturedGraph(graph, self._segments)
+
+
+def _torch_compile(function: Any, **options: Any) -> Any:
+    """By torch itself: the function is called with plain tensors alone."""
+    compile_: Any = getattr(torch.compile, "__wrapped__", torch.compile)
+    return compile_(function, **options)
 
 
 class _FirstQuiet:

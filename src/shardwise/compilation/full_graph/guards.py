@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwise import settings
-from shardwise.compilation.inputs import Input, Place, places_of
+from shardwise.compilation.full_graph.inputs import Input, Place, places_of
 from shardwise.errors import UnsupportedOpError
 from shardwise.ops.engine.call_cache import FLAGS
 from shardwise.tensor import ShardedTensorBase

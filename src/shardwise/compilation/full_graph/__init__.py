@@ -1,0 +1,12 @@
+"""Functions and modules of sharded tensors, compiled as one graph of local tensors on each rank.
+
+- `graph_cache`: `FullGraph`, a function whose calls run as one graph of the forward and one of the backward
+- `inputs`: the tensors of a call that become inputs of its graph; `guards`: what else a graph depends on
+- `tracing`: a call as a function of local tensors; `boundary`: where autograd begins and ends in it
+- `graph_ops`: transfers as ops of a graph
+- `backends`: the backends of `torch.compile`, by name
+"""
+
+from shardwise.compilation.full_graph.graph_cache import FullGraph
+
+__all__ = ["FullGraph"]
