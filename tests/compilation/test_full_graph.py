@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import shutil
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -344,3 +346,13 @@ def test_plain_tensors_are_left_to_torch() -> None:
     found = torch.compile(function, fullgraph=True, backend=counter)(FLOAT, FLOAT)
     assert_close(found, function(FLOAT, FLOAT))
     assert len(counter.forwards) == 1
+
+
+def test_nothing_of_it_is_imported_before_it_is_used() -> None:
+    """Importing the library loads the verb alone."""
+    said = (
+        "import sys, shardwise; found = {name for name in sys.modules if name.startswith('shardwise.compilation.')}; "
+        "assert found == {'shardwise.compilation.entry'}, found"
+    )
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.autograd.buckets import LeafGradient, agreed_sum, sum_together
+from shardwise.comm.group import GroupState, group_state
 from shardwise.comm.transfer import TransferPlan, move
 from shardwise.comm.transfer.all_reduce import holding_of, sum_replicas
 from shardwise.errors import UnsupportedOpError
@@ -36,6 +38,10 @@ class Transfer(Protocol):
     @property
     def key(self) -> str:
         """Equal for transfers that do the same."""
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """Whose ranks take part."""
 
     def sizes(self) -> Sizes:
         """Of the results on this rank."""
@@ -143,6 +149,11 @@ class RandomDraw:
 
     draw: DrawRandom
 
+    @property
+    def group(self) -> ProcessGroup | None:
+        """Of the frame."""
+        return self.draw.frame.process_group
+
     @cached_property
     def key(self) -> str:
         """Of the frame and the distribution."""
@@ -166,16 +177,32 @@ def _sizes(layout: Layout, dtype: torch.dtype) -> Sizes:
 
 # The op --------------------------------------------------------------------------------------------------------------
 
-_transfers: dict[str, Transfer] = {}  # by key
+_transfers: dict[str, Transfer] = {}  # by key, as long as their groups live
+_keys: WeakKeyDictionary[GroupState, set[str]] = WeakKeyDictionary()  # of the transfers of each group
 _library: Any = torch.library.Library("shardwise", "FRAGMENT")  # type: ignore[no-untyped-call] # torch's
 _library.define("transfer(Tensor token, Tensor[] tensors, str key) -> Tensor[]")
+
+
+def _keep(transfer: Transfer) -> str:
+    """The key under which the op finds a transfer from now on, until its group ends."""
+    key, state = transfer.key, group_state(transfer.group)
+    if key not in _transfers:
+        _transfers[key] = transfer
+        _keys.setdefault(state, set()).add(key)
+        state.at_end.add(_forget)
+    return key
+
+
+def _forget(state: GroupState) -> None:
+    for key in _keys.pop(state, set()):
+        _transfers.pop(key, None)
 
 
 def _found(key: str) -> Transfer:
     if key not in _transfers:
         raise UnsupportedOpError(
             f"this process does not know the transfer '{key}' of a compiled graph: a graph runs only in the process "
-            "that has traced it"
+            "that has traced it, as long as the process group is not destroyed"
         )
     return _transfers[key]
 
@@ -214,11 +241,11 @@ class GraphTransfers:
 
     def add(self, transfer: Transfer, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results of a transfer, which becomes an op of the graph."""
-        _transfers[transfer.key] = transfer
-        self.keys.append(transfer.key)
+        key = _keep(transfer)
+        self.keys.append(key)
         outs: list[torch.Tensor]
         with torch.no_grad():
-            self.token, *outs = torch.ops.shardwise.transfer(self.token, list(tensors), transfer.key)
+            self.token, *outs = torch.ops.shardwise.transfer(self.token, list(tensors), key)
         return outs
 
     def move(

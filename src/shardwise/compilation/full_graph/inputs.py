@@ -66,25 +66,30 @@ def places_of(modules: Sequence[tuple[str, nn.Module]]) -> list[Place]:
     return found
 
 
+_numbers: dict[tuple[Any, ...], int] = {}  # of what inputs depend on: numbers are compared faster
+
+
 class Input:
     """A tensor of a call, and all of it that a graph depends on."""
 
-    __slots__ = ("grad", "is_leaf", "key", "sharded", "tensor", "tensors")
+    __slots__ = ("_size", "grad", "is_leaf", "key", "sharded", "tensor", "tensors")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.grad, self.is_leaf = tensor.requires_grad, tensor.is_leaf
         self.sharded = isinstance(tensor, ShardedTensorBase)
         self.tensors: list[torch.Tensor] = list(_in_graph(tensor))
-        self.key = self._key()  # equal for tensors that one graph serves
+        self._size = tensor.shape, tensor.dtype
+        self.key = _numbers.setdefault(self._depends_on(), len(_numbers))  # equal for tensors that one graph serves
 
-    def _key(self) -> tuple[Any, ...]:
+    def _depends_on(self) -> tuple[Any, ...]:
         tensor = self.tensor
         local = tuple((one.shape, one.stride(), one.dtype, one.device) for one in self.tensors)
         if isinstance(tensor, ShardedTensorBase):
-            frame = tensor._frame
+            frame, group = tensor._frame, tensor._frame.process_group
             fields = tuple(getattr(tensor, name) for name in COPIED_FIELDS)
-            return frame.key or frame.make_key(), self.grad, self.is_leaf, local, fields
+            about = frame.layout.digest, frame.dtype, frame.spec_class, id(group)
+            return about, self.grad, self.is_leaf, local, fields
         return self.grad, self.is_leaf, local
 
     def serves(self, tensor: torch.Tensor) -> bool:
@@ -92,8 +97,7 @@ class Input:
         if tensor is not self.tensor or tensor.requires_grad != self.grad:
             return False
         if not self.sharded:
-            size, _, dtype, _ = self.key[2][0]
-            return bool(tensor.shape == size and tensor.dtype == dtype)
+            return self._size == (tensor.shape, tensor.dtype)
         now = _in_graph(tensor)
         return len(now) == len(self.tensors) and all(map(operator.is_, now, self.tensors))
 
