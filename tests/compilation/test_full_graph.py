@@ -235,6 +235,21 @@ def test_dropout_draws_as_without_compiling() -> None:
         assert_close(one, other)
 
 
+@ranks(2)
+def test_inference_mode_and_autocast() -> None:
+    """Each has a graph of its own, which gives what the model gives without compiling."""
+    model, counter = sharded(Layers()), Counter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    with torch.inference_mode():
+        assert_close(whole(compiled(batch())), whole(model(batch())))
+    model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = compiled(batch().float()), model(batch().float())
+    assert torch.equal(whole(found.detach()), whole(expected.detach()))
+    found.sum().backward()
+    assert counter.counts == (2, 1)
+
+
 def reads_values(tensor: torch.Tensor) -> torch.Tensor:
     """Depends on values of a sharded tensor."""
     return tensor * 2 if tensor.sum().item() > 0 else tensor

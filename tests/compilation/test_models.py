@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from shardwise import plans, shard_module
+from shardwise.errors import UnsupportedOpError
 from shardwise.testing import ranks
 
 STEPS = 3
@@ -67,3 +68,12 @@ def test_shares_of_any_size(weights: list[int] | None) -> None:
     ids, labels = torch.randint(SHAPE.words, (2, SHAPE.batch, SHAPE.sequence))
     given = {"ids": ids, "labels": labels}
     assert_compiles(twin, plain, given, given, loss_of_words)
+
+
+@ranks(2)
+def test_experts_are_refused() -> None:
+    """Values decide which expert gets which tokens; the error names the line of the model."""
+    twin, inputs = sharded(made("Mixtral"), tensor_parallel("Mixtral")), ZOO["Mixtral"].inputs()
+    inputs.pop("targets")
+    with pytest.raises(UnsupportedOpError, match=r"modeling_mixtral.py:\d+.*nonzero"):
+        torch.compile(twin, fullgraph=True, backend="aot_eager")(**inputs)
