@@ -100,6 +100,7 @@ if TYPE_CHECKING:
     pytree = torch.utils._pytree
 else:
     pytree = _private("torch.utils._pytree", "find tensors in nested arguments and results")
+gpu_sleep = _private("torch.cuda._sleep", "time kernels of a GPU that waits until the host has queued them")
 amp_unscale = _private("torch._amp_foreach_non_finite_check_and_unscale_", "unscale gradients for GradScaler")
 assert_in_graph = _private("torch._assert_async", "raise for wrong values when a graph runs")
 standard_gamma = _private("torch._standard_gamma", "draw from gamma distributions")

@@ -9,12 +9,14 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from shardwise.torch_private import gpu_sleep
+
 Call = Callable[[], object]
 
 LONG_ENOUGH = 2e-2  # seconds: shorter calls are repeated to fill it
 MOST_CALLS = {"cpu": 1000, "cuda": 20}  # in one stretch; on a GPU, so few that the host runs ahead of it
 SAME_CLOCK = 1.0  # seconds: ranks whose clocks differ more are on different machines
-BUSY, BUSY_FOR = 4096, 2  # the size and the number of products that keep the GPU busy while the host queues calls
+SLEEP = 4_000_000  # cycles that the GPU waits, some milliseconds, while the host queues calls
 
 
 class Stopwatch:
@@ -22,27 +24,27 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self._repeats = device, repeats
-        self._busy = torch.ones(BUSY, BUSY, device=device) if device.type == "cuda" else None
+        self._is_gpu = device.type == "cuda"
         self._meeting = 0.0  # seconds until all ranks have come together, when all are there
         meetings = [self._together(lambda: None, 0) for _ in range(3 * repeats)]
         self._meeting = statistics.median(self.slowest(meetings))
         self._begin = 0.0  # seconds of the CPU to begin a call
-        if self._busy is None:
+        if not self._is_gpu:
             nothing = torch.ones(1)
             self._begin = self.on_all_ranks(lambda: nothing.mul(nothing))
 
     def on_device(self, call: Call) -> float:
         """Seconds of the device for one call, without those of the host. On the CPU, all ranks call it."""
-        if self._busy is None:
+        if not self._is_gpu:
             seconds = statistics.fmean(self._by_rank(call))
             return max(seconds - self._begin, seconds / 2)
         call()
-        calls = self._calls(self._stretch(call, self._busy, 1))
-        return statistics.median(self._stretch(call, self._busy, calls) / calls for _ in range(self._repeats))
+        calls = self._calls(self._stretch(call, 1))
+        return statistics.median(self._stretch(call, calls) / calls for _ in range(self._repeats))
 
     def on_host(self, call: Call) -> float:
         """Seconds that the host needs to begin one call. On the CPU, all ranks call it."""
-        if self._busy is None:
+        if not self._is_gpu:
             return statistics.fmean(self._by_rank(call))
         call()
         self._wait()
@@ -89,10 +91,13 @@ class Stopwatch:
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return [float(one) for one in found.tolist()]
 
-    def _stretch(self, call: Call, busy: torch.Tensor, calls: int) -> float:
+    def _stretch(self, call: Call, calls: int) -> float:
+        """Seconds of the device for some calls, all of which are queued before the first one begins.
+
+        While the host queues them, the device waits, and computes nothing: other ranks may share it.
+        """
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call] # torch's
-        for _ in range(BUSY_FOR):
-            torch.mm(busy, busy)
+        gpu_sleep(SLEEP)
         begin.record()
         for _ in range(calls):
             call()
