@@ -1,11 +1,11 @@
 """`torch.compile` of models and functions of sharded tensors.
 
-- `entry`: the verb `compile`, and what `torch.compile(fullgraph=True)` calls. It imports the rest when it is needed.
+- `entry`: `compile`, `local_graph`, and what `torch.compile(fullgraph=True)` calls; it imports the rest when needed
 - `units`: each unit of a model, compiled in its place; transfers stay between the compiled graphs
 - `full_graph`: a model or function as one graph of local tensors on each rank, with transfers in it
 - `compiled_threads`: who runs what torch compiled with ``fullgraph=True``
 """
 
-from shardwise.compilation.entry import compile, in_one_graph
+from shardwise.compilation.entry import compile, in_one_graph, local_graph
 
-__all__ = ["compile", "in_one_graph"]
+__all__ = ["compile", "in_one_graph", "local_graph"]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from shardwise.tensor import ShardedTensorBase
 from shardwise.torch_private import pytree
+
+if TYPE_CHECKING:
+    from shardwise.compilation.full_graph.local_graph import LocalGraph
 
 
 def compile(model: Any, *, fullgraph: bool = False, **options: Any) -> Any:
@@ -43,6 +46,22 @@ def compile(model: Any, *, fullgraph: bool = False, **options: Any) -> Any:
     from shardwise.compilation.units import compile_units
 
     return compile_units(model, options)
+
+
+def local_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> LocalGraph:
+    """The forward of a call as a graph of aten ops on this rank's local tensors, as `make_fx` traces it.
+
+    Every rank calls it alike: all succeed, or all raise. Nothing is computed; the tensors of the call are the graph's
+    inputs::
+
+        >>> weight = shardwise.ones(0, 4, 4)
+        >>> graph = shardwise.compilation.local_graph(lambda w: (2 * w).sum(), weight)
+        >>> float(graph.results(graph.module(*graph.inputs)))
+        32.0
+    """
+    from shardwise.compilation.full_graph.local_graph import trace_call
+
+    return trace_call(function, args, kwargs)
 
 
 def in_one_graph(

@@ -3,6 +3,8 @@
 - `graph_cache`: `FullGraph`, a function whose calls run as one graph of the forward and one of the backward
 - `inputs`: the tensors of a call that become inputs of its graph; `guards`: what else a graph depends on
 - `tracing`: a call as a function of local tensors; `boundary`: where autograd begins and ends in it
+- `local_graph`: the forward of a call as a graph that can be looked at, and exported
+- `tracing_together`: errors of the tracer, and what ranks compare
 - `graph_ops`: transfers as ops of a graph
 - `backends`: the backends of `torch.compile`, by name
 """

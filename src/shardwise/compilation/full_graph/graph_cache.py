@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch.distributed import ProcessGroup
 
-from shardwise import errors
-from shardwise.comm.agreement import in_step
 from shardwise.comm.group import without_data
 from shardwise.comm.transfer.in_graph import is_traced, transfer_ops
 from shardwise.compilation.full_graph.guards import ModuleState, process_key
 from shardwise.compilation.full_graph.inputs import CallInputs, modules_of
 from shardwise.compilation.full_graph.tracing import Results, TracedCall, graph_module
+from shardwise.compilation.full_graph.tracing_together import agreed, compiling, said_of, try_without_data
 from shardwise.errors import UnsupportedOpError
-from shardwise.torch_private import FAKE_TENSOR_ERRORS, FakeTensorMode, load_private
+from shardwise.torch_private import load_private
 
 Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 MOST_GRAPHS = 64  # of one function: more mean that an argument differs in every call
-UNTRACEABLE: tuple[type[Exception], ...] = (*FAKE_TENSOR_ERRORS, UnsupportedOpError)
-LIBRARIES = (str(Path(errors.__file__).parent), str(Path(torch.__file__).parent))
 
 
 class CompiledCall:
@@ -82,7 +74,7 @@ class FullGraph:
 
         work = alone
         for group in call.groups:
-            work = _agreed(group, work)
+            work = agreed(group, work)
         return work()[0]
 
     def _raise_too_many(self) -> NoReturn:
@@ -92,22 +84,6 @@ class FullGraph:
         )
 
 
-def _agreed(group: ProcessGroup, work: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[Any, Any]]:
-    """The same work, after which all ranks of a group compare what they say of it, and raise if one has failed."""
-
-    def together() -> tuple[Any, Any]:
-        said: dict[str, Any] = {}
-
-        def noted() -> tuple[Any, Any]:
-            made, fields = work()
-            said.update(fields)
-            return made, fields
-
-        return in_step(group, noted), said
-
-    return together
-
-
 def compile_call(
     function: Callable[..., Any], call: CallInputs, backend: Backend
 ) -> tuple[CompiledCall, dict[str, Any]]:
@@ -115,54 +91,10 @@ def compile_call(
     recorded = torch.is_grad_enabled() and any(one.grad for one in call.inputs)
     traced = TracedCall(function, call)
     tensors = [torch.zeros((), device=call.device, requires_grad=recorded), *call.tensors()]
-    sizes = load_private("torch.fx.experimental.symbolic_shapes.ShapeEnv")
-    mode = FakeTensorMode(shape_env=sizes(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False))
-    fake = [_without_data(mode, tensor) for tensor in tensors]
     tracing, context = load_private("torch._guards.tracing"), load_private("torch._guards.TracingContext")
-    with transfer_ops.set(traced.transfers), _compiling():
-        try:
-            with mode:  # a first run says how many outputs there are, and fails where the call cannot be traced
-                outputs = len(traced(*fake))
-        except UNTRACEABLE as error:
-            raise _explained(error) from error
+    with transfer_ops.set(traced.transfers), compiling():
+        mode, fake, outputs = try_without_data(traced, tensors)
         with tracing(context(mode)):
             run = backend(graph_module(traced, len(tensors), outputs), fake)
     assert traced.results is not None
-    said = {"verb": "compile a full graph", "transfers": _digest(traced.transfers.keys)}
-    return CompiledCall(run, traced.results, recorded, call.device), said
-
-
-def _without_data(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """A leaf of the same size, whatever the tensor is a result or a view of."""
-    made = mode.from_tensor(tensor.detach(), static_shapes=True)
-    return made.requires_grad_(tensor.requires_grad)
-
-
-@contextmanager
-def _compiling() -> Iterator[None]:
-    """Within this context, `torch.compiler.is_compiling` says so: models ask it before they look at values."""
-    before: Any = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
-
-
-def _digest(keys: list[str]) -> str:
-    return f"{len(keys)}, {hashlib.blake2b(repr(keys).encode(), digest_size=8).hexdigest()}"
-
-
-def _explained(error: Exception) -> UnsupportedOpError:
-    """The error of a call that cannot be traced, with the line of the caller's code that it comes from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    where = f" at {own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
-    why = str(error)
-    if isinstance(error, FAKE_TENSOR_ERRORS):
-        op = getattr(error, "func", None) or (error.args[0] if error.args else error)
-        why = f"'{op}' reads values of a tensor, or gives a result whose size depends on values"
-    return UnsupportedOpError(
-        f"this call cannot be one graph, which torch.compile(fullgraph=True) asks for. The trace ended{where}: {why}. "
-        "Keep that call out of the compiled function, or leave fullgraph off"
-    )
+    return CompiledCall(run, traced.results, recorded, call.device), said_of(traced)

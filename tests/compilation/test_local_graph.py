@@ -1,0 +1,47 @@
+"""`local_graph`: a call as a graph of plain tensors, as it is and exported."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.llama import Llama
+from tests.compilation.test_models import SHAPE
+
+import shardwise
+from shardwise.compilation import local_graph
+from shardwise.errors import UnsupportedOpError
+from shardwise.testing import ranks
+
+
+@pytest.mark.parametrize("weights", [None, [3, 2, 2, 1], [2, 1, 1, 0]])
+@ranks(4)
+def test_a_model(weights: list[int] | None) -> None:
+    """The graph gives what the plain model gives, also after `torch.export`; its tensors are plain."""
+    torch.manual_seed(0)
+    plain = Llama(SHAPE).double()
+    model: Any = copy.deepcopy(plain)
+    shardwise.shard_module(model, shardwise.plans.tensor_parallel(model, weights=weights))
+    ids = torch.randint(SHAPE.words, (3, SHAPE.sequence), generator=torch.Generator().manual_seed(1))
+    graph = local_graph(model, ids)
+    assert {type(one) for one in graph.inputs} <= {torch.Tensor, torch.nn.Parameter}
+    targets = {str(node.target) for node in graph.module.graph.nodes if node.op == "call_function"}
+    assert "shardwise.transfer.default" in targets
+    assert all(one.startswith(("aten.", "shardwise.", "<built-in function getitem>")) for one in targets), targets
+    expected = plain(ids).detach()
+    for run in (graph.module, torch.export.export(graph.module, graph.inputs).module()):
+        found = graph.results(run(*graph.inputs))
+        whole = found.full_tensor() if isinstance(found, shardwise.ShardedTensor) else found
+        torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+
+
+@ranks(2)
+def test_refusals() -> None:
+    """On every rank: values that decide, and calls without sharded tensors."""
+    tensor = shardwise.ones(0, 4, 4)
+    with pytest.raises(UnsupportedOpError, match=r"cannot be one graph.*test_local_graph.py"):
+        local_graph(lambda w: w * float(w.sum()), tensor)
+    with pytest.raises(UnsupportedOpError, match="there are none"):
+        local_graph(torch.sin, torch.ones(2))
