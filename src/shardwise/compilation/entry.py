@@ -78,7 +78,7 @@ def in_one_graph(
                 return plain(*args, **kwargs)
             from shardwise.compilation.full_graph import FullGraph
 
-            graph = FullGraph(function, make_backend())
+            graph = FullGraph(function, plain, make_backend())
             call.full_graph = graph  # type: ignore[attr-defined] # for who asks how many graphs there are
         return graph(*args, **kwargs)
 

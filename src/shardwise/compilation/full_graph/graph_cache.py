@@ -9,7 +9,7 @@ import torch
 
 from shardwise.comm.group import without_data
 from shardwise.comm.transfer.in_graph import is_traced, transfer_ops
-from shardwise.compilation.full_graph.guards import ModuleState, process_key
+from shardwise.compilation.full_graph.guards import ModuleState, process_key, values_of
 from shardwise.compilation.full_graph.inputs import CallInputs, modules_of
 from shardwise.compilation.full_graph.tracing import Results, TracedCall, graph_module
 from shardwise.compilation.full_graph.tracing_together import agreed, compiling, said_of, try_without_data
@@ -36,8 +36,9 @@ class CompiledCall:
 class FullGraph:
     """A function or module, compiled as one graph for each kind of call. Every rank makes the same calls."""
 
-    def __init__(self, function: Callable[..., Any], backend: Backend) -> None:
-        self._function, self._backend = function, backend
+    def __init__(self, function: Callable[..., Any], plain: Callable[..., Any], backend: Backend) -> None:
+        """Of a function; ``plain`` is what torch makes of it, for calls without sharded tensors."""
+        self._function, self._plain, self._backend = function, plain, backend
         self._modules = ModuleState(modules_of(function))
         self._compiled: dict[Any, CompiledCall] = {}
 
@@ -50,12 +51,17 @@ class FullGraph:
         """Run the graph, compiled now if there is none for such a call."""
         if without_data() or is_traced():  # in an estimate, or within another graph
             return self._function(*args, **kwargs)
-        if not self._modules.is_current():
-            self._modules = ModuleState(modules_of(self._function))
+        roots = modules_of(self._function)
+        if not self._modules.is_current(roots):
+            self._modules = ModuleState(roots)
+            self._compiled.clear()  # of other modules
         modules = self._modules
         call = CallInputs(modules.places, modules.inputs(), args, kwargs)
+        if not call.groups:
+            return self._plain(*args, **kwargs)
         device = call.device
-        key = (process_key(("cpu", device.type)), modules.attributes(), call.key())
+        values = modules.attributes(), values_of(self._function)
+        key = (process_key(("cpu", device.type)), values, call.key())
         compiled = self._compiled.get(key)
         if compiled is None:
             if len(self._compiled) >= MOST_GRAPHS:
@@ -67,10 +73,8 @@ class FullGraph:
         """Trace and compile a call. Every rank of the groups of its tensors comes here; all succeed, or all raise."""
 
         def alone() -> tuple[CompiledCall, dict[str, Any]]:
-            before = self._modules.attributes()
-            made = compile_call(self._function, call, self._backend)
-            self._modules.require_same(before)
-            return made
+            with self._modules.unchanged():
+                return compile_call(self._function, call, self._backend)
 
         work = alone
         for group in call.groups:

@@ -41,10 +41,16 @@ def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
         found.append(owner)
     inner: Any = getattr(function, "__func__", function)
     if isinstance(inner, types.FunctionType):
-        cells = [cell.cell_contents for cell in inner.__closure__ or () if _is_filled(cell)]
+        cells = [cell.cell_contents for _, cell in closure_of(inner)]
         names = [inner.__globals__.get(name) for name in inner.__code__.co_names]
         found += [value for value in (*cells, *names) if isinstance(value, nn.Module)]
     return found
+
+
+def closure_of(function: types.FunctionType) -> list[tuple[str, types.CellType]]:
+    """The names and filled cells of a closure."""
+    pairs = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return [(name, cell) for name, cell in pairs if _is_filled(cell)]
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -79,7 +85,7 @@ class Input:
         self.grad, self.is_leaf = tensor.requires_grad, tensor.is_leaf
         self.sharded = isinstance(tensor, ShardedTensorBase)
         self.tensors: list[torch.Tensor] = list(_in_graph(tensor))
-        self._size = tensor.shape, tensor.dtype
+        self._size = _size_of(tensor)
         self.key = _numbers.setdefault(self._depends_on(), len(_numbers))  # equal for tensors that one graph serves
 
     def _depends_on(self) -> tuple[Any, ...]:
@@ -97,7 +103,7 @@ class Input:
         if tensor is not self.tensor or tensor.requires_grad != self.grad:
             return False
         if not self.sharded:
-            return self._size == (tensor.shape, tensor.dtype)
+            return self._size == _size_of(tensor)
         now = _in_graph(tensor)
         return len(now) == len(self.tensors) and all(map(operator.is_, now, self.tensors))
 
@@ -124,6 +130,12 @@ class Input:
             elif tensors:
                 new._anchor = tensors[0]
         return new
+
+
+def _size_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    if isinstance(tensor, ShardedTensorBase):
+        return tensor.shape, tensor.dtype
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _in_graph(tensor: torch.Tensor) -> list[torch.Tensor]:

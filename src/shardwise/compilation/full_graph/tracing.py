@@ -16,6 +16,7 @@ import torch
 from shardwise.compilation.full_graph.boundary import enter_graph, leave_graph
 from shardwise.compilation.full_graph.graph_ops import GraphTransfers
 from shardwise.compilation.full_graph.inputs import COPIED_FIELDS, CallInputs
+from shardwise.errors import UnsupportedOpError
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.frame import Frame
 from shardwise.torch_private import pytree
@@ -77,9 +78,19 @@ def split_results(result: Any) -> tuple[Results, list[torch.Tensor]]:
         elif isinstance(leaf, torch.Tensor):
             forms.append(PLAIN)
             tensors.append(leaf)
+        elif _holds_tensors(leaf):
+            raise UnsupportedOpError(
+                f"the compiled call gives a {type(leaf).__name__} with tensors in it, which a graph cannot make: give "
+                "tensors, and lists, tuples and dicts of these, or register the type in torch.utils._pytree"
+            )
         else:
             forms.append(leaf)
     return Results(structure, forms), tensors
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether an object has tensors among its attributes, or in lists, tuples and dicts there."""
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(getattr(value, "__dict__", ())))
 
 
 class TracedCall:

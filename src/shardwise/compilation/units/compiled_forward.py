@@ -48,6 +48,7 @@ class CompiledForward:
     def __init__(self, module: nn.Module, compiler: Compiler, is_tried: Callable[[], bool] | None = None) -> None:
         self._module, self._compiler, self._is_tried = module, compiler, is_tried
         self.uncompiled: Forward = module.forward
+        self._own: Forward | None = vars(module).get("forward")  # if it is not that of the class
         self._compiled, self._captured = compiler.compiled(self.uncompiled), compiler.captured(self.uncompiled)
         self._refusals: dict[Any, str] = {}  # kinds of calls that cannot be traced, and why
         self._owners: list[dict[str, Any]] | None = None  # of parameters and buffers
@@ -127,6 +128,8 @@ class CompiledForward:
         memo[id(self)] = new
         module = copy.deepcopy(self._module, memo)
         vars(module).pop("forward", None)
+        if self._own is not None:
+            vars(module)["forward"] = copy.deepcopy(self._own, memo)
         new.__init__(module, self._compiler)  # type: ignore[misc] # torch finds the copy in the memo before it is filled
         return new
 
