@@ -165,3 +165,39 @@ def test_copies_of_compiled_units_keep_their_own_forward() -> None:
     shardwise.compile(model, backend="aot_eager")
     for one in (model, copy.deepcopy(model)):
         torch.testing.assert_close(_whole(one(X)), expected)
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, and keeps its argument."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.last: Any = None
+        self.all: list[Any] = []
+
+    def forward(self, x: Any) -> Any:
+        """The layer of the argument."""
+        self.calls.add_(1)
+        self.last = x
+        self.all.append(x)
+        return self.layer(x)
+
+
+@ranks(2)
+def test_units_that_keep_their_argument_run_once_a_call() -> None:
+    """What they keep is the argument itself."""
+    model: Any = nn.Sequential(Counting(), Counting(), Counting())
+    shardwise.shard_module(model, {"*.layer.*": 0})
+    shardwise.compile(model, backend="aot_eager")
+    for number in (1, 2, 3):
+        model(X).sum().backward()
+        for one in model:
+            assert float(one.calls) == number
+            assert len(one.all) == number
+            for kept in (one.last, *one.all):
+                assert _whole(kept).shape == (3, 4)
+                assert float(_whole(kept).sum()) != 0

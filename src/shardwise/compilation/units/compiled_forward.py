@@ -23,6 +23,7 @@ from shardwise.torch_private import (
 )
 
 Forward = Callable[..., Any]
+NOT_RUN: Any = object()  # in place of a result
 
 
 class Compiler(Protocol):
@@ -72,7 +73,7 @@ class CompiledForward:
         kind = structure, *map(type, leaves), torch.is_grad_enabled(), self._module.training
         if kind not in self._refusals:
             found = self._run_captured(kind, leaves, structure, slots)
-            if kind not in self._refusals:
+            if found is not NOT_RUN:
                 return found
         return self.uncompiled(*args, **kwargs)
 
@@ -90,7 +91,7 @@ class CompiledForward:
         ]
 
     def _run_captured(self, kind: Any, leaves: list[Any], structure: Any, slots: Any) -> Any:
-        """The result of the traced forward; a call that cannot be traced is noted."""
+        """The result of the traced forward. A call that cannot be traced is noted, and not run."""
         stand_ins, before = StandIns(), current.call
         compiles = self._is_tried is None or not self._is_tried()
         call = current.call = UnitCall(stand_ins, compiles=compiles)
@@ -104,13 +105,15 @@ class CompiledForward:
             if call.has_run:
                 raise
             self._refuse(kind, error)
-            return None
+            return NOT_RUN
         finally:
             current.call = before
             for owner, name, value in slots:
                 owner[name] = value
         del args, kwargs, made
         if stand_ins.are_kept():
+            for module in self._module.modules():
+                stand_ins.replace_in(vars(module))
             self._refuse(kind, ValueError("it keeps an argument or a parameter in some other place"))
         return found
 

@@ -56,6 +56,18 @@ class StandIns:
         """The sharded tensor of a stand-in; any other value itself."""
         return self._sharded.get(id(value), value)
 
+    def replace_in(self, holder: dict[str, Any]) -> None:
+        """Put sharded tensors in the place of stand-ins, among attributes and in lists, tuples and dicts there."""
+        for name, value in holder.items():
+            if isinstance(value, torch.Tensor):
+                holder[name] = self.sharded(value)
+            elif isinstance(value, list):
+                value[:] = map(self.sharded, value)
+            elif type(value) is tuple:
+                holder[name] = tuple(map(self.sharded, value))
+            elif isinstance(value, dict):
+                value.update({key: self.sharded(one) for key, one in value.items() if isinstance(one, torch.Tensor)})
+
     def are_kept(self) -> bool:
         """Whether the traced function has left a stand-in in a place that is still there; it is not used again then."""
         kept = False
