@@ -19,7 +19,7 @@ from shardwise.estimation.explanation import stopped_text
 from shardwise.estimation.fit import Capacities, Fit, fit_of
 from shardwise.estimation.model_rows import module_rows
 from shardwise.estimation.rank_estimate import RankEstimate
-from shardwise.estimation.without_data.rank_run import STEPS, Job, RankRun, runs_of
+from shardwise.estimation.without_data.rank_run import STEPS, Job, RankRun, rank_runs
 from shardwise.layout.pictures.words import bytes_text, ranks_text
 
 SHOWN = 8  # groups of ranks in the printed table
@@ -163,7 +163,7 @@ def estimate(
     if steps < 1:
         raise EstimateError(f"steps is how often the step is called, at least once; found {steps!r:.80}")
     job = Job(step, args, kwargs, found, machines(found), steps)
-    return Estimate(name, runs_of(job), job)
+    return Estimate(name, rank_runs(job), job)
 
 
 def _devices(named: Devices | None, ranks: int | None, world: int) -> Sequence[Device]:

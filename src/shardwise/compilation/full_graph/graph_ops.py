@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import library as custom_ops
 from torch.distributed import ProcessGroup
 
 from shardwise.autograd.buckets import LeafGradient, agreed_sum, sum_together
@@ -179,8 +180,8 @@ def _sizes(layout: Layout, dtype: torch.dtype) -> Sizes:
 
 _transfers: dict[str, Transfer] = {}  # by key, as long as their groups live
 _keys: WeakKeyDictionary[GroupState, set[str]] = WeakKeyDictionary()  # of the transfers of each group
-_library: Any = torch.library.Library("shardwise", "FRAGMENT")  # type: ignore[no-untyped-call] # torch's
-_library.define("transfer(Tensor token, Tensor[] tensors, str key) -> Tensor[]")
+_namespace: Any = custom_ops.Library("shardwise", "FRAGMENT")  # type: ignore[no-untyped-call] # torch's
+_namespace.define("transfer(Tensor token, Tensor[] tensors, str key) -> Tensor[]")
 
 
 def _keep(transfer: Transfer) -> str:
@@ -222,8 +223,8 @@ def _run_without_data(token: torch.Tensor, tensors: list[torch.Tensor], key: str
     return [token.new_empty(()), *[torch.empty(size, dtype=dtype, device=device) for size, dtype, device in sizes]]
 
 
-_library.impl("transfer", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("shardwise::transfer", _run_without_data, lib=_library)
+_namespace.impl("transfer", _run, "CompositeExplicitAutograd")
+custom_ops.register_fake("shardwise::transfer", _run_without_data, lib=_namespace)
 
 
 class GraphTransfers:

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from shardwise import settings
-from shardwise.compilation.full_graph.inputs import Input, Place, closure_of, places_of
+from shardwise.closures import closure_of
+from shardwise.compilation.full_graph.inputs import Input, Place, tensor_places
 from shardwise.errors import UnsupportedOpError
 from shardwise.ops.engine.call_cache import FLAGS
 from shardwise.tensor.dispatch import registry
@@ -54,7 +55,7 @@ class ModuleState:
         memo: set[nn.Module] = set()
         self._modules = [pair for root in roots for pair in root.named_modules(memo)]
         self._children = [(module._modules, list(module._modules.values())) for _, module in self._modules]
-        self.places: list[Place] = places_of(self._modules)
+        self.places: list[Place] = tensor_places(self._modules)
         holders = [holder for _, module in self._modules for holder in (module._parameters, module._buffers)]
         self._names = [(holder, _filled(holder)) for holder in holders]
         self._inputs: list[Input] = []

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from shardwise.closures import closure_of
 from shardwise.errors import UnsupportedOpError
 from shardwise.tensor import ShardedTensorBase
 from shardwise.torch_private import pytree
@@ -47,21 +48,7 @@ def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
     return found
 
 
-def closure_of(function: types.FunctionType) -> list[tuple[str, types.CellType]]:
-    """The names and filled cells of a closure."""
-    pairs = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return [(name, cell) for name, cell in pairs if _is_filled(cell)]
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 # raises if the cell is empty
-    except ValueError:
-        return False
-    return True
-
-
-def places_of(modules: Sequence[tuple[str, nn.Module]]) -> list[Place]:
+def tensor_places(modules: Sequence[tuple[str, nn.Module]]) -> list[Place]:
     """All places of tensors in these modules."""
     found = []
     for path, module in modules:

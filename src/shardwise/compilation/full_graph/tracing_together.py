@@ -52,7 +52,7 @@ def try_without_data(
         with mode:
             return mode, fake, len(traced(*fake))
     except UNTRACEABLE as error:
-        raise explained(error) from error
+        raise trace_error(error) from error
 
 
 def _without_data(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ def said_of(traced: TracedCall) -> dict[str, Any]:
     return {"verb": "compile a full graph", "transfers": f"{len(keys)}, {digest}"}
 
 
-def explained(error: Exception) -> UnsupportedOpError:
+def trace_error(error: Exception) -> UnsupportedOpError:
     """The error of a call that cannot be traced, with the line of the caller's code that it comes from."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]

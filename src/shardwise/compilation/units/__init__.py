@@ -3,7 +3,7 @@
 - `unit_compiler`: `compile_units`, which compiles each unit of a model
 - `compiled_forward`: what takes the place of a unit's forward
 - `captured_graph`: the forward of a unit as a graph of torch's functions, run on sharded tensors
-- `stand_ins`: plain tensors in the place of sharded ones, for torch's tracer
+- `placeholders`: plain tensors in the place of sharded ones, for torch's tracer
 - `segments`: the steps of a program between transfers, compiled
 """
 

@@ -1,6 +1,6 @@
 """`CapturedGraph`: the forward of a unit as torch's tracer has found it, run on sharded tensors as one cached call.
 
-The tracer sees stand-ins. The graph of torch's functions that it finds is run on the sharded tensors themselves. The
+The tracer sees placeholders. The graph of torch's functions that it finds is run on the sharded tensors themselves. The
 first run with tensors of some layouts is recorded as one program, as any call is; its segments are compiled.
 """
 
@@ -18,8 +18,8 @@ from torch import fx
 from shardwise import settings
 from shardwise.comm.tracing import record
 from shardwise.compilation.compiled_threads import outside_of_one_graph
+from shardwise.compilation.units.placeholders import Placeholders
 from shardwise.compilation.units.segments import SegmentCompiler
-from shardwise.compilation.units.stand_ins import StandIns
 from shardwise.ops.engine.call_cache import IGNORES_VALUES, cached_call
 from shardwise.ops.engine.program import Program
 from shardwise.tensor import ShardedTensorBase
@@ -30,25 +30,25 @@ from shardwise.torch_private import current_backward, saved_tensor_hooks
 MOST_COMPILED = 8  # programs of one graph whose segments are compiled: sizes may be others in every step
 
 
-class UnitCall:
-    """A call of a unit on stand-ins."""
+class CapturedCall:
+    """A call of a unit on placeholders."""
 
-    def __init__(self, stand_ins: StandIns, *, compiles: bool) -> None:
-        self.stand_ins, self.compiles = stand_ins, compiles
+    def __init__(self, placeholders: Placeholders, *, compiles: bool) -> None:
+        self.placeholders, self.compiles = placeholders, compiles
         self.has_run = False  # whether the graph has been run on the sharded tensors
 
 
 class _Current(threading.local):
     """The call of a unit that this thread is in."""
 
-    call: UnitCall | None = None
+    call: CapturedCall | None = None
 
 
 current = _Current()
 
 
 class CapturedGraph:
-    """A graph of torch's functions. The tracer's code calls it with stand-ins."""
+    """A graph of torch's functions. The tracer's code calls it with placeholders."""
 
     def __init__(self, graph: fx.GraphModule, segments: SegmentCompiler) -> None:
         self.graph, self._segments, self._compiled = graph, segments, 0
@@ -59,7 +59,7 @@ class CapturedGraph:
         call = current.call
         assert call is not None
         call.has_run = True
-        args = tuple(call.stand_ins.sharded(one) for one in inputs)
+        args = tuple(call.placeholders.sharded(one) for one in inputs)
         are_sharded = tuple(isinstance(one, ShardedTensorBase) for one in args)
         with outside_of_one_graph():
             if not any(are_sharded):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from shardwise.comm.group import without_data
-from shardwise.compilation.units.captured_graph import UnitCall, current
-from shardwise.compilation.units.stand_ins import StandIns
+from shardwise.compilation.units.captured_graph import CapturedCall, current
+from shardwise.compilation.units.placeholders import Placeholders
 from shardwise.tensor import ShardedTensorBase
 from shardwise.torch_private import (
     dispatch_mode_count,
@@ -36,14 +36,14 @@ class Compiler(Protocol):
         """A function of plain tensors."""
 
     def captured(self, forward: Forward) -> Forward:
-        """A forward that is called with stand-ins."""
+        """A forward that is called with placeholders."""
 
 
 class CompiledForward:
     """In the place of a module's forward.
 
     On plain tensors it is what `torch.compile` makes of the forward. On sharded ones, it calls the traced forward with
-    stand-ins: torch compares its guards, and calls the graph, which is run on the sharded tensors.
+    placeholders: torch compares its guards, and calls the graph, which is run on the sharded tensors.
     """
 
     def __init__(self, module: nn.Module, compiler: Compiler, is_tried: Callable[[], bool] | None = None) -> None:
@@ -92,15 +92,15 @@ class CompiledForward:
 
     def _run_captured(self, kind: Any, leaves: list[Any], structure: Any, slots: Any) -> Any:
         """The result of the traced forward. A call that cannot be traced is noted, and not run."""
-        stand_ins, before = StandIns(), current.call
+        placeholders, before = Placeholders(), current.call
         compiles = self._is_tried is None or not self._is_tried()
-        call = current.call = UnitCall(stand_ins, compiles=compiles)
+        call = current.call = CapturedCall(placeholders, compiles=compiles)
         try:
-            args, kwargs = pytree.tree_unflatten([stand_ins.stand_in(leaf) for leaf in leaves], structure)
+            args, kwargs = pytree.tree_unflatten([placeholders.placeholder(leaf) for leaf in leaves], structure)
             for owner, name, value in slots:
-                owner[name] = stand_ins.stand_in(value)
+                owner[name] = placeholders.placeholder(value)
             made = self._captured(*args, **kwargs)
-            found = pytree.tree_map(stand_ins.sharded, made)
+            found = pytree.tree_map(placeholders.sharded, made)
         except Exception as error:
             if call.has_run:
                 raise
@@ -111,9 +111,9 @@ class CompiledForward:
             for owner, name, value in slots:
                 owner[name] = value
         del args, kwargs, made
-        if stand_ins.are_kept():
+        if placeholders.are_kept():
             for module in self._module.modules():
-                stand_ins.replace_in(vars(module))
+                placeholders.replace_in(vars(module))
             self._refuse(kind, ValueError("it keeps an argument or a parameter in some other place"))
         return found
 

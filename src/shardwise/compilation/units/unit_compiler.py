@@ -60,7 +60,7 @@ class _UnitCompiler:
         return _FirstQuiet(_torch_compile(function, **self.options))
 
     def captured(self, forward: Any) -> Any:
-        """A forward that is called with stand-ins."""
+        """A forward that is called with placeholders."""
         return _torch_compile(forward, backend=self._capture, fullgraph=True, dynamic=self.options.get("dynamic"))
 
     def _capture(self, graph: fx.GraphModule, inputs: object) -> CapturedGraph:

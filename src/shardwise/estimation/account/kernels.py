@@ -16,7 +16,7 @@ ATTENTION_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 BACKWARD_PRODUCTS = 2.5  # products in the backward of fused attention, for each one in the forward
 
 
-class Op(NamedTuple):
+class OpFacts(NamedTuple):
     """What is known of an op, whatever it is called with."""
 
     name: str  # without its namespace, if that is aten
@@ -26,14 +26,14 @@ class Op(NamedTuple):
 
 
 @functools.cache
-def op_of(func: Any) -> Op:
+def op_of(func: Any) -> OpFacts:
     """What is known of an op."""
     schema = func._schema
     count = flop_registry.get(func._overloadpacket)
-    return Op(schema.name.removeprefix("aten::"), schema.is_mutable, "scaled_dot_product" in schema.name, count)
+    return OpFacts(schema.name.removeprefix("aten::"), schema.is_mutable, "scaled_dot_product" in schema.name, count)
 
 
-def flops_of(op: Op, args: Any, kwargs: Any, out: Any) -> int:
+def flops_of(op: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
     """Floating point operations of products; those of other ops do not count."""
     if op.name == ATTENTION_FORWARD:
         return attention_flops(args[0].shape, args[1].shape)
@@ -48,7 +48,7 @@ def attention_flops(query: Any, key: Any) -> int:
     return int(4 * torch.Size(batch).numel() * rows * key[-2] * width)
 
 
-def bytes_of(op: Op, given: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> int:
+def bytes_of(op: OpFacts, given: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> int:
     """Bytes that an op reads and writes, of the tensors that it is given, and of its results."""
     if op.name in EMPTY:
         return 0

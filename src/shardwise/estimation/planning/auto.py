@@ -26,7 +26,7 @@ from shardwise.estimation.planning.candidate import (
 from shardwise.estimation.planning.probes import Costs, Probes
 from shardwise.estimation.planning.shares import Shares, best_shares, least_seconds
 from shardwise.estimation.planning.work import Work, work_of
-from shardwise.estimation.without_data.rank_run import Job, runs_of
+from shardwise.estimation.without_data.rank_run import Job, rank_runs
 from shardwise.estimation.without_data.stand_ins import restoring_state
 from shardwise.layout.pictures.words import bytes_text, ranks_text
 from shardwise.report import PlanRow, Report, notebook, save
@@ -171,7 +171,7 @@ def estimate_candidate(
 
 def _estimate(work: Work, candidate: Candidate, devices: Sequence[Device]) -> Estimate:
     job = Job(set_up, (work.model, candidate, replace(work, model=nn.Module())), {}, devices, machines(devices))
-    return Estimate(candidate.name, runs_of(job), job)
+    return Estimate(candidate.name, rank_runs(job), job)
 
 
 # Candidates -----------------------------------------------------------------------------------------------------------

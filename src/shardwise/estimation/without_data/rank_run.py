@@ -134,16 +134,16 @@ def _elements(layout: Any, ranks: int) -> np.ndarray[Any, np.dtype[np.float64]]:
     return found
 
 
-def runs_of(job: Job) -> list[tuple[RankRun, list[int]]]:
+def rank_runs(job: Job) -> list[tuple[RankRun, list[int]]]:
     """A run for each group of ranks that have the same device and hold the same amounts, and these ranks.
 
     The time of a run is that of any device: where only that differs, one run does for both.
     """
     with restoring_state():
-        return _runs_of(job)
+        return _rank_runs(job)
 
 
-def _runs_of(job: Job) -> list[tuple[RankRun, list[int]]]:
+def _rank_runs(job: Job) -> list[tuple[RankRun, list[int]]]:
     first = run_as(0, job)
     groups: dict[Any, list[int]] = {}
     for rank in range(job.ranks):

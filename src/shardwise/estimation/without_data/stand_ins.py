@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.closures import is_filled
 from shardwise.layout.specs import placed
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import Distributed
@@ -134,9 +135,9 @@ class StandIns:
     def _function(self, function: types.FunctionType) -> Any:
         """The function with copies of its closure and globals that contain tensors."""
         cells = function.__closure__ or ()
-        contents = [self.of(cell.cell_contents) if _is_filled(cell) else None for cell in cells]
+        contents = [self.of(cell.cell_contents) if is_filled(cell) else None for cell in cells]
         new = tuple(
-            cell if not _is_filled(cell) or found is cell.cell_contents else types.CellType(found)
+            cell if not is_filled(cell) or found is cell.cell_contents else types.CellType(found)
             for cell, found in zip(cells, contents, strict=True)
         )
         names = dict(_names_held(function))
@@ -167,14 +168,6 @@ def _step(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _step._wrapped_by_lr_sched = True  # type: ignore[attr-defined] # schedulers check this
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 # raises if the cell is empty
-    except ValueError:
-        return False
-    return True
 
 
 def _is_of_library(value: Any) -> bool:

@@ -30,7 +30,7 @@ from shardwise.nn.experts.block_check import BlockCheck
 from shardwise.nn.experts.block_samples import BlockSamples
 from shardwise.nn.experts.dispatch import Dispatch
 from shardwise.nn.experts.expert_calls import ExpertCall, ExpertCalls, RowsForm
-from shardwise.nn.experts.layer import ExpertsForward, require_size_of_tokens, require_usable
+from shardwise.nn.experts.layer import ExpertsForward, require_experts_usable, require_size_of_tokens
 from shardwise.nn.experts.listed_experts import ListedExperts, put_for_now
 from shardwise.nn.experts.route import expert_route
 from shardwise.nn.own_shards import keep_own_shards
@@ -86,7 +86,7 @@ def experts(block: BlockForward, args: Any, kwargs: Any) -> Any:
     forward = block.list_forward
     model = forward.local.model
     group = model._process_group
-    require_usable(group)
+    require_experts_usable(group)
     samples = BlockSamples.of(block.module, model, args, kwargs)
     with _plain_rest(block, model, samples.are_own) as rest:
         key = samples.key

@@ -31,7 +31,7 @@ ONE_BY_ONE = (
 )
 
 
-class Run(Protocol):
+class BlockRun(Protocol):
     """A module's own forward on samples, with experts that are asked to give back what they get."""
 
     def __call__(self, samples: BlockSamples, *, echoes: bool) -> tuple[Any, list[ExpertCall]]:
@@ -60,7 +60,7 @@ class BlockCheck:
         output: Any,
         calls: Sequence[ExpertCall],
         module: nn.Module,
-        run: Run,
+        run: BlockRun,
     ) -> Known:
         """What is known of a call of a new kind, or the error that says why it cannot be. Every rank calls it."""
 
@@ -101,7 +101,7 @@ def _common(told: Sequence[Any], what: str) -> Any:
 
 
 @torch.no_grad()
-def _checked(module: nn.Module, run: Run, samples: BlockSamples, calls: Sequence[ExpertCall]) -> list[Any]:
+def _checked(module: nn.Module, run: BlockRun, samples: BlockSamples, calls: Sequence[ExpertCall]) -> list[Any]:
     """Where each result has the samples; or the error."""
     without_values = record.is_forecast()
     before = Watch.of(module, samples.tensors())

@@ -56,7 +56,7 @@ def experts(forward: ExpertsForward, hidden: Any, index: Any, weights: Any) -> A
     assert isinstance(local, StackedExperts)
     model = next(iter(local.parameters.values()))
     group = model._process_group
-    require_usable(group)
+    require_experts_usable(group)
     cut = TokenCut.of(hidden, model)
     if cut.layout is not None:  # sizes of all ranks' tokens, which all ranks know
         _require_choices(hidden, index, weights)
@@ -89,7 +89,7 @@ def experts(forward: ExpertsForward, hidden: Any, index: Any, weights: Any) -> A
         return cut.wrapped(made, back, hidden)
 
 
-def require_usable(group: ProcessGroup) -> None:
+def require_experts_usable(group: ProcessGroup) -> None:
     """Raise on a rank that has no part in the group of experts, and while a graph of kernels is captured."""
     if not is_member(group):
         raise ProcessGroupError("experts: this rank is not in the process group of the experts")

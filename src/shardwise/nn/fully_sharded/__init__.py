@@ -4,7 +4,8 @@
 - `unit_choice`: which modules are units; `building`: making them; `cuts`: where their flat memory is cut
 - `rank_groups`: the ranks that share out parameters, and those that have replicas
 - `row_boxes`: what each row of ranks has of a parameter that another plan has cut
-- `flat_memory`: gathering parameters, summing gradients; `unit`: a module that computes with gathered parameters
+- `flat_memory`: gathering parameters, summing gradients; `gathered_parameters`: the same under autograd
+- `unit`: a module that computes with gathered parameters
 - `flat_steps`: steps of optimizers over flat memory
 - `local_compute`: which units may compute on plain local samples
 - `runtime`: which unit is gathered, freed and summed when

@@ -27,11 +27,12 @@ from shardwise.comm.transfer import Moving, make_plan, move
 from shardwise.comm.transfer.all_reduce import AllReduce, holding_of
 from shardwise.comm.transfer.local_copies import Done
 from shardwise.comm.transfer.views import address
-from shardwise.errors import PlanError, PropertyError, UnsupportedOpError
+from shardwise.errors import PlanError, UnsupportedOpError
 from shardwise.layout import Layout, Places
 from shardwise.layout.geometry import Boxes
 from shardwise.layout.specs.chunking import sized_axis
 from shardwise.nn.fully_sharded.cuts import Box, FlatEntry, boxes_of
+from shardwise.nn.fully_sharded.gathered_parameters import gathered
 from shardwise.nn.fully_sharded.rank_groups import RankGroups
 from shardwise.nn.sharding_plan.tree import ModuleSlot
 from shardwise.tensor import ShardedTensor
@@ -210,7 +211,7 @@ class FlatMemory:
         """Each entry in the gathered buffer; if recorded, the gradients of all of them are reduced together."""
         wanted = [one.sharded.requires_grad for one in self.parameters for _ in one.entries]
         if any(wanted) and torch.is_grad_enabled():
-            return list(_gathered(self, reduce, wanted, self._anchor))
+            return list(gathered(self, reduce, wanted, self._anchor))
         return self.split()
 
     def views_in_graph(self, parameters: Sequence[Any]) -> list[torch.Tensor]:
@@ -362,40 +363,6 @@ class _SumOfRows:
         holding = holding_of(everywhere, dist.get_rank(), self._column.size())
         said = CallFingerprint({"verb": f"sum the gradients of {self._what} over replicas", "elements": total.numel()})
         return list(AllReduce(holding, [total], self._column, dtype=total.dtype, said=said).wait())
-
-
-class _Gathered(torch.autograd.Function):
-    """Gathered parameters, whose gradients are reduced together."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, memory: FlatMemory, reduce: Reduce, wanted: Sequence[bool], anchor: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """The parameters, of which some are wanted with gradients."""
-        ctx.memory, ctx.reduce, ctx.version = memory, reduce, memory.shard._version
-        ctx.set_materialize_grads(False)
-        made = tuple(memory.split())
-        ctx.mark_non_differentiable(*(one for one, wants in zip(made, wanted, strict=True) if not wants))
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None, None]:
-        """All parameters of the unit have their gradients: the sum over ranks begins."""
-        if torch.is_grad_enabled():
-            raise UnsupportedOpError(
-                "the gradients of fully sharded parameters cannot be differentiated: leave out create_graph=True, or "
-                "shard the model by a plan, as in shard_module(model, plans.rows(model))"
-            )
-        if ctx.memory.shard._version != ctx.version:
-            raise PropertyError(
-                f"parameters of {ctx.memory.what} have been modified by an inplace operation, such as the step of an "
-                "optimizer, since the forward of this backward"
-            )
-        ctx.reduce(ctx.memory, grads)
-        return None, None, None, None
-
-
-_gathered: Callable[..., tuple[torch.Tensor, ...]] = _Gathered.apply
 
 
 def _has_hooks(parameter: ShardedTensor) -> bool:

@@ -1,7 +1,7 @@
 """Plain tensors that stand for sharded ones while torch traces a function, or compares guards of a traced one.
 
-A stand-in has the size, the dtype and the device of the whole tensor, and no memory. All ranks trace the same, whatever
-they hold.
+A placeholder has the size, the dtype and the device of the whole tensor, and no memory. All ranks trace the same,
+whatever they hold.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import nn
 
 from shardwise.tensor import ShardedTensorBase
 
-Kind = tuple[Any, ...]  # stand-ins of one kind look alike to the tracer
+Kind = tuple[Any, ...]  # placeholders of one kind look alike to the tracer
 
 
 class _Pool(threading.local):
-    """The stand-ins of a thread. Each call takes those of a kind in the same order, so that guards find the same."""
+    """The placeholders of a thread. Each call takes those of a kind in the same order, so that guards find the same."""
 
     def __init__(self) -> None:
         self.of_kind: dict[Kind, list[torch.Tensor]] = {}
@@ -28,17 +28,17 @@ class _Pool(threading.local):
 _pool = _Pool()
 
 
-class StandIns:
-    """The stand-ins of one call."""
+class Placeholders:
+    """The placeholders of one call."""
 
     def __init__(self) -> None:
-        self._sharded: dict[int, ShardedTensorBase] = {}  # by the id of the stand-in
+        self._sharded: dict[int, ShardedTensorBase] = {}  # by the id of the placeholder
         self._made: dict[int, torch.Tensor] = {}  # by the id of the sharded tensor
         self._taken: dict[Kind, int] = {}
         self._references: list[tuple[Kind, torch.Tensor, int]] = []
 
-    def stand_in(self, value: Any) -> Any:
-        """The stand-in of a sharded tensor; any other value itself."""
+    def placeholder(self, value: Any) -> Any:
+        """The placeholder of a sharded tensor; any other value itself."""
         if not isinstance(value, ShardedTensorBase):
             return value
         made = self._made.get(id(value))
@@ -53,11 +53,11 @@ class StandIns:
         return made
 
     def sharded(self, value: Any) -> Any:
-        """The sharded tensor of a stand-in; any other value itself."""
+        """The sharded tensor of a placeholder; any other value itself."""
         return self._sharded.get(id(value), value)
 
     def replace_in(self, holder: dict[str, Any]) -> None:
-        """Put sharded tensors in the place of stand-ins, among attributes and in lists, tuples and dicts there."""
+        """Put sharded tensors in the place of placeholders, among attributes and in lists, tuples and dicts there."""
         for name, value in holder.items():
             if isinstance(value, torch.Tensor):
                 holder[name] = self.sharded(value)
@@ -69,7 +69,7 @@ class StandIns:
                 value.update({key: self.sharded(one) for key, one in value.items() if isinstance(one, torch.Tensor)})
 
     def are_kept(self) -> bool:
-        """Whether the traced function has left a stand-in in a place that is still there; it is not used again then."""
+        """Whether the traced function has left a placeholder somewhere; it is not used again then."""
         kept = False
         for kind, made, count in self._references:
             if sys.getrefcount(made) > count:
