@@ -8,7 +8,7 @@ stepped them has states of tensors that are gone: its next step raises.
 from __future__ import annotations
 
 import gc
-import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,25 +19,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.errors import OptimizerError
 
-_replaced: list[tuple[nn.Parameter, nn.Parameter]] = []  # old and new, while a model is sharded
+_replaced: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []  # old and new, while a model is sharded
 _stale = WeakIdKeyDictionary()  # old parameters of which an optimizer has states
 _installed: list[Any] = []
 
 
 def note_replaced(old: object, new: object) -> None:
-    """A parameter of a model was replaced by another one; within `replacing_in_optimizers`."""
-    if isinstance(old, nn.Parameter) and isinstance(new, nn.Parameter) and _references(old) > _references_of_two() + 1:
-        _replaced.append((old, new))
-
-
-def _references(one: object) -> int:
-    return sys.getrefcount(one)
-
-
-def _references_of_two() -> int:
-    """Of an object that one function holds and gives to another one; `note_replaced` is one function more."""
-    probe = object()
-    return _references(probe)
+    """A parameter of a model was replaced by another one (see `replacing_in_optimizers`). It may be freed."""
+    if isinstance(old, nn.Parameter) and isinstance(new, nn.Parameter):
+        _replaced.append((weakref.ref(old), new))
 
 
 @contextmanager
@@ -46,8 +36,9 @@ def replacing_in_optimizers() -> Iterator[None]:
     _replaced.clear()
     try:
         yield
-        if _replaced:
-            _replace_in_optimizers({id(old): new for old, new in _replaced})
+        held = [(old, new) for ref, new in _replaced if (old := ref()) is not None]
+        if held:
+            _replace_in_optimizers({id(old): new for old, new in held})
     finally:
         _replaced.clear()
 
