@@ -12,7 +12,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -25,8 +25,6 @@ from benchmarks.table import duration, print_lines
 from benchmarks.timing import best_together
 from benchmarks.training import SHARES, device_here, dtensor_tensor_parallel, our_tensor_parallel, whole
 from shardwise.testing import run_on_ranks
-
-SMALL = Shape(layers=2, width=128, head=16, words=256, batch=4, sequence=32)
 
 
 @dataclass(frozen=True)
@@ -144,9 +142,9 @@ def main() -> None:
     parser.add_argument("--compiler", default="inductor", help="a backend of torch.compile")
     parser.add_argument("--repeats", type=int, default=9, help="of which the fastest counts")
     for one in fields(Shape):
-        parser.add_argument(f"--{one.name}", type=int, default=getattr(SMALL, one.name))
+        parser.add_argument(f"--{one.name}", type=int, default=getattr(Shape(), one.name))
     given = vars(parser.parse_args())
-    shape = replace(SMALL, **{one.name: given[one.name] for one in fields(Shape)})
+    shape = Shape(**{one.name: given[one.name] for one in fields(Shape)})
     run(shape, given["backend"], given["ranks"], given["compiler"], given["repeats"])
 
 

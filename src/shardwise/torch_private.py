@@ -287,6 +287,10 @@ LATER: dict[str, str] = {
     "torch._guards.tracing": "compile graphs of local tensors",
     "torch._guards.TracingContext": "compile graphs of local tensors",
     "torch.fx.experimental.symbolic_shapes.ShapeEnv": "compile graphs of local tensors",
+    "torch.fx.experimental.symbolic_shapes.DimDynamic": "compile graphs for many sizes",
+    "torch._dynamo.source.ConstantSource": "compile graphs for many sizes",
+    "torch._inductor.compile_fx.compile_fx_inner": "compile graphs for many sizes",
+    "torch._inductor.virtualized.V": "compile graphs for many sizes",
 }
 
 

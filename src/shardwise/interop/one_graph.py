@@ -100,7 +100,8 @@ def _compile(theirs: Function) -> Function:
         compiled = theirs(model, fullgraph=fullgraph, disable=disable, **options)
         if model is None or not fullgraph or disable or compiled is model:
             return compiled
-        chosen = {name: options[name] for name in ("backend", "mode", "options") if options.get(name) is not None}
+        names = ("backend", "mode", "options", "dynamic")
+        chosen = {name: options[name] for name in names if options.get(name) is not None}
         make_backend = functools.partial(_backend, **chosen)
         if isinstance(compiled, nn.Module):
             compiled.forward = in_one_graph(model, compiled.forward, make_backend)

@@ -7,6 +7,8 @@
 - `tracing_together`: errors of the tracer, and what ranks compare
 - `graph_ops`: transfers as ops of a graph
 - `backends`: the backends of `torch.compile`, by name
+- `dynamic_sizes`: compiled code that serves many sizes; `graph_outline`: what graphs of several sizes have in common;
+  `sized_graph`: a graph that takes sizes as inputs
 """
 
 from shardwise.compilation.full_graph.graph_cache import FullGraph

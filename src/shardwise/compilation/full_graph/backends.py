@@ -6,17 +6,28 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from shardwise.compilation.full_graph.dynamic_sizes import DynamicSizes
 from shardwise.torch_private import load_private
 
 
 def backend_of(
-    backend: str | Callable[..., Any] = "inductor", *, mode: str | None = None, options: dict[str, Any] | None = None
+    backend: str | Callable[..., Any] = "inductor",
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    dynamic: bool | None = None,
 ) -> Callable[..., Any]:
-    """What compiles a graph of local tensors, given the graph and tensors without data in place of its inputs."""
+    """What compiles a graph of local tensors, given the graph and tensors without data in place of its inputs.
+
+    Inductor compiles code for many sizes, unless ``dynamic`` is False. Other backends get each size by itself.
+    """
     found: Callable[..., Any] = load_private("torch._dynamo.backends.registry.lookup_backend")(backend)
     if backend == "inductor":
         patches = {} if mode in (None, "default") else dict(load_private("torch._inductor.list_mode_options")(mode))
         patches.update({name.replace("-", "_"): value for name, value in (options or {}).items()})
-        return partial(found, config_patches=patches) if patches else found
+        given: dict[str, Any] = {"config_patches": patches} if patches else {}
+        if dynamic is not False:
+            given["inner_compile"] = DynamicSizes(load_private("torch._inductor.compile_fx.compile_fx_inner"))
+        return partial(found, **given)
     given = {"mode": mode if mode != "default" else None, "options": options}
     return partial(found, **kept) if (kept := {name: one for name, one in given.items() if one}) else found

@@ -182,6 +182,9 @@ _transfers: dict[str, Transfer] = {}  # by key, as long as their groups live
 _keys: WeakKeyDictionary[GroupState, set[str]] = WeakKeyDictionary()  # of the transfers of each group
 _namespace: Any = custom_ops.Library("shardwise", "FRAGMENT")  # type: ignore[no-untyped-call] # torch's
 _namespace.define("transfer(Tensor token, Tensor[] tensors, str key) -> Tensor[]")
+_namespace.define(
+    "transfer_of_size(Tensor token, Tensor[] tensors, str form, SymInt[] extents, SymInt keys, int number) -> Tensor[]"
+)
 
 
 def _keep(transfer: Transfer) -> str:
@@ -199,7 +202,8 @@ def _forget(state: GroupState) -> None:
         _transfers.pop(key, None)
 
 
-def _found(key: str) -> Transfer:
+def found_transfer(key: str) -> Transfer:
+    """The transfer that is kept under a key."""
     if key not in _transfers:
         raise UnsupportedOpError(
             f"this process does not know the transfer '{key}' of a compiled graph: a graph runs only in the process "
@@ -209,7 +213,7 @@ def _found(key: str) -> Transfer:
 
 
 def _run(token: torch.Tensor, tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
-    outs = _found(key).run([tensor.detach().contiguous() for tensor in tensors])
+    outs = found_transfer(key).run([tensor.detach().contiguous() for tensor in tensors])
     # A compiler takes each result for memory of its own, from the beginning of its storage.
     return [token.new_empty(()), *[_own_memory(out) for out in outs]]
 
@@ -219,12 +223,48 @@ def _own_memory(out: torch.Tensor) -> torch.Tensor:
 
 
 def _run_without_data(token: torch.Tensor, tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
-    sizes = _found(key).sizes()
+    sizes = found_transfer(key).sizes()
     return [token.new_empty(()), *[torch.empty(size, dtype=dtype, device=device) for size, dtype, device in sizes]]
 
 
 _namespace.impl("transfer", _run, "CompositeExplicitAutograd")
 custom_ops.register_fake("shardwise::transfer", _run_without_data, lib=_namespace)
+
+
+# The same op in graphs for many sizes: which transfer it makes is one of a list, which the graph is given -----------
+
+_lists: dict[tuple[str, ...], int] = {}  # the number of each list of keys
+_keys_of_lists: list[tuple[str, ...]] = []  # by these numbers
+
+
+def transfer_list(keys: tuple[str, ...]) -> int:
+    """The number of a list of transfers, by which graphs in this process find them."""
+    if keys not in _lists:
+        _lists[keys] = len(_keys_of_lists)
+        _keys_of_lists.append(keys)
+    return _lists[keys]
+
+
+def _run_of_size(
+    token: torch.Tensor, tensors: list[torch.Tensor], form: str, extents: list[int], keys: int, number: int
+) -> list[torch.Tensor]:
+    return _run(token, tensors, _keys_of_lists[keys][number])
+
+
+def _run_of_size_without_data(
+    token: torch.Tensor, tensors: list[torch.Tensor], form: str, extents: list[Any], keys: Any, number: int
+) -> list[torch.Tensor]:
+    """A result for each part of the form, such as ``2 float32 cpu``: so many of the extents, a dtype and a device."""
+    outs, rest = [token.new_empty(())], iter(extents)
+    for part in filter(None, form.split(";")):
+        dims, dtype, device = part.split(" ")
+        size = [next(rest) for _ in range(int(dims))]
+        outs.append(torch.empty(size, dtype=getattr(torch, dtype), device=device))
+    return outs
+
+
+_namespace.impl("transfer_of_size", _run_of_size, "CompositeExplicitAutograd")
+custom_ops.register_fake("shardwise::transfer_of_size", _run_of_size_without_data, lib=_namespace)
 
 
 class GraphTransfers:
