@@ -54,22 +54,24 @@ def set_up(way: str, width: int, rows: int, device: str) -> Any:
     return step
 
 
-def measured(way: str, width: int, rows: int, device: str) -> tuple[float, int]:
-    """Seconds of a step, and the most bytes of CUDA's allocator."""
+def measured(way: str, width: int, rows: int, device: str) -> tuple[float, float, int]:
+    """Seconds of a step, those until the host has queued it, and the most bytes of CUDA's allocator."""
     step = set_up(way, width, rows, device)
     for _ in range(WARM_UP):
         step()
-    seconds = []
+    seconds, queued = [], []
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for _ in range(STEPS[device]):
         dist.barrier()
         begun = time.perf_counter()
         step()
+        queued.append(time.perf_counter() - begun)
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
-    return statistics.median(seconds), torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    return statistics.median(seconds), statistics.median(queued), peak
 
 
 def measured_peaks() -> dict[tuple[str, str], int]:
@@ -99,12 +101,20 @@ def compare_peaks(path: str) -> None:
         print(f"{line}{needs.peak / peak - 1:+9.1%}", flush=True)
 
 
+def print_parts(needs: Any, queued: float) -> None:
+    """Print what the slowest rank's predicted seconds consist of, and when the host had queued the step."""
+    slowest = max(needs.parts, key=lambda part: part.seconds)
+    parts = {"kernels": slowest.computing, "waiting": slowest.waiting, "host": slowest.queueing, "queued after": queued}
+    print("  " + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in parts.items()), flush=True)
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--devices", help="a file that `shardwise doctor --measure` wrote")
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--parts", action="store_true", help="print also what the predicted times consist of")
     options = parser.parse_args()
     device = "cuda" if options.backend == "nccl" else "cpu"
     with tempfile.TemporaryDirectory() as folder:
@@ -118,12 +128,14 @@ def main() -> None:
                 given = way, options.width, rows, device
                 needs = shardwise.estimate(set_up, *given[:3], "cpu", devices=path, ranks=RANKS)
                 found = run_on_ranks(RANKS, measured, *given, backend=options.backend, timeout=600, fresh=True)
-                seconds, peak = (max(each) for each in zip(*found, strict=True))
+                seconds, queued, peak = (max(each) for each in zip(*found, strict=True))
                 line = f"{way:18}{rows:6}{seconds * 1e3:9.1f} ms{needs.seconds * 1e3:9.1f} ms"
                 line += f"{needs.seconds / seconds - 1:+9.0%}"
                 if peak:
                     line += f"{peak / 2**20:10.1f} MiB{needs.peak / 2**20:10.1f} MiB{needs.peak / peak - 1:+9.1%}"
                 print(line, flush=True)
+                if options.parts:
+                    print_parts(needs, queued)
         if device == "cuda":
             compare_peaks(path)
 

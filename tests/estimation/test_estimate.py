@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,14 @@ def test_devices_that_differ_are_parts_of_their_own() -> None:
     assert slow.computing == pytest.approx(10 * fast.computing)
     assert fast.waiting > slow.waiting  # for the slow one
     assert needs.seconds == max(fast.seconds, slow.seconds) >= slow.computing
+
+
+def test_a_host_that_is_slow_to_start_kernels() -> None:
+    """The step takes as long as starting its kernels, all of which are counted."""
+    slow = dataclasses.replace(FAST, kind="cuda", call=1.0)
+    (part,) = estimate(job, "fully sharded", devices=[slow] * 2).parts
+    assert part.queueing == pytest.approx(part.seconds, rel=1e-3)
+    assert part.queueing > 10
 
 
 def test_arithmetic_and_bytes() -> None:

@@ -97,6 +97,12 @@ class RankEstimate:
         return sum(span.end - span.start for span in self._timeline.spans if span.lane == WAIT)
 
     @cached_property
+    def queueing(self) -> float:
+        """Seconds in which the host starts kernels; on a CPU, those in which it computes are not among them."""
+        calls = sum(entry.calls for entry in self._timeline.tape.entries if isinstance(entry, Kernel))
+        return calls * self.device.call
+
+    @cached_property
     def flops(self) -> int:
         """Floating point operations of products."""
         return self._tape.flops
