@@ -2,7 +2,7 @@
 
 - `anchors`: what stands in the graph of a rank for tensors that the rank does not have
 - `transfers`: autograd Functions that move shards
-- `rows`: autograd Functions that send rows where values decide, spread them and add them up
+- `rows`: an autograd Function that sends rows where values decide
 - `replicas`: autograd Functions that add up the gradients of replicas and of plain operands
 - `recorded_backward`: backwards that can be differentiated again
 - `task`: one object for each running backward, and what happens at its end, in which order

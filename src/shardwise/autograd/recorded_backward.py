@@ -27,10 +27,14 @@ def depending(grad: torch.Tensor, *anchors: torch.Tensor) -> torch.Tensor:
     return grad + current_task().depend_on(*anchors).to(grad.device, grad.dtype)
 
 
-def sendable(grads: Sequence[torch.Tensor], ctx: object) -> list[torch.Tensor]:
-    """The gradients that come to a node, ready to be sent; the first is that of the anchor which the node has saved."""
-    contiguous = [(grad.to_dense() if grad.is_sparse else grad).contiguous() for grad in grads]
+def sendable(grads: Sequence[torch.Tensor | None], ctx: object) -> list[torch.Tensor]:
+    """The gradients that come to a node, ready to be sent; the first is that of the anchor which the node has saved.
+
+    Only that one may be None, where nobody has read the anchor.
+    """
     saved = ctx.saved_tensors[0]  # type: ignore[attr-defined] # a node's context; unpacked on every rank alike
+    defined = [saved.detach() if grad is None else grad for grad in grads]  # an anchor is zero, as is its gradient
+    contiguous = [(grad.to_dense() if grad.is_sparse else grad).contiguous() for grad in defined]
     if torch.is_grad_enabled():
         contiguous[0] = depending(contiguous[0], saved)
     return contiguous

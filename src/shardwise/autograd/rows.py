@@ -1,14 +1,11 @@
-"""Rows under autograd: sent to the ranks that values decide, spread to entries that read them, and added up again.
+"""Rows under autograd: sent to the ranks that values decide.
 
-The backward of an exchange of rows is the exchange back, a collective, which runs on every rank by the anchors. To
-spread rows and to add them up are each other's backward.
+The backward of an exchange of rows is the exchange back, a collective, which runs on every rank by the anchors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,64 +54,3 @@ def exchanged_rows(
         return None, exchange_rows(counts, [tensor.detach() for tensor in tensors], verb)
     made, *outs = _exchanged(counts, verb, input_anchor(anchor, tensors, tensors[0].device), *tensors)
     return made, outs
-
-
-@dataclass(frozen=True, eq=False)
-class Entries:
-    """Entries that each read one row of a tensor."""
-
-    row: torch.Tensor  # of each entry
-    rows: int  # how many there are; some may be read by none
-
-    @cached_property
-    def by_row(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The entries row by row, and where those of each row begin."""
-        order = torch.argsort(self.row, stable=True)
-        counts = torch.zeros(self.rows + 1, dtype=self.row.dtype, device=self.row.device)
-        counts.scatter_add_(0, self.row + 1, torch.ones_like(self.row))
-        return order, counts.cumsum(0)[:-1]
-
-    def spread(self, rows: torch.Tensor) -> torch.Tensor:
-        """The row of each entry."""
-        return _spread(rows, self)
-
-    def add_up(self, entries: torch.Tensor) -> torch.Tensor:
-        """For each row, the sum of its entries. The order of additions is always the same."""
-        return _added(entries, self)
-
-
-class _Spread(torch.autograd.Function):
-    """Each entry's row."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, entries: Entries) -> torch.Tensor:
-        """By number."""
-        ctx.entries = entries
-        return rows.index_select(0, entries.row)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """The gradients of all entries of a row."""
-        return _added(grads[0], ctx.entries), None
-
-
-class _Added(torch.autograd.Function):
-    """The sum of each row's entries."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, entries: Entries) -> torch.Tensor:
-        """In one kernel, which adds in the order of the entries."""
-        ctx.entries = entries
-        if not len(values) or not entries.rows:
-            return values.new_zeros(entries.rows, values.shape[1])
-        order, begins = entries.by_row
-        return torch.nn.functional.embedding_bag(order, values, begins, mode="sum")
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        """Each entry has the gradient of its row."""
-        return _spread(grads[0], ctx.entries), None
-
-
-_spread: Callable[[torch.Tensor, Entries], torch.Tensor] = _Spread.apply
-_added: Callable[[torch.Tensor, Entries], torch.Tensor] = _Added.apply

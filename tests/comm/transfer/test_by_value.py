@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.comm.sent_messages import sent
 
 import shardwise
-from shardwise.autograd.rows import Entries, exchanged_rows
+from shardwise.autograd.rows import exchanged_rows
 from shardwise.comm.transfer.by_value import RowCounts, RowForm, exchange_numbers, exchange_rows
 from shardwise.errors import RankMismatchError
 from shardwise.testing import ranks
@@ -53,6 +53,19 @@ def test_rows_arrive_in_exact_numbers() -> None:
 
 
 @ranks(4)
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_rows_at_an_index(others: int) -> None:
+    """Are sent as if they had been taken before, of tensors with more rows, that are contiguous or not."""
+    way, rows = counts(), given()
+    more = torch.cat([rows, torch.full((2, 3), -1.0, dtype=torch.float64)]).flip(0)
+    index = torch.arange(len(more) - 1, 1, -1)
+    tensors = [more.T.contiguous().T, more.half(), more[:, :1].int()][: 1 + others]
+    found = exchange_rows(way, tensors, "rows", index=index)
+    for one, expected in zip(found, exchange_rows(way, [one[index] for one in tensors], "rows"), strict=True):
+        assert torch.equal(one, expected)
+
+
+@ranks(4)
 def test_gradients_travel_back() -> None:
     """Also through ranks without rows, and twice, as for gradients of gradients."""
     way, rows = counts(), given().requires_grad_()
@@ -92,19 +105,3 @@ def test_forms() -> None:
     form = RowForm.of(((3, torch.bfloat16), (2, torch.float32), (1, torch.int16)))
     assert [part[:2] for part in form.parts] == [(0, 6), (8, 16), (16, 18)]
     assert form.size == 20
-
-
-@pytest.mark.parametrize("rows", [0, 3])
-def test_entries_spread_and_add_up(rows: int) -> None:
-    """Each is the other's backward; rows that no entry reads are zero."""
-    numbers = torch.tensor([2, 0, 2, 2] if rows else [], dtype=torch.int64)
-    entries = Entries(numbers, rows)
-    values = torch.randn(rows, 2, dtype=torch.float64, requires_grad=True)
-    others = torch.randn(len(numbers), 2, dtype=torch.float64, requires_grad=True)
-    assert torch.equal(entries.spread(values), values[numbers])
-    torch.testing.assert_close(
-        entries.add_up(others), torch.zeros(rows, 2, dtype=torch.float64).index_add(0, numbers, others)
-    )
-    assert torch.autograd.gradgradcheck(entries.spread, values)
-    if rows:
-        assert torch.autograd.gradcheck(entries.add_up, others)

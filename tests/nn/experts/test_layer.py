@@ -260,6 +260,27 @@ def test_recomputed_and_copied() -> None:
     assert int(chosen.sum()) == 2 * len(given.local_tensor())
 
 
+@ranks(4)
+@pytest.mark.parametrize("placement", ["in order", "none on ranks 0 and 2", "copies"])
+def test_gradients_of_gradients(placement: str) -> None:
+    """Of tokens and of the weights of their choices, through ranks without tokens and without experts."""
+    plain = mixture()
+    twin = twin_of(plain, placement=PLACEMENTS[placement])
+    x = batch()
+    weights, chosen = (one.detach() for one in torch.topk(torch.softmax(plain.router(x), -1), 2, -1))
+
+    def twice(layer: Any, chosen: Any, *leaves: Any) -> list[Any]:
+        tokens, weights = (one.detach().requires_grad_() for one in leaves)
+        grads = torch.autograd.grad((layer(tokens, chosen, weights) ** 3).sum(), (tokens, weights), create_graph=True)
+        (grads[0] ** 2).sum().add((grads[1] ** 2).sum()).backward()
+        return [*grads, tokens.grad, weights.grad]
+
+    expected = twice(plain.experts, chosen, x, weights)
+    found = twice(twin.experts, own(chosen), own(x), own(weights))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(whole(one.detach()), other.detach(), rtol=ROUNDING, atol=ROUNDING)
+
+
 @ranks(2)
 def test_several_runs_of_experts_are_one_tensor() -> None:
     """Those of a rank lie one behind another, so that none is copied in a forward; after resharding they are copied."""
@@ -334,8 +355,13 @@ def test_routes() -> None:
     holders = ((0, 2), (1, 3), (0, 1, 2), (3,))
     routes = [make_expert_route(holders, range(4), here, torch.device("cpu")) for here in range(4)]
     index = torch.arange(4).repeat(3, 1)
-    found = [route.targets(index)[0].T.tolist() for route in routes]
+    found = [(route.targets(index)[0].view(3, 4).T // 2).tolist() for route in routes]
     assert found[0] == [[0, 0, 0], [1, 1, 1], [0, 0, 0], [3, 3, 3]]
     assert found[1] == [[0, 0, 0], [1, 1, 1], [1, 1, 1], [3, 3, 3]]
     assert found[3] == [[2, 2, 2], [3, 3, 3], [0, 1, 2], [3, 3, 3]]
-    assert routes[2].targets(index)[1].T.tolist() == [[0, 0, 0], [0, 0, 0], [1, 1, 1], [1, 1, 1]]
+    for sender, receiver in ((2, 2), (3, 0), (3, 1)):
+        members, codes = (one.view(3, 4) for one in routes[sender].targets(index))
+        numbers, are_here = routes[receiver].experts_here(codes)
+        assert torch.equal(are_here, members // 2 == receiver)
+        experts = torch.tensor(routes[receiver].experts[receiver])
+        assert torch.equal(experts[numbers[are_here]], index[are_here])

@@ -17,8 +17,8 @@ from shardwise.comm.agreement import begin_sending
 from shardwise.comm.group import CallFingerprint, group_ranks, is_fake, without_data
 from shardwise.comm.tracing import record
 from shardwise.comm.transfer.in_graph import refuse_in_graph
-from shardwise.comm.transfer.views import as_bytes, resolved
-from shardwise.comm.transfer.wire import exchange, failing_together, wire_device
+from shardwise.comm.transfer.views import as_bytes, is_as_it_lies, resolved
+from shardwise.comm.transfer.wire import exchange_rows_of, failing_together, wire_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,22 +47,26 @@ def exchange_numbers(
     if group.size() > 1 and not is_fake(group) and not without_data():
         wire = wire_device(frozenset((numbers.device.type,)), group)
         with failing_together(group):
-            given = numbers.to(wire).contiguous()
+            given = _on(numbers, wire).contiguous()
             came = torch.empty_like(given)
             tag = begin_sending(group, _said(verb, numbers.shape[1]))
-        size = given[0].nbytes * (group.size() - 1)
+        size = given.nbytes // len(given) * (group.size() - 1)
+        each = (1,) * len(given)
         with record.waiting("meeting", size, size):
-            exchange(group, as_bytes(came).chunk(len(came)), as_bytes(given).chunk(len(given)), tag, verb).wait()
+            exchange_rows_of(group, _rows_as_bytes(came), each, _rows_as_bytes(given), each, tag, verb).wait()
         numbers = given
-    sent, received = torch.stack([numbers, came]).transpose(1, 2).tolist()
-    return [tuple(column) for column in sent], [tuple(column) for column in received]
+    sent, received = torch.stack([numbers, came]).tolist()
+    return list(zip(*sent, strict=True)), list(zip(*received, strict=True))
 
 
-def exchange_rows(counts: RowCounts, tensors: Sequence[torch.Tensor], verb: str) -> list[torch.Tensor]:
+def exchange_rows(
+    counts: RowCounts, tensors: Sequence[torch.Tensor], verb: str, *, index: torch.Tensor | None = None
+) -> list[torch.Tensor]:
     """Give each member its rows of each tensor, and get rows of each: what came, in the order of the members.
 
-    The tensors have two dims and as many rows as are sent, in the order of the members. Every rank of the group calls
-    it, with tensors of the same widths and dtypes. A result may be a view of the memory of all results.
+    The tensors have two dims and as many rows as are sent, in the order of the members; or the rows that are sent are
+    those at an index. Every rank of the group calls it, with tensors of the same widths and dtypes. A result may be a
+    view of the memory of all results.
     """
     refuse_in_graph(verb)
     group, device = counts.group, tensors[0].device
@@ -70,29 +74,36 @@ def exchange_rows(counts: RowCounts, tensors: Sequence[torch.Tensor], verb: str)
     rows = sum(counts.received)
     begun = _begin_traced(counts, form.size) if record.running and group.size() > 1 else None
     if group.size() == 1:
-        outs = list(tensors)
+        outs = list(tensors) if index is None else [tensor.index_select(0, index) for tensor in tensors]
     elif without_data() or is_fake(group):  # other members send nothing
         outs = [tensor.new_zeros(rows, tensor.shape[1]) for tensor in tensors]
     else:
         with failing_together(group):
             wire = wire_device(frozenset((device.type,)), group)
-            given, taken = form.pack(tensors, wire), form.empty(rows, wire)
+            given, taken = form.pack(tensors, wire, index), form.empty(rows, wire)
             tag = begin_sending(group, _said(verb, form))
-        way = exchange(group, _by_member(taken, counts.received), _by_member(given, counts.sent), tag, verb)
+        way = exchange_rows_of(group, taken, counts.received, given, counts.sent, tag, verb)
         if begun is not None:
             begun.waits()
         way.wait()
         with failing_together(group):
-            outs = form.unpack(taken.to(device, non_blocking=True))
+            outs = form.unpack(_on(taken, device))
     if begun is not None:
         begun.end()
     return outs
 
 
-def _by_member(buffer: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """The bytes of each member's rows."""
-    width = buffer.shape[1]
-    return list(buffer.view(-1).split_with_sizes([count * width for count in counts]))
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on a device; itself if it is there."""
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def _rows_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of a contiguous tensor of two dims, as rows of bytes that share its memory."""
+    if tensor.stride(1) == 1 and is_as_it_lies(tensor):
+        return tensor.view(torch.uint8)
+    rows, width = tensor.shape
+    return as_bytes(resolved(tensor)).view(rows, width * tensor.element_size())
 
 
 @dataclass(frozen=True)
@@ -118,19 +129,39 @@ class RowForm:
         made = torch.empty(rows, self.size, dtype=torch.uint8, device=device)
         return record.as_buffer(made) if record.running else made
 
-    def pack(self, tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """The rows of these tensors as bytes; of one tensor as they lie, if they may be sent so."""
+    def pack(
+        self, tensors: Sequence[torch.Tensor], device: torch.device, index: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The rows of these tensors, or those at an index, as bytes; of one tensor as they lie, if they may be sent so.
+
+        Rows at an index are written straight into the memory that is sent.
+        """
+        if index is not None and (len(tensors) == 1 or tensors[0].device != device):
+            return self.pack([tensor.index_select(0, index) for tensor in tensors], device)
         if len(tensors) == 1:
-            (one,) = tensors
-            return as_bytes(resolved(one.to(device)).contiguous()).view(len(one), self.size)
-        buffer = self.empty(len(tensors[0]), device)
+            return _rows_as_bytes(_on(tensors[0], device).contiguous())
+        buffer = self.empty(len(tensors[0] if index is None else index), device)
         for part, tensor in zip(self.unpack(buffer), tensors, strict=True):
-            part.copy_(tensor)
+            if index is None:
+                part.copy_(tensor)
+            else:
+                torch.index_select(tensor, 0, index, out=part)
         return buffer
 
     def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The tensors of rows that lie so, as views."""
-        return [buffer[:, begin:end].view(dtype) for begin, end, dtype in self.parts]
+        if len(self.parts) == 1:
+            return [buffer.view(self.parts[0][2])]
+        typed: dict[torch.dtype, torch.Tensor] = {}
+        found = []
+        for begin, end, dtype in self.parts:
+            whole = typed.get(dtype)
+            if whole is None:
+                whole = typed[dtype] = buffer.view(dtype)
+            size = dtype.itemsize
+            sizes, strides = (len(buffer), (end - begin) // size), (self.size // size, 1)
+            found.append(whole.as_strided(sizes, strides, whole.storage_offset() + begin // size))
+        return found
 
 
 def _multiple(size: int, of: int) -> int:

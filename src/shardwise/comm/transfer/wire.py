@@ -284,6 +284,22 @@ def exchange(group: ProcessGroup, taken: Bytes, given: Bytes, tag: int, what: st
     return TaggedExchange(group, what, receives, [(peer, given[peer]) for peer in after if given[peer].numel()], tag)
 
 
+def exchange_rows_of(
+    group: ProcessGroup,
+    taken: torch.Tensor,
+    received: Sequence[int],
+    given: torch.Tensor,
+    sent: Sequence[int],
+    tag: int,
+    what: str,
+) -> PendingExchange:
+    """The same of memory whose rows of bytes lie in the order of the members: how many each member sends and gets."""
+    if without_data() or (given.device.type == "cpu" and is_tagged(group)):
+        return exchange(group, taken.split_with_sizes(received), given.split_with_sizes(sent), tag, what)
+    memory = taken, given, list(received), list(sent)
+    return PendingCollective(group, what, given.numel(), given.device, dist.all_to_all_single, *memory)
+
+
 class GroupWire:
     """The wire between the ranks of a group, for transfers in rounds."""
 

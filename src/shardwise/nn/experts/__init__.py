@@ -5,7 +5,8 @@
 - `block`: the forward of a module with a list of experts; `block_samples`: its samples here; `block_check`: whether
   it treats samples one by one; `expert_calls`: what it asks of experts; `listed_experts`: the modules of the list
 - `rebalance`: other ranks for experts between steps; `balance`: which
-- `route`: to which rank a token goes; `dispatch`: the way of tokens to experts and back
+- `route`: to which rank a token goes; `dispatch`: the way of tokens to experts and back; `token_exchange`: the same
+  under autograd; `entries`: rows that are read by several, and added up again
 """
 
 from shardwise.nn.experts.plan import ExpertPlan, expert_parallel

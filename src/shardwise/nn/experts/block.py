@@ -129,10 +129,10 @@ def _answers(
     numbers = numbers.to(device, non_blocking=True)
     forward.count(numbers, len(block.experts))
     route = expert_route(group, local.holders, device)
-    dispatch = Dispatch(route, numbers[:, None], group, lambda: [len(numbers)] * group.size())
+    dispatch = Dispatch(route, numbers[:, None], group, lambda: [len(numbers)] * group.size(), by_expert=True)
     received = dispatch.send(rows, None, anchor, records=records)
     here = route.experts[route.here]
-    counts = torch.bincount(received.expert, minlength=len(here)).tolist()
+    counts = torch.bincount(received.expert.view(-1), minlength=len(here)).tolist()
     made, anchors = local.run(here, form.separate(received.rows), counts)
     if made is None:
         made = torch.zeros_like(received.rows[0])

@@ -41,13 +41,12 @@ class ExpertsForward:
         return experts(self, hidden, index, weights)
 
     def count(self, index: torch.Tensor, number: int) -> None:
-        """Count the choices of this rank's tokens, of so many experts."""
+        """Count the choices of this rank's tokens, contiguous, of so many experts."""
         if record.is_forecast() or current_backward() != -1:  # where activations are recomputed, it is counted already
             return
         if self.chosen is None or self.chosen.device != index.device:
             self.chosen = torch.zeros(number, dtype=torch.int64, device=index.device)
-        flat = index.reshape(-1)
-        self.chosen.scatter_add_(0, flat, torch.ones_like(flat))
+        self.chosen.scatter_(0, index.view(-1), 1, reduce="add")
 
 
 def experts(forward: ExpertsForward, hidden: Any, index: Any, weights: Any) -> Any:
@@ -63,7 +62,8 @@ def experts(forward: ExpertsForward, hidden: Any, index: Any, weights: Any) -> A
 
     def work() -> tuple[torch.Tensor, CallFingerprint]:
         _require_choices(hidden, index, weights)
-        chosen = cut.rows(index)[0].long()
+        chosen = cut.rows(index)[0]
+        chosen = (chosen if chosen.dtype == torch.int64 else chosen.long()).contiguous()
         _require_known(chosen, model.shape[0])
         first = 1 if cut.layout is not None else -1  # a rank's own tokens may be any number of any sequences
         kinds = tuple((one.ndim, tuple(one.shape[first:]), one.dtype) for one in (hidden, index, weights))
@@ -81,7 +81,8 @@ def experts(forward: ExpertsForward, hidden: Any, index: Any, weights: Any) -> A
         received = dispatch.send([rows], weight, tie(known) if known else None, records=records)
         parts, anchors = local.tensors()
         if len(received.expert):
-            results = _run(local, parts, received).to(rows.dtype)
+            results = _run(local, parts, received)
+            results = results if results.dtype == rows.dtype else results.to(rows.dtype)
         else:
             results = torch.zeros_like(received.rows[0])
             anchors.append(tie([one for tensors in parts.values() for one in tensors]))
@@ -123,7 +124,7 @@ def _require_known(chosen: torch.Tensor, number: int) -> None:
     """Raise for a choice of an expert that there is not; on an accelerator, torch's kernels do."""
     if chosen.device.type != "cpu" or record.is_forecast() or not chosen.numel():
         return
-    for one in torch.stack(chosen.aminmax()).tolist():
+    for one in map(int, chosen.aminmax()):
         if not 0 <= one < number:
             raise IdRangeError(f"a token has chosen expert {one}, and there are {number}")
 

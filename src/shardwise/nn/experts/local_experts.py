@@ -90,11 +90,11 @@ class StackedExperts:
     def run(
         self, parts: dict[str, list[torch.Tensor]], hidden: torch.Tensor, expert: torch.Tensor, weight: torch.Tensor
     ) -> torch.Tensor:
-        """The layer's forward on entries, of which each is for one expert of this rank."""
+        """The layer's forward on entries, of which each is for one expert of this rank, with one weight."""
         tensors = {name: stacked(locals_) for name, locals_ in parts.items()}
         held = len(next(iter(tensors.values())))
         layer = _with_parameters(self.module, tensors, held)
-        return layer.forward(hidden, expert[:, None], weight[:, None])  # type: ignore[no-any-return] # a module's
+        return layer.forward(hidden, expert, weight)  # type: ignore[no-any-return] # a module's
 
 
 def _with_parameters(module: nn.Module, tensors: dict[str, torch.Tensor], experts: int) -> Any:

@@ -47,16 +47,24 @@ class ExpertRoute:
     here: int
     experts: tuple[tuple[int, ...], ...]  # of each member, ascending
     copies: tuple[int, ...]  # of each expert
-    member: torch.Tensor  # for each expert, the members that get this one's tokens in turn
-    local: torch.Tensor  # and the number that the expert has there
-    ways: torch.Tensor | None  # how many of these there are; None where there is one for each
+    most: int  # to so many members this one sends tokens for an expert in turn
+    second: torch.Tensor  # for each expert these members: the place of the second of two numbers for each member
+    code: torch.Tensor  # and which member it is, in the upper bits, with the number that the expert has there
+    number_bits: int  # the lower bits
+    ways: torch.Tensor | None  # how many members there are for each expert; None where there is one
 
     def targets(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each choice of an expert by a token, the member that gets the token, and the expert's number there."""
-        if self.ways is None:
-            return self.member[:, 0][index], self.local[:, 0][index]
-        turn = torch.arange(self.here, self.here + len(index), device=index.device)[:, None] % self.ways[index]
-        return self.member[index, turn], self.local[index, turn]
+        """For each choice of an expert by a token, contiguous: `second` of the member that gets it, and its code."""
+        choice = index.view(-1)
+        if self.ways is not None:
+            turn = torch.arange(self.here, self.here + len(index), device=index.device)[:, None] % self.ways[index]
+            choice = choice * self.most + turn.view(-1)
+        return self.second.index_select(0, choice), self.code.index_select(0, choice)
+
+    def experts_here(self, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of codes: the experts' numbers on this member, and whether they are here; those elsewhere have others."""
+        number = torch.bitwise_xor(code.long(), self.here << self.number_bits)
+        return number, number < (1 << self.number_bits)
 
 
 @cached_per_group(maxsize=512)
@@ -73,13 +81,14 @@ def make_expert_route(holders: Holders, ranks: Sequence[int], here: int, device:
     own = [tuple(expert for expert, members in enumerate(held) if member in members) for member in range(len(ranks))]
     targets = [_nearest(members, len(ranks), here) for members in held]
     most = max(map(len, targets), default=1)
-    member = torch.tensor([[*one, *[one[0]] * (most - len(one))] for one in targets], dtype=torch.int64)
-    local = torch.tensor(
-        [[own[to].index(expert) for to in row] for expert, row in enumerate(member.tolist())], dtype=torch.int64
-    )
+    in_turn = [(expert, to) for expert, one in enumerate(targets) for to in [*one, *[one[0]] * (most - len(one))]]
+    number_there = [{expert: number for number, expert in enumerate(one)} for one in own]
+    bits = max(map(len, own), default=0).bit_length()
+    second = torch.tensor([2 * to + 1 for _, to in in_turn], dtype=torch.int64)
+    code = torch.tensor([to << bits | number_there[to][expert] for expert, to in in_turn], dtype=torch.int32)
     ways = None if most == 1 else torch.tensor([len(one) for one in targets]).to(device)
     copies = tuple(map(len, held))
-    return ExpertRoute(len(ranks), here, tuple(own), copies, member.to(device), local.to(device), ways)
+    return ExpertRoute(len(ranks), here, tuple(own), copies, most, second.to(device), code.to(device), bits, ways)
 
 
 def _nearest(members: Sequence[int], count: int, here: int) -> list[int]:

@@ -86,7 +86,7 @@ class TokenCut:
             parts = [tensor[layout.index(row)] for row in layout.rows_on(dist.get_rank())]
         if not parts:
             return torch.empty(0, width, dtype=tensor.dtype, device=tensor.device), anchor
-        rows = [part.reshape(-1, width) for part in parts]
+        rows = [part if part.ndim == 2 else part.reshape(-1, width) for part in parts]
         return rows[0] if len(rows) == 1 else torch.cat(rows), anchor
 
     def tokens_of_each(self, own: int) -> Sequence[int]:
@@ -104,7 +104,8 @@ class TokenCut:
         boxes = self.layout.at(frame.rows)
         lengths = boxes.volumes.tolist()
         parts = [rows] if len(lengths) == 1 else torch.split_with_sizes(rows, lengths) if lengths else ()
-        tensors = [part.reshape(*size, rows.shape[1]) for part, size in zip(parts, boxes.sizes.tolist(), strict=True)]
+        sizes = [(*size, rows.shape[1]) for size in boxes.sizes.tolist()]
+        tensors = [part if part.shape == size else part.reshape(size) for part, size in zip(parts, sizes, strict=True)]
         anchors = [rows] if anchor is None else [rows, anchor]
         made = assemble(ShardedTensor, frame, tensors, anchors, anchor is not None)
         assert isinstance(made, ShardedTensor)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch.distributed import ProcessGroup
 
 from shardwise.autograd.rows import exchanged_rows
 from shardwise.comm.group import without_data
@@ -26,16 +25,8 @@ class Route:
     The rows lie in the order of the group's members.
     """
 
-    def __init__(self, counts: RowCounts, verb: str, back: str | None = None) -> None:
-        self._counts, self._verb, self._back = counts, verb, verb if back is None else back
-
-    @staticmethod
-    def of(
-        group: ProcessGroup, numbers: torch.Tensor, verb: str, back: str | None = None
-    ) -> tuple[Route, list[tuple[int, ...]]]:
-        """That of so many rows for each member, which are the first column; and the other columns, as they came."""
-        (sent, *_), (came, *more) = exchange_numbers(group, numbers, f"the sizes of {verb}")
-        return Route(RowCounts(group, sent, came), verb, back), more
+    def __init__(self, counts: RowCounts, verb: str) -> None:
+        self._counts, self._verb = counts, verb
 
     @staticmethod
     def at_cuts(model: ShardedTensorBase, cuts: IntArray | torch.Tensor, rows: int, verb: str) -> Route:
@@ -47,39 +38,21 @@ class Route:
             even = tuple(np.diff(np.arange(group.size() + 1) * rows // group.size()).tolist())
             return Route(RowCounts(group, even, even, known=False), verb)
         counts = np.diff(np.asarray(cuts, dtype=np.int64), prepend=0, append=rows)
-        return Route.of(group, torch.from_numpy(counts)[:, None], verb)[0]
-
-    @property
-    def rows(self) -> int:
-        """How many this rank sends."""
-        return sum(self._counts.sent)
+        (sent,), (came,) = exchange_numbers(group, torch.from_numpy(counts)[:, None], f"the sizes of {verb}")
+        return Route(RowCounts(group, sent, came), verb)
 
     def send(self, *tensors: torch.Tensor, records: bool = False) -> list[torch.Tensor]:
         """The rows from all members, in their order; ``records`` says whether any rank wants their gradient."""
-        return self.send_anchored(None, tensors, records=records)[1]
+        return _exchanged(self._counts, self._verb, tensors, records)
 
     def answer(self, *tensors: torch.Tensor, records: bool = False) -> list[torch.Tensor]:
         """For each row that this rank has sent, what the member that got it answers."""
-        return self.answer_anchored(None, tensors, records=records)[1]
-
-    def send_anchored(
-        self, anchor: torch.Tensor | None, tensors: Sequence[torch.Tensor], *, records: bool
-    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """The same with an anchor, and one that leads to the backward if it is recorded."""
-        return _exchanged(self._counts, self._verb, anchor, tensors, records)
-
-    def answer_anchored(
-        self, anchor: torch.Tensor | None, tensors: Sequence[torch.Tensor], *, records: bool
-    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        """The same of answers."""
-        return _exchanged(self._counts.reverse(), self._back, anchor, tensors, records)
+        return _exchanged(self._counts.reverse(), self._verb, tensors, records)
 
 
-def _exchanged(
-    counts: RowCounts, verb: str, anchor: torch.Tensor | None, tensors: Sequence[torch.Tensor], records: bool
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    made, rows = exchanged_rows(counts, verb, anchor, [_flat(tensor) for tensor in tensors], records=records)
-    return made, [_like(one, tensor) for one, tensor in zip(rows, tensors, strict=True)]
+def _exchanged(counts: RowCounts, verb: str, tensors: Sequence[torch.Tensor], records: bool) -> list[torch.Tensor]:
+    rows = exchanged_rows(counts, verb, None, [_flat(tensor) for tensor in tensors], records=records)[1]
+    return [_like(one, tensor) for one, tensor in zip(rows, tensors, strict=True)]
 
 
 def _flat(rows: torch.Tensor) -> torch.Tensor:
