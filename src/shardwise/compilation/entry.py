@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.tensor import ShardedTensorBase
-from shardwise.torch_private import pytree
-
 if TYPE_CHECKING:
     from shardwise.compilation.full_graph.local_graph import LocalGraph
 
@@ -69,12 +66,17 @@ def in_one_graph(
 ) -> Callable[..., Any]:
     """A function that runs as a full graph if it has sharded tensors, among arguments or in modules; else ``plain``."""
     graph: Any = None  # once a sharded tensor was found
+    modules: Any = None  # that the function uses, as they were in the last call
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal graph
+        nonlocal graph, modules
         if graph is None:
-            if not _has_sharded(function, args, kwargs):
+            if modules is None:
+                from shardwise.compilation.full_graph.sharded_modules import UsedModules
+
+                modules = UsedModules(function)
+            if not modules.has_sharded(args, kwargs):
                 return plain(*args, **kwargs)
             from shardwise.compilation.full_graph import FullGraph
 
@@ -83,16 +85,3 @@ def in_one_graph(
         return graph(*args, **kwargs)
 
     return call
-
-
-def _has_sharded(function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    if any(isinstance(leaf, ShardedTensorBase) for leaf in pytree.tree_leaves((args, kwargs))):
-        return True
-    from shardwise.compilation.full_graph.inputs import modules_of
-
-    modules: list[nn.Module] = modules_of(function)
-    return any(
-        isinstance(tensor, ShardedTensorBase)
-        for module in modules
-        for tensor in (*module.parameters(), *module.buffers())
-    )

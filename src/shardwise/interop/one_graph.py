@@ -24,6 +24,7 @@ from shardwise.compilation import in_one_graph
 from shardwise.compilation.compiled_threads import compiled_threads
 from shardwise.errors import UnsupportedOpError
 from shardwise.patching import Function, replace_now, replace_when_loaded
+from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import Handler, Op, Registry, op_name, registry
 from shardwise.tensor.torch_function import TorchFunctionTensor
 
@@ -104,11 +105,41 @@ def _compile(theirs: Function) -> Function:
         chosen = {name: options[name] for name in names if options.get(name) is not None}
         make_backend = functools.partial(_backend, **chosen)
         if isinstance(compiled, nn.Module):
+            vars(compiled)[OPTIONS] = _Options(options)
             compiled.forward = in_one_graph(model, compiled.forward, make_backend)
             return compiled
         return in_one_graph(model, compiled, make_backend)
 
     return compile
+
+
+OPTIONS = "_shardwise_options"  # an attribute of compiled modules: how they were compiled
+
+
+class _Options(dict[str, Any]):
+    """Options of `torch.compile`; a copy of a compiled module has the same ones, with the same backend."""
+
+    def __deepcopy__(self, memo: object) -> _Options:
+        return self
+
+
+def _reduce(theirs: Function) -> Function:
+    """How a compiled module is copied and pickled: with sharded tensors, as one that is compiled anew."""
+
+    def reduce(module: Any) -> Any:
+        made, options = theirs(module), vars(module).get(OPTIONS)
+        model = made[1][0]
+        if options is None or not any(
+            isinstance(one, ShardedTensorBase) for one in (*model.parameters(), *model.buffers())
+        ):
+            return made
+        return _compiled_again, (model, options)
+
+    return reduce
+
+
+def _compiled_again(model: nn.Module, options: dict[str, Any]) -> Any:
+    return torch.compile(model, fullgraph=True, **options)
 
 
 def _backend(**chosen: Any) -> Any:
@@ -119,4 +150,5 @@ def _backend(**chosen: Any) -> Any:
 
 replace_now(torch, "compile", _compile(torch.compile))
 replace_when_loaded("torch._dynamo.exc", "format_graph_break_message", _say_ours)
+replace_when_loaded("torch._dynamo.eval_frame", "OptimizedModule.__reduce__", _reduce)
 replace_when_loaded("torch._dynamo.eval_frame", "set_fullgraph_compiled_frame_count", _note_one_graph)

@@ -1,7 +1,10 @@
 """Functions and modules of sharded tensors, compiled as one graph of local tensors on each rank.
 
 - `graph_cache`: `FullGraph`, a function whose calls run as one graph of the forward and one of the backward
-- `inputs`: the tensors of a call that become inputs of its graph; `guards`: what else a graph depends on
+- `inputs`: the tensors of a call that become inputs of its graph; `input_forms`: what a graph depends on of each
+- `guards`: what else a graph depends on; `used_values`: the modules and values that a function uses
+- `variants`: the graphs of one kind of call, for other strides and shared memory; `differences`: what calls differ in
+- `ended_groups`: graphs end with their process groups; `sharded_modules`: whether a call has sharded tensors at all
 - `tracing`: a call as a function of local tensors; `boundary`: where autograd begins and ends in it
 - `local_graph`: the forward of a call as a graph that can be looked at, and exported
 - `tracing_together`: errors of the tracer, and what ranks compare

@@ -16,10 +16,9 @@ from torch.distributed import ProcessGroup
 
 from shardwise.comm.transfer.all_reduce import holding_of
 from shardwise.compilation.full_graph.graph_ops import GraphTransfers, LeafSums, ReplicaSums
-from shardwise.compilation.full_graph.inputs import Input
+from shardwise.compilation.full_graph.input_forms import InputForm
 from shardwise.layout import Layout
 from shardwise.ops.engine.plain_operand import everywhere, set_stand_in
-from shardwise.tensor import ShardedTensorBase
 
 
 class _SharedLeaf(NamedTuple):
@@ -113,41 +112,45 @@ _end: Callable[..., tuple[torch.Tensor, ...]] = _End.apply
 
 
 def enter_graph(
-    transfers: GraphTransfers, anchor: torch.Tensor, inputs: Sequence[Input], tensors: Sequence[Sequence[torch.Tensor]]
+    transfers: GraphTransfers,
+    anchor: torch.Tensor,
+    inputs: Sequence[InputForm],
+    tensors: Sequence[Sequence[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """The tensors of a call, made of the inputs of a graph: for each `Input` the graph's tensors in its place."""
+    """The tensors of a call, made of the inputs of a graph: for each form the graph's tensors in its place."""
     groups = [one.group for one in inputs if one.group is not None]
     recorded = torch.is_grad_enabled()
-    shared = [_shared_leaf(one, groups) if recorded else None for one in inputs]
+    pairs = zip(inputs, tensors, strict=True)
+    shared = [_shared_leaf(one, each, groups) if recorded else None for one, each in pairs]
     leaves = [leaf for leaf in shared if leaf is not None]
     given = [tensor for leaf, each in zip(shared, tensors, strict=True) if leaf is not None for tensor in each]
     transfers.anchor, *aliases = _begin(transfers, leaves, anchor, *given)
     rest, made = iter(aliases), []
     for one, leaf, each in zip(inputs, shared, tensors, strict=True):
         own = list(each)
-        if leaf is not None and one.sharded:
+        is_sharded = one.frame is not None
+        if leaf is not None and is_sharded:
             own = [next(rest) for _ in own]
         elif one.grad and (leaf is not None or not one.is_leaf):
             own = [tensor.view_as(tensor) for tensor in own]
-        if leaf is not None and not one.sharded:
+        if leaf is not None and not is_sharded:
             set_stand_in(own[0], leaf.group, next(rest))
-        made.append(one.again(own))
+        made.append(one.tensor_of(own))
     return made
 
 
-def _shared_leaf(one: Input, groups: Sequence[ProcessGroup]) -> _SharedLeaf | None:
+def _shared_leaf(one: InputForm, tensors: Sequence[torch.Tensor], groups: Sequence[ProcessGroup]) -> _SharedLeaf | None:
     """The leaf that an input is, if its gradient is a sum over ranks."""
-    tensor = one.tensor
     if not one.grad or not one.is_leaf or not groups:
         return None
-    if isinstance(tensor, ShardedTensorBase):
-        group = tensor._frame.process_group
-        if group is None or group.size() == 1 or not tensor._layout.has_replicas:
+    if one.frame is not None:
+        group, layout = one.group, one.frame.layout
+        if group is None or group.size() == 1 or not layout.has_replicas:
             return None
-        return _SharedLeaf(tensor._layout, group, tensor.dtype, len(one.tensors))
+        return _SharedLeaf(layout, group, one.dtype, one.count)
     if groups[0].size() == 1:
         return None
-    return _SharedLeaf(everywhere(tensor, groups[0]), groups[0], tensor.dtype, 1)
+    return _SharedLeaf(everywhere(tensors[0], groups[0]), groups[0], one.dtype, 1)
 
 
 def leave_graph(transfers: GraphTransfers, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

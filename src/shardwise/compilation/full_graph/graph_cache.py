@@ -2,29 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
-from shardwise.comm.group import without_data
+from shardwise.comm.group import GroupState, without_data
 from shardwise.comm.transfer.in_graph import is_traced, transfer_ops
-from shardwise.compilation.full_graph.guards import ModuleState, process_key, values_of
-from shardwise.compilation.full_graph.inputs import CallInputs, modules_of
+from shardwise.compilation.full_graph.differences import GraphKey, what_differs
+from shardwise.compilation.full_graph.ended_groups import forget_at_end
+from shardwise.compilation.full_graph.guards import ModuleState, process_key
+from shardwise.compilation.full_graph.inputs import CallInputs
 from shardwise.compilation.full_graph.tracing import Results, TracedCall, graph_module
-from shardwise.compilation.full_graph.tracing_together import agreed, compiling, said_of, try_without_data
+from shardwise.compilation.full_graph.tracing_together import (
+    agreed,
+    compiling,
+    said_of,
+    tracing_lock,
+    try_without_data,
+)
+from shardwise.compilation.full_graph.used_values import UsedValues, modules_of_call, unbound
+from shardwise.compilation.full_graph.variants import Variants, refusing_shared_memory
 from shardwise.errors import UnsupportedOpError
-from shardwise.torch_private import load_private
+from shardwise.torch_private import load_private, pytree
 
 Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
-MOST_GRAPHS = 64  # of one function: more mean that an argument differs in every call
+MOST_GRAPHS = 64  # of one function and its modules: more mean that an argument differs in every call
+MOST_STATES = 4  # of modules: a function may be called with one model, then with another
 
 
 class CompiledCall:
     """A compiled graph, for all calls with one key."""
 
-    def __init__(self, run: Callable[..., Any], results: Results, recorded: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        results: Results,
+        recorded: bool,
+        device: torch.device,
+        written: tuple[int, ...] = (),
+    ) -> None:
+        """``written`` are the numbers of the local tensors that the graph writes into."""
         self._run, self._results, self._recorded, self._device = run, results, recorded, device
+        self.written = written
 
     def __call__(self, call: CallInputs) -> Any:
         """What the call gives."""
@@ -33,58 +55,84 @@ class CompiledCall:
         return self._results.of(outs)
 
 
+class _ModuleGraphs(ModuleState):
+    """Modules as they are now, and the graphs of calls that use them."""
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        super().__init__(roots)
+        self.compiled: dict[GraphKey, Variants] = {}
+
+
 class FullGraph:
     """A function or module, compiled as one graph for each kind of call. Every rank makes the same calls."""
 
     def __init__(self, function: Callable[..., Any], plain: Callable[..., Any], backend: Backend) -> None:
         """Of a function; ``plain`` is what torch makes of it, for calls without sharded tensors."""
-        self._function, self._plain, self._backend = function, plain, backend
-        self._modules = ModuleState(modules_of(function))
-        self._compiled: dict[Any, CompiledCall] = {}
+        self._function, self._bound = unbound(function)
+        self._plain, self._backend = plain, backend
+        self._used = UsedValues(self._function)
+        self._states: list[_ModuleGraphs] = []  # the last used one first
 
     @property
     def graphs(self) -> int:
-        """How many kinds of calls have been compiled."""
-        return len(self._compiled)
+        """How many graphs have been compiled, and are kept."""
+        return sum(len(variants) for modules in self._states for variants in modules.compiled.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, compiled now if there is none for such a call."""
         if without_data() or is_traced():  # in an estimate, or within another graph
+            args, kwargs = self._bound.joined(args, kwargs)
             return self._function(*args, **kwargs)
-        roots = modules_of(self._function)
-        if not self._modules.is_current(roots):
-            self._modules = ModuleState(roots)
-            self._compiled.clear()  # of other modules
-        modules = self._modules
-        call = CallInputs(modules.places, modules.inputs(), args, kwargs)
+        leaves, structure = pytree.tree_flatten(self._bound.joined(args, kwargs))
+        with tracing_lock:
+            modules = self._modules(modules_of_call(self._function, leaves))
+            call = CallInputs(modules.places, modules.inputs(), leaves, structure)
         if not call.groups:
             return self._plain(*args, **kwargs)
-        device = call.device
-        values = modules.attributes(), values_of(self._function)
-        key = (process_key(("cpu", device.type)), values, call.key())
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            if len(self._compiled) >= MOST_GRAPHS:
-                self._raise_too_many()
-            compiled = self._compiled[key] = self._compile(call)
-        return compiled(call)
+        process = process_key(("cpu", call.device.type))
+        key = GraphKey(process, modules.attributes(), self._used.now(), call.key())
+        variants = modules.compiled.get(key)
+        if variants is None:
+            if len(modules.compiled) >= MOST_GRAPHS:
+                self._raise_too_many(modules, key)
+            variants = modules.compiled[key] = self._compile(modules, call)
+            forget_at_end(self, call.groups)
+        return variants.run(call, partial(self._compile_alone, modules))
 
-    def _compile(self, call: CallInputs) -> CompiledCall:
+    def _modules(self, roots: Sequence[nn.Module]) -> _ModuleGraphs:
+        """The state of these modules, if nothing of them has changed; else a new one, without graphs."""
+        states = self._states
+        if states and states[0].is_current(roots):
+            return states[0]
+        found = next((one for one in states if one.is_current(roots)), None) or _ModuleGraphs(roots)
+        others = [one for one in states if one is not found and not one.has_roots(roots)]
+        self._states = [found, *others][:MOST_STATES]
+        return found
+
+    def forget(self, state: GroupState) -> None:
+        """Drop the graphs of calls with tensors of a group."""
+        for modules in self._states:
+            for key in list(modules.compiled):
+                if any(form.group_state is state for form in (*key.call.placed, *key.call.added)):
+                    modules.compiled.pop(key, None)
+
+    def _compile(self, modules: ModuleState, call: CallInputs) -> Variants:
         """Trace and compile a call. Every rank of the groups of its tensors comes here; all succeed, or all raise."""
-
-        def alone() -> tuple[CompiledCall, dict[str, Any]]:
-            with self._modules.unchanged():
-                return compile_call(self._function, call, self._backend)
-
-        work = alone
+        work: Callable[[], tuple[Any, Any]] = partial(self._compile_alone, modules, call)
         for group in call.groups:
             work = agreed(group, work)
-        return work()[0]
+        return Variants(call, *work())
 
-    def _raise_too_many(self) -> NoReturn:
+    def _compile_alone(self, modules: ModuleState, call: CallInputs) -> tuple[CompiledCall, dict[str, Any]]:
+        with tracing_lock, modules.unchanged(), refusing_shared_memory(call):
+            return compile_call(self._function, call, self._backend)
+
+    def _raise_too_many(self, modules: _ModuleGraphs, key: GraphKey) -> NoReturn:
+        differs = what_differs(self._function, modules.places, [*modules.compiled, key])
         raise UnsupportedOpError(
-            f"{len(self._compiled)} graphs were compiled for one function: an argument, or an attribute of a module, "
-            "differs in every call. Give what changes as a tensor, or compile without fullgraph"
+            f"{len(modules.compiled)} graphs were compiled for one function: something differs in every call. What "
+            f"differs: {differs}. Give tensors of few sizes, give numbers that change as tensors, or compile without "
+            "fullgraph"
         )
 
 
@@ -93,7 +141,7 @@ def compile_call(
 ) -> tuple[CompiledCall, dict[str, Any]]:
     """A compiled call, and what ranks compare of it: which transfers its graphs make, in which order."""
     recorded = torch.is_grad_enabled() and any(one.grad for one in call.inputs)
-    traced = TracedCall(function, call)
+    traced = TracedCall(function, call.form)
     tensors = [torch.zeros((), device=call.device, requires_grad=recorded), *call.tensors()]
     tracing, context = load_private("torch._guards.tracing"), load_private("torch._guards.TracingContext")
     with transfer_ops.set(traced.transfers), compiling():
@@ -101,4 +149,4 @@ def compile_call(
         with tracing(context(mode)):
             run = backend(graph_module(traced, len(tensors), outputs), fake)
     assert traced.results is not None
-    return CompiledCall(run, traced.results, recorded, call.device), said_of(traced)
+    return CompiledCall(run, traced.results, recorded, call.device, traced.written), said_of(traced)

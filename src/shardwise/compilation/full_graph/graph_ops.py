@@ -178,7 +178,7 @@ def _sizes(layout: Layout, dtype: torch.dtype) -> Sizes:
 
 # The op --------------------------------------------------------------------------------------------------------------
 
-_transfers: dict[str, Transfer] = {}  # by key, as long as their groups live
+_transfers: dict[str, tuple[Transfer, GroupState]] = {}  # by key, as long as their groups live
 _keys: WeakKeyDictionary[GroupState, set[str]] = WeakKeyDictionary()  # of the transfers of each group
 _namespace: Any = custom_ops.Library("shardwise", "FRAGMENT")  # type: ignore[no-untyped-call] # torch's
 _namespace.define("transfer(Tensor token, Tensor[] tensors, str key) -> Tensor[]")
@@ -190,8 +190,8 @@ _namespace.define(
 def _keep(transfer: Transfer) -> str:
     """The key under which the op finds a transfer from now on, until its group ends."""
     key, state = transfer.key, group_state(transfer.group)
-    if key not in _transfers:
-        _transfers[key] = transfer
+    if key not in _transfers or _transfers[key][1] is not state:  # another group had the same name and ranks
+        _transfers[key] = transfer, state
         _keys.setdefault(state, set()).add(key)
         state.at_end.add(_forget)
     return key
@@ -199,7 +199,8 @@ def _keep(transfer: Transfer) -> str:
 
 def _forget(state: GroupState) -> None:
     for key in _keys.pop(state, set()):
-        _transfers.pop(key, None)
+        if key in _transfers and _transfers[key][1] is state:
+            del _transfers[key]
 
 
 def found_transfer(key: str) -> Transfer:
@@ -209,17 +210,26 @@ def found_transfer(key: str) -> Transfer:
             f"this process does not know the transfer '{key}' of a compiled graph: a graph runs only in the process "
             "that has traced it, as long as the process group is not destroyed"
         )
-    return _transfers[key]
+    return _transfers[key][0]
 
 
 def _run(token: torch.Tensor, tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
     outs = found_transfer(key).run([tensor.detach().contiguous() for tensor in tensors])
     # A compiler takes each result for memory of its own, from the beginning of its storage.
-    return [token.new_empty(()), *[_own_memory(out) for out in outs]]
+    taken = {_memory(tensor) for tensor in tensors}
+    return [token.new_empty(()), *[_own_memory(out, taken) for out in outs]]
 
 
-def _own_memory(out: torch.Tensor) -> torch.Tensor:
-    return out if out.is_contiguous() and not out.storage_offset() else out.clone(memory_format=torch.contiguous_format)
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _own_memory(out: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """The result, in memory that is not taken by operands and other results."""
+    if not out.is_contiguous() or out.storage_offset() or (out.numel() and _memory(out) in taken):
+        out = out.clone(memory_format=torch.contiguous_format)
+    taken.add(_memory(out))
+    return out
 
 
 def _run_without_data(token: torch.Tensor, tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:

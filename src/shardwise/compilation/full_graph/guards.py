@@ -1,7 +1,7 @@
 """What a compiled graph depends on besides its tensors: settings of torch and of the library, and the modules.
 
 Of modules, the submodules, flags such as ``training`` and attributes that are numbers, strings or None are compared in
-every call, and so are such values in the closure and globals of a function; others, such as a configuration object, are
+every call, and so are such values that a function uses (`used_values`); others, such as a configuration object, are
 taken as they were when the graph was compiled.
 """
 
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import copy
 import operator
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import starmap
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from shardwise import settings
-from shardwise.closures import closure_of
-from shardwise.compilation.full_graph.inputs import Input, Place, tensor_places
+from shardwise.compilation.full_graph.inputs import Input, Place, PlacedInputs, comparable, tensor_places
 from shardwise.errors import UnsupportedOpError
 from shardwise.ops.engine.call_cache import FLAGS
 from shardwise.tensor.dispatch import registry
@@ -56,22 +56,38 @@ class ModuleState:
         self._modules = [pair for root in roots for pair in root.named_modules(memo)]
         self._children = [(module._modules, list(module._modules.values())) for _, module in self._modules]
         self.places: list[Place] = tensor_places(self._modules)
-        holders = [holder for _, module in self._modules for holder in (module._parameters, module._buffers)]
-        self._names = [(holder, _filled(holder)) for holder in holders]
-        self._inputs: list[Input] = []
+        self._placed = PlacedInputs([])
+        self._look()
+
+    def _look(self) -> None:
+        """Note all that modules hold, to see later that nothing else was assigned."""
+        each = [
+            holder
+            for _, module in self._modules
+            for holder in (vars(module), module._modules, module._parameters, module._buffers)
+        ]
+        self._seen = [(holder, list(holder), list(holder.values())) for holder in each if holder]
+        self._empty = [holder for holder in each if not holder]
+        self._attributes = known_values(tuple([(path, simple_values(vars(one))) for path, one in self._modules]))
+
+    def has_roots(self, roots: Sequence[nn.Module]) -> bool:
+        """Whether these are the modules."""
+        return len(roots) == len(self._roots) and all(map(operator.is_, roots, self._roots))
 
     def is_current(self, roots: Sequence[nn.Module]) -> bool:
         """Whether these are the modules, and still have the same submodules and places of tensors."""
-        return (
-            list(roots) == self._roots
-            and all(list(now.values()) == before for now, before in self._children)
-            and all(_filled(holder) == names for holder, names in self._names)
-            and all(isinstance(place.holder.get(place.name), torch.Tensor) for place in self.places)
-        )
+        if not self.has_roots(roots):
+            return False
+        if not any(self._empty) and all(starmap(_holds, self._seen)):
+            return True
+        if not all(starmap(is_same, self._children)) or not _same_places(tensor_places(self._modules), self.places):
+            return False
+        self._look()
+        return True
 
-    def attributes(self) -> tuple[Any, ...]:
-        """All simple attributes: their names, types and values."""
-        return tuple([simple_values(vars(module)) for _, module in self._modules])
+    def attributes(self) -> Values:
+        """All simple attributes: their paths, types and values. The same object as long as all are equal."""
+        return self._attributes
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -87,29 +103,58 @@ class ModuleState:
                 "it outside of the call, or compile without fullgraph"
             )
 
-    def inputs(self) -> list[Input]:
-        """An input for each place; the same objects as long as nothing about the tensors changes."""
-        known = self._inputs
-        if len(known) == len(self.places) and all(
-            one.serves(place.holder[place.name]) for one, place in zip(known, self.places, strict=True)
-        ):
-            return known
+    def inputs(self) -> PlacedInputs:
+        """An input for each place; the same object as long as nothing about the tensors changes."""
+        known = self._placed.by_place
+        now = [place.holder[place.name] for place in self.places]
+        if len(known) == len(now) and all(map(Input.serves, known, now)):
+            return self._placed
         made: dict[int, Input] = {}
-        self._inputs = []
-        for place in self.places:
-            tensor = place.holder[place.name]
-            self._inputs.append(made.setdefault(id(tensor), Input(tensor)))
-        return self._inputs
+        by_place = []
+        for tensor in now:
+            if id(tensor) not in made:
+                made[id(tensor)] = Input(tensor)
+            by_place.append(made[id(tensor)])
+        self._placed = PlacedInputs(by_place)
+        return self._placed
 
 
-def _filled(holder: dict[str, Any]) -> list[str]:
-    """The names of parameters or buffers that are not None."""
-    return [name for name, value in holder.items() if value is not None]
+def is_same(now: dict[str, Any], before: list[Any]) -> bool:
+    """Whether a dict has the same values, in order."""
+    return len(now) == len(before) and all(map(operator.is_, now.values(), before))
+
+
+def _holds(holder: dict[str, Any], names: list[str], values: list[Any]) -> bool:
+    return is_same(holder, values) and list(holder) == names
+
+
+def _same_places(now: list[Place], before: list[Place]) -> bool:
+    return [(id(one.holder), one.name) for one in now] == [(id(one.holder), one.name) for one in before]
 
 
 def simple_values(holder: Mapping[str, Any]) -> tuple[Any, ...]:
     """Names, types and values of what is simple: 1 is neither True nor 1.0."""
-    return tuple([(name, type(value), value) for name, value in holder.items() if type(value) in SIMPLE])
+    return tuple([(name, *comparable(value)) for name, value in holder.items() if type(value) in SIMPLE])
+
+
+class Values:
+    """Values that a graph depends on: one object for all that are equal, so that keys compare it by identity."""
+
+    __slots__ = ("__weakref__", "each")
+
+    def __init__(self, each: tuple[Any, ...]) -> None:
+        self.each = each
+
+
+_known_values: WeakValueDictionary[tuple[Any, ...], Values] = WeakValueDictionary()
+
+
+def known_values(each: tuple[Any, ...]) -> Values:
+    """The object for these values."""
+    found = _known_values.get(each)
+    if found is None:
+        found = _known_values[each] = Values(each)
+    return found
 
 
 _Contents = dict[str, tuple[Any, Any]]  # by name, a value and a copy of what it holds
@@ -142,13 +187,3 @@ def _holds_same(value: Any, content: Any) -> bool:
     if isinstance(value, dict):
         return all(name in content and content[name] is one for name, one in value.items())
     return isinstance(value, set) or all(map(operator.is_, value, content))
-
-
-def values_of(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """Simple values in the closure of a function, and those globals that it names."""
-    inner: Any = getattr(function, "__func__", function)
-    if not isinstance(inner, types.FunctionType):
-        return ()
-    cells = {name: cell.cell_contents for name, cell in closure_of(inner)}
-    names = {name: inner.__globals__[name] for name in inner.__code__.co_names if name in inner.__globals__}
-    return simple_values(cells), simple_values(names)

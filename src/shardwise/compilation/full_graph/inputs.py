@@ -1,14 +1,14 @@
 """The tensors of a call that become inputs of its graph: where each is found, and the local tensors that stand for it.
 
 A call has tensors among its arguments, and in the modules that it uses: parameters, buffers, and attributes that are
-tensors. `Place` names one of these; `Input` is a tensor that was found, with what a graph depends on.
+tensors. `Place` names one of these; `Input` is a tensor that was found. `CallForm` is the call without its tensors.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,12 +16,10 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from shardwise.closures import closure_of
+from shardwise.compilation.full_graph.input_forms import InputForm, form_of
 from shardwise.errors import UnsupportedOpError
 from shardwise.tensor import ShardedTensorBase
 from shardwise.torch_private import pytree
-
-COPIED_FIELDS = ("_is_param", "_is_activation", "_moved", "_copy_of_view", "_strides")
 
 
 class Place(NamedTuple):
@@ -30,22 +28,6 @@ class Place(NamedTuple):
     holder: dict[str, Any]  # of parameters, of buffers or of attributes
     name: str
     path: str  # for errors
-
-
-def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that a function uses: itself, the one that it is a method of, those in its closure and globals."""
-    if isinstance(function, nn.Module):
-        return [function]
-    found: list[nn.Module] = []
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, nn.Module):
-        found.append(owner)
-    inner: Any = getattr(function, "__func__", function)
-    if isinstance(inner, types.FunctionType):
-        cells = [cell.cell_contents for _, cell in closure_of(inner)]
-        names = [inner.__globals__.get(name) for name in inner.__code__.co_names]
-        found += [value for value in (*cells, *names) if isinstance(value, nn.Module)]
-    return found
 
 
 def tensor_places(modules: Sequence[tuple[str, nn.Module]]) -> list[Place]:
@@ -59,69 +41,39 @@ def tensor_places(modules: Sequence[tuple[str, nn.Module]]) -> list[Place]:
     return found
 
 
-_numbers: dict[tuple[Any, ...], int] = {}  # of what inputs depend on: numbers are compared faster
-
-
 class Input:
-    """A tensor of a call, and all of it that a graph depends on."""
+    """A tensor of a call, and the local tensors that stand for it in a graph."""
 
-    __slots__ = ("_size", "grad", "is_leaf", "key", "sharded", "tensor", "tensors")
+    __slots__ = ("_size", "form", "grad", "sharded", "tensor", "tensors")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.grad, self.is_leaf = tensor.requires_grad, tensor.is_leaf
+        self.grad = tensor.requires_grad
         self.sharded = isinstance(tensor, ShardedTensorBase)
         self.tensors: list[torch.Tensor] = list(_in_graph(tensor))
-        self._size = _size_of(tensor)
-        self.key = _numbers.setdefault(self._depends_on(), len(_numbers))  # equal for tensors that one graph serves
-
-    def _depends_on(self) -> tuple[Any, ...]:
-        tensor = self.tensor
-        local = tuple((one.shape, one.stride(), one.dtype, one.device) for one in self.tensors)
-        if isinstance(tensor, ShardedTensorBase):
-            frame, group = tensor._frame, tensor._frame.process_group
-            fields = tuple(getattr(tensor, name) for name in COPIED_FIELDS)
-            about = frame.layout.digest, frame.dtype, frame.spec_class, id(group)
-            return about, self.grad, self.is_leaf, local, fields
-        return self.grad, self.is_leaf, local
+        self.form = form_of(tensor, self.tensors)
+        self._size = () if self.sharded else _size_of(tensor)
 
     def serves(self, tensor: torch.Tensor) -> bool:
         """Whether this input is still that of a tensor, which may have been given other local tensors."""
-        if tensor is not self.tensor or tensor.requires_grad != self.grad:
+        if tensor is not self.tensor:
             return False
         if not self.sharded:
-            return self._size == _size_of(tensor)
+            return tensor.requires_grad == self.grad and self._size == _size_of(tensor)
+        sharded: Any = tensor
+        now, before = sharded._local_tensors(), self.tensors
+        if len(now) == 1 == len(before):  # most often
+            return now[0] is before[0] and now[0].requires_grad == self.grad
         now = _in_graph(tensor)
-        return len(now) == len(self.tensors) and all(map(operator.is_, now, self.tensors))
+        return tensor.requires_grad == self.grad and len(now) == len(before) and all(map(operator.is_, now, before))
 
     @property
     def group(self) -> ProcessGroup | None:
         """Of a sharded tensor."""
-        return self.tensor._frame.process_group if isinstance(self.tensor, ShardedTensorBase) else None
-
-    def again(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """The same tensor, made of others in place of its own."""
-        old = self.tensor
-        if not isinstance(old, ShardedTensorBase):
-            return tensors[0]
-        has_shards = bool(old._local_tensors())
-        new = type(old)._of_locals(old._frame, tensors if has_shards else [])
-        for name in COPIED_FIELDS:
-            value = getattr(old, name)
-            if value != getattr(new, name):
-                setattr(new, name, value)
-        if not has_shards:
-            new._wants_grad = old._wants_grad
-            if tensors and tensors[0].is_leaf:
-                new._root = tensors[0]
-            elif tensors:
-                new._anchor = tensors[0]
-        return new
+        return self.form.group
 
 
 def _size_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    if isinstance(tensor, ShardedTensorBase):
-        return tensor.shape, tensor.dtype
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
@@ -129,37 +81,119 @@ def _in_graph(tensor: torch.Tensor) -> list[torch.Tensor]:
     return tensor._in_graph() if isinstance(tensor, ShardedTensorBase) else [tensor]
 
 
+class PlacedInputs:
+    """The inputs of all places of some modules, each tensor once."""
+
+    def __init__(self, by_place: Sequence[Input]) -> None:
+        self.by_place = list(by_place)
+        self.numbers: dict[int, int] = {}  # by the id of the tensor
+        self.inputs: list[Input] = []
+        for one in by_place:
+            if id(one.tensor) not in self.numbers:
+                self.numbers[id(one.tensor)] = len(self.inputs)
+                self.inputs.append(one)
+        self.of_places = tuple([self.numbers[id(one.tensor)] for one in by_place])
+        self.forms = tuple([one.form for one in self.inputs])
+        self.tensors = [tensor for one in self.inputs for tensor in one.tensors]
+        self.strides = tuple([tensor.stride() for tensor in self.tensors])
+        self.groups = list({id(one.group): one.group for one in self.inputs if one.group is not None}.values())
+
+
+class CallForm(NamedTuple):
+    """A call without its tensors: the forms of its inputs, where the inputs belong, and all other arguments."""
+
+    inputs: tuple[InputForm, ...]
+    places: Sequence[Place]
+    of_places: tuple[int, ...]  # the number of the input of each place
+    leaves: list[Any]  # of the arguments; None in the place of a tensor
+    of_leaves: tuple[int | None, ...]
+    structure: Any
+
+    @contextmanager
+    def replaced(self, made: Sequence[torch.Tensor]) -> Iterator[tuple[Any, Any]]:
+        """Within this context, modules have these tensors instead of their own; gives arguments that have them too."""
+        before = [place.holder.get(place.name) for place in self.places]
+        for place, number in zip(self.places, self.of_places, strict=True):
+            place.holder[place.name] = made[number]
+        pairs = zip(self.leaves, self.of_leaves, strict=True)
+        leaves = [leaf if number is None else made[number] for leaf, number in pairs]
+        try:
+            yield pytree.tree_unflatten(leaves, self.structure)
+            self._require_same(made)
+        finally:
+            for place, tensor in zip(self.places, before, strict=True):
+                place.holder[place.name] = tensor
+
+    def _require_same(self, made: Sequence[torch.Tensor]) -> None:
+        for place, number in zip(self.places, self.of_places, strict=True):
+            if place.holder.get(place.name) is not made[number]:
+                raise UnsupportedOpError(
+                    f"the compiled call gives '{place.path}' another tensor, which a graph cannot do: write into the "
+                    "tensor that is there (copy_), or compile without fullgraph"
+                )
+
+
+class CallKey(NamedTuple):
+    """Equal for calls that one graph serves, as far as tensors and other arguments go, on every rank alike."""
+
+    structure: Any
+    of_places: tuple[int, ...]
+    of_leaves: tuple[int | None, ...]
+    constants: tuple[Any, ...]  # arguments that are no tensors
+    placed: tuple[InputForm, ...]  # of modules
+    added: tuple[InputForm, ...]  # of arguments
+
+
 class CallInputs:
     """The tensors of one call, each once, in an order that is the same on every rank."""
 
-    def __init__(self, places: Sequence[Place], of_places: Sequence[Input], args: Any, kwargs: Any) -> None:
-        self._leaves, self._structure = pytree.tree_flatten((args, kwargs))
-        self._places = places
+    def __init__(self, places: Sequence[Place], placed: PlacedInputs, leaves: list[Any], structure: Any) -> None:
+        """Of arguments that are flattened."""
+        self._leaves, self._structure = leaves, structure
+        self._places, self._placed = places, placed
+        self._added: list[Input] = []  # arguments that are in no module
         numbers: dict[int, int] = {}
-        self.inputs: list[Input] = []
-        for one in of_places:
-            if id(one.tensor) not in numbers:
-                numbers[id(one.tensor)] = len(self.inputs)
-                self.inputs.append(one)
-        self._of_places = [numbers[id(one.tensor)] for one in of_places]
-        self._of_leaves: list[int | None] = []
-        for leaf in self._leaves:
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in numbers:
-                numbers[id(leaf)] = len(self.inputs)
-                self.inputs.append(Input(leaf))
-            self._of_leaves.append(numbers[id(leaf)] if isinstance(leaf, torch.Tensor) else None)
+        of_leaves: list[int | None] = []
+        for leaf in leaves:
+            number = None
+            if isinstance(leaf, torch.Tensor):
+                number = placed.numbers.get(id(leaf))
+                if number is None:
+                    number = numbers.get(id(leaf))
+                if number is None:
+                    number = numbers[id(leaf)] = len(placed.inputs) + len(self._added)
+                    self._added.append(Input(leaf))
+            of_leaves.append(number)
+        self._of_leaves = tuple(of_leaves)
+        self._tensors = [tensor for one in self._added for tensor in one.tensors]
 
-    def key(self) -> tuple[Any, ...]:
-        """Equal for calls that one graph serves, as far as tensors and other arguments go."""
+    @property
+    def inputs(self) -> list[Input]:
+        """Those of modules, then those of arguments."""
+        return [*self._placed.inputs, *self._added]
+
+    @property
+    def form(self) -> CallForm:
+        """The call without its tensors."""
+        leaves = [leaf if number is None else None for leaf, number in zip(self._leaves, self._of_leaves, strict=True)]
+        forms = tuple([one.form for one in self.inputs])
+        return CallForm(forms, self._places, self._placed.of_places, leaves, self._of_leaves, self._structure)
+
+    def key(self) -> CallKey:
+        """What a graph depends on of this call."""
         pairs = zip(self._leaves, self._of_leaves, strict=True)
         constants = tuple([None if number is not None else _literal(leaf) for leaf, number in pairs])
-        tensors = tuple([one.key for one in self.inputs])
-        return self._structure, tuple(self._of_places), tuple(self._of_leaves), constants, tensors
+        placed, added = self._placed, tuple([one.form for one in self._added])
+        return CallKey(self._structure, placed.of_places, self._of_leaves, constants, placed.forms, added)
 
     @property
     def groups(self) -> list[ProcessGroup]:
         """Of the sharded tensors, each once."""
-        return list({id(one.group): one.group for one in self.inputs if one.group is not None}.values())
+        found = self._placed.groups
+        for one in self._added:
+            if one.group is not None and not any(one.group is group for group in found):
+                found = [*found, one.group]
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -168,33 +202,22 @@ class CallInputs:
 
     def tensors(self) -> list[torch.Tensor]:
         """The local tensors of all inputs."""
-        return [tensor for one in self.inputs for tensor in one.tensors]
+        return [*self._placed.tensors, *self._tensors]
 
-    @contextmanager
-    def replaced(self, made: Sequence[torch.Tensor]) -> Iterator[tuple[Any, Any]]:
-        """Within this context, modules have these tensors instead of their own; gives arguments that have them too."""
-        for place, number in zip(self._places, self._of_places, strict=True):
-            place.holder[place.name] = made[number]
-        pairs = zip(self._leaves, self._of_leaves, strict=True)
-        leaves = [leaf if number is None else made[number] for leaf, number in pairs]
-        try:
-            yield pytree.tree_unflatten(leaves, self._structure)
-            self._require_same(made)
-        finally:
-            for place, number in zip(self._places, self._of_places, strict=True):
-                place.holder[place.name] = self.inputs[number].tensor
+    def strides(self) -> tuple[Any, ...]:
+        """Of all local tensors. They may differ on one rank alone."""
+        return self._placed.strides, tuple([tensor.stride() for tensor in self._tensors])
 
-    def _require_same(self, made: Sequence[torch.Tensor]) -> None:
-        for place, number in zip(self._places, self._of_places, strict=True):
-            if place.holder.get(place.name) is not made[number]:
-                raise UnsupportedOpError(
-                    f"the compiled call gives '{place.path}' another tensor, which a graph cannot do: write into the "
-                    "tensor that is there (copy_), or compile without fullgraph"
-                )
+    def contiguous(self, written: Sequence[int]) -> CallInputs:
+        """The same call, with contiguous copies of arguments that it does not write into."""
+        new, first = copy.copy(self), len(self._placed.tensors)
+        own = enumerate(self._tensors, first)
+        new._tensors = [tensor if number in written else tensor.contiguous() for number, tensor in own]
+        return new
 
 
 def _literal(value: Any) -> Any:
-    """An argument that is no tensor, in a form that tells 1 from True and from 1.0."""
+    """An argument that is no tensor, as a part of a key."""
     try:
         hash(value)
     except TypeError:
@@ -202,4 +225,9 @@ def _literal(value: Any) -> Any:
             f"an argument of type {type(value).__name__} cannot be compared from call to call, which one graph needs: "
             "give tensors, numbers, strings, and lists, tuples and dicts of these"
         ) from None
-    return type(value), value
+    return comparable(value)
+
+
+def comparable(value: Any) -> tuple[type, Any]:
+    """A value in a form that tells 1 from True and from 1.0, and 0.0 from -0.0."""
+    return type(value), value.hex() if type(value) is float else value

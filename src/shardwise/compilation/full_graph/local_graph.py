@@ -11,10 +11,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwise.comm.transfer.in_graph import transfer_ops
 from shardwise.compilation.full_graph.guards import ModuleState
-from shardwise.compilation.full_graph.inputs import CallInputs, modules_of
+from shardwise.compilation.full_graph.inputs import CallInputs
 from shardwise.compilation.full_graph.tracing import Results, TracedCall
-from shardwise.compilation.full_graph.tracing_together import agreed, compiling, said_of, try_without_data
+from shardwise.compilation.full_graph.tracing_together import agreed, compiling, said_of, tracing_lock, try_without_data
+from shardwise.compilation.full_graph.used_values import modules_of_call, unbound
 from shardwise.errors import UnsupportedOpError
+from shardwise.torch_private import pytree
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +38,10 @@ class LocalGraph:
 
 def trace_call(function: Callable[..., Any], args: Any, kwargs: Any) -> LocalGraph:
     """Trace a call without data and without gradients. Every rank calls it alike: all succeed, or all raise."""
-    modules = ModuleState(modules_of(function))
-    call = CallInputs(modules.places, modules.inputs(), args, kwargs)
+    function, bound = unbound(function)
+    leaves, structure = pytree.tree_flatten(bound.joined(args, kwargs))
+    modules = ModuleState(modules_of_call(function, leaves))
+    call = CallInputs(modules.places, modules.inputs(), leaves, structure)
     if not call.groups:
         raise UnsupportedOpError(
             "local_graph takes calls with sharded tensors, and there are none: torch's make_fx and torch.export take "
@@ -45,9 +49,9 @@ def trace_call(function: Callable[..., Any], args: Any, kwargs: Any) -> LocalGra
         )
 
     def work() -> tuple[LocalGraph, dict[str, Any]]:
-        traced = TracedCall(function, call)
+        traced = TracedCall(function, call.form)
         tensors = [torch.zeros((), device=call.device), *(tensor.detach() for tensor in call.tensors())]
-        with torch.no_grad(), transfer_ops.set(traced.transfers), compiling():
+        with tracing_lock, torch.no_grad(), transfer_ops.set(traced.transfers), compiling():
             try_without_data(traced, tensors)
             module = make_fx(traced, tracing_mode="fake")(*tensors)
         assert traced.results is not None

@@ -15,7 +15,8 @@ import torch
 
 from shardwise.compilation.full_graph.boundary import enter_graph, leave_graph
 from shardwise.compilation.full_graph.graph_ops import GraphTransfers
-from shardwise.compilation.full_graph.inputs import COPIED_FIELDS, CallInputs
+from shardwise.compilation.full_graph.input_forms import COPIED_FIELDS, InputForm
+from shardwise.compilation.full_graph.inputs import CallForm
 from shardwise.errors import UnsupportedOpError
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.frame import Frame
@@ -94,24 +95,47 @@ def _holds_tensors(value: Any) -> bool:
 
 
 class TracedCall:
-    """A function of a token and of local tensors that makes a call; `results` says what its outputs are."""
+    """A function of a token and of local tensors that makes a call; `results` says what its outputs are.
 
-    def __init__(self, function: Callable[..., Any], call: CallInputs) -> None:
-        self._function, self._call = function, call
+    It keeps no tensor of the call: a compiler may keep it.
+    """
+
+    def __init__(self, function: Callable[..., Any], form: CallForm) -> None:
+        self._function, self._form = function, form
         self.transfers = GraphTransfers()
         self.results: Results | None = None
+        self.written: tuple[int, ...] = ()  # the numbers of the tensors that the call writes into
 
     def __call__(self, token: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The token of the last transfer, then the tensors of the results."""
         self.transfers.begin(token)
-        rest = iter(tensors)
-        each = [[next(rest) for _ in one.tensors] for one in self._call.inputs]
-        made = enter_graph(self.transfers, token, self._call.inputs, each)
-        with self._call.replaced(made) as (args, kwargs):
+        rest, forms = iter(tensors), self._form.inputs
+        each = [[next(rest) for _ in range(form.count)] for form in forms]
+        made = enter_graph(self.transfers, token, forms, each)
+        locals_before = [_locals_of(one) for one in made]
+        with self._form.replaced(made) as (args, kwargs):
             result = self._function(*args, **kwargs)
+        for form, one, own in zip(forms, made, locals_before, strict=True):
+            _require_same_shards(form, one, own)
         self.results, outs = split_results(result)
         outs = leave_graph(self.transfers, outs)
         return self.transfers.token, *outs
+
+
+def _locals_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return list(tensor._local_tensors()) if isinstance(tensor, ShardedTensorBase) else []
+
+
+def _require_same_shards(form: InputForm, tensor: torch.Tensor, before: list[torch.Tensor]) -> None:
+    """Raise if a call has given a sharded tensor another layout or other local tensors."""
+    if isinstance(tensor, ShardedTensorBase):
+        now = tensor._local_tensors()
+        if tensor._frame is not form.frame or len(now) != len(before) or not all(map(operator.is_, now, before)):
+            raise UnsupportedOpError(
+                f"the compiled call gives a sharded tensor of size {tuple(form.shape)} another layout, dtype or other "
+                "local tensors in place, which a graph cannot do: give the new tensor as a result (redistribute), or "
+                "compile without fullgraph"
+            )
 
 
 def graph_module(traced: TracedCall, inputs: int, outputs: int) -> torch.fx.GraphModule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +17,16 @@ from shardwise import errors
 from shardwise.comm.agreement import in_step
 from shardwise.compilation.full_graph.tracing import TracedCall
 from shardwise.errors import UnsupportedOpError
-from shardwise.torch_private import FAKE_TENSOR_ERRORS, FakeTensorMode, load_private
+from shardwise.torch_private import FAKE_TENSOR_ERRORS, FakeTensorMode, TorchDispatchMode, load_private
 
+tracing_lock = threading.RLock()  # while a call is traced, its modules have other tensors than their own
+NOT_AN_INPUT = "Please convert all Tensors to FakeTensors"  # as torch says it
+FOUND_ELSEWHERE = (
+    "an op takes a tensor that is no input of the graph. Inputs are the arguments, and the tensors of modules among "
+    "arguments, in the closure, in globals that the function names, or in attributes of the object that it is a method "
+    "of. Give the tensor, or the module that has it, as an argument"
+)
+RUNS_BACKWARD = "the compiled call runs a backward: compile the forward and the loss, and call backward() on the result"
 UNTRACEABLE: tuple[type[Exception], ...] = (*FAKE_TENSOR_ERRORS, UnsupportedOpError)
 LIBRARIES = (str(Path(errors.__file__).parent), str(Path(torch.__file__).parent))
 
@@ -48,11 +57,52 @@ def try_without_data(
     sizes = load_private("torch.fx.experimental.symbolic_shapes.ShapeEnv")
     mode = FakeTensorMode(shape_env=sizes(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False))
     fake = [_without_data(mode, tensor) for tensor in tensors]
+    watch = _Watch(fake)
     try:
-        with mode:
-            return mode, fake, len(traced(*fake))
+        with mode, watch:
+            outputs = len(traced(*fake))
     except UNTRACEABLE as error:
         raise trace_error(error) from error
+    except AssertionError as error:
+        if NOT_AN_INPUT not in str(error):
+            raise
+        raise trace_error(UnsupportedOpError(FOUND_ELSEWHERE).with_traceback(error.__traceback__)) from error
+    if any(one.is_leaf and one.grad is not None for one in fake):
+        raise trace_error(UnsupportedOpError(RUNS_BACKWARD))
+    traced.written = watch.written()
+    return mode, fake, outputs
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch's
+    """Sees the ops of a call without data: which tensors they write into, and whether one is no input."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # torch's
+        self._tensors, self._written = tensors, set[Any]()
+
+    def written(self) -> tuple[int, ...]:
+        """The numbers of the tensors that ops have written into, after the token."""
+        return tuple([k for k, one in enumerate(self._tensors[1:]) if _storage(one) in self._written])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op."""
+        kwargs = kwargs or {}
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            given = (
+                *zip(schema.arguments, args, strict=False),
+                *[(one, kwargs.get(one.name)) for one in schema.arguments],
+            )
+            for argument, value in given:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for tensor in value if isinstance(value, list | tuple) else (value,):
+                        if isinstance(tensor, torch.Tensor):
+                            self._written.add(_storage(tensor))
+        return func(*args, **kwargs)
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage()._cdata
 
 
 def _without_data(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
