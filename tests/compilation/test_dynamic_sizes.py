@@ -6,6 +6,7 @@ import copy
 import shutil
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 import shardwise
+from shardwise.compilation.full_graph import graph_cache
 from shardwise.compilation.full_graph.backends import backend_of
 from shardwise.compilation.full_graph.dynamic_sizes import DynamicSizes
 from shardwise.compilation.full_graph.sized_graph import Columns
+from shardwise.errors import UnsupportedOpError
 from shardwise.nn import shard_parameter
 from shardwise.testing import ranks
 
@@ -119,6 +122,25 @@ def test_a_function_that_does_something_else_for_large_sizes() -> None:
     for size in (40, 48, 64, 72, 80):
         assert_close(whole(compiled(batch(size), weight)), function(batch(size), whole(weight)))
     assert sizes.compilations == 4
+
+
+@ranks(2)
+def test_graphs_of_many_sizes_make_room_for_others() -> None:
+    """Those of many values do not: each is compiled, and an error says what differs."""
+    weight = shardwise.shard(batch(6), 0)
+
+    def function(rows: torch.Tensor, weight: Any, power: float) -> Any:
+        return (rows @ weight).mul(power).sum(0)
+
+    compiled = torch.compile(function, fullgraph=True, backend=counting_backend()[1])
+    with mock.patch.object(graph_cache, "MOST_GRAPHS", 4):
+        for size in (40, 48, 64, 72, 80, 40):
+            assert_close(whole(compiled(batch(size), weight, 2.0)), function(batch(size), whole(weight), 2.0))
+        assert compiled.full_graph.graphs == 4
+        for power in (2.0, 3.0):
+            compiled(batch(40), weight, power)
+        with pytest.raises(UnsupportedOpError, match=r"the value of the argument 'power', 3 times \(2.0, 3.0, 4.0\)"):
+            compiled(batch(40), weight, 4.0)
 
 
 @ranks(2)

@@ -44,21 +44,26 @@ def _described(function: Callable[..., Any], places: Sequence[Place], key: Graph
     call = key.call
     for place, placed in zip(places, call.of_places, strict=False):
         yield f"the tensor '{place.path}' of a module", str(call.placed[placed])
-    yield "the form of the arguments", str(call.structure)
+    yield "the number and the nesting of the arguments", f"{call.structure.num_leaves} in all"
     leaves = zip(_names(function, call.structure), call.of_leaves, call.constants, strict=True)
     for name, number, constant in leaves:
         if number is None:
-            yield f"the value of {name}", repr(constant[1])
+            yield f"the value of {name}", _shown(*constant)
         else:
             yield f"the size or kind of {name}", str((*call.placed, *call.added)[number])
     for path, values in key.attributes.each:
         for name, *value in values:
-            yield f"the attribute '{f'{path}.{name}'.lstrip('.')}' of a module", repr(value[1])
+            yield f"the attribute '{f'{path}.{name}'.lstrip('.')}' of a module", _shown(*value)
     for values in key.used:
         for name, *value in values:
-            yield f"the value '{name}' that the function uses", repr(value[1])
+            yield f"the value '{name}' that the function uses", _shown(*value)
     for name, setting in zip((*SETTINGS, "autocast"), key.process, strict=True):
         yield name, str(setting)
+
+
+def _shown(kind: type, value: Any) -> str:
+    """A value of a key, in which a float is a text."""
+    return str(value) if kind is float else repr(value)
 
 
 def _names(function: Callable[..., Any], structure: Any) -> list[str]:

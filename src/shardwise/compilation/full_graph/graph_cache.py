@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from shardwise.errors import UnsupportedOpError
 from shardwise.torch_private import load_private, pytree
 
 Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
-MOST_GRAPHS = 64  # of one function and its modules: more mean that an argument differs in every call
+MOST_GRAPHS = 64  # of one function and its modules: then the oldest makes room for another size
 MOST_STATES = 4  # of modules: a function may be called with one model, then with another
 
 
@@ -94,7 +94,7 @@ class FullGraph:
         variants = modules.compiled.get(key)
         if variants is None:
             if len(modules.compiled) >= MOST_GRAPHS:
-                self._raise_too_many(modules, key)
+                self._make_room(modules, key)
             variants = modules.compiled[key] = self._compile(modules, call)
             forget_at_end(self, call.groups)
         return variants.run(call, partial(self._compile_alone, modules))
@@ -127,12 +127,16 @@ class FullGraph:
         with tracing_lock, modules.unchanged(), refusing_shared_memory(call):
             return compile_call(self._function, call, self._backend)
 
-    def _raise_too_many(self, modules: _ModuleGraphs, key: GraphKey) -> NoReturn:
+    def _make_room(self, modules: _ModuleGraphs, key: GraphKey) -> None:
+        """Drop the oldest graph; raise if not sizes differ from call to call, but values, each of which is compiled."""
+        values = {(one.process, one.attributes, one.used, one.call.constants) for one in (*modules.compiled, key)}
+        if len(values) <= MOST_GRAPHS // 2:
+            del modules.compiled[next(iter(modules.compiled))]
+            return
         differs = what_differs(self._function, modules.places, [*modules.compiled, key])
         raise UnsupportedOpError(
             f"{len(modules.compiled)} graphs were compiled for one function: something differs in every call. What "
-            f"differs: {differs}. Give tensors of few sizes, give numbers that change as tensors, or compile without "
-            "fullgraph"
+            f"differs: {differs}. Give numbers that change as tensors, or compile without fullgraph"
         )
 
 

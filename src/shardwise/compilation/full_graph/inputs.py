@@ -230,4 +230,4 @@ def _literal(value: Any) -> Any:
 
 def comparable(value: Any) -> tuple[type, Any]:
     """A value in a form that tells 1 from True and from 1.0, and 0.0 from -0.0."""
-    return type(value), value.hex() if type(value) is float else value
+    return type(value), repr(value) if type(value) is float else value
