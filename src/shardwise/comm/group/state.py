@@ -44,6 +44,7 @@ class GroupState:
         self._history: CallHistory | None = None
         self.message_threads = MessageThreads()
         self.programs: dict[Any, Any] = {}  # of recorded calls, by cache key; a str says why there is no program
+        self.programs_of: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()  # by owner
         self.caches: dict[Callable[..., Any], Callable[..., Any]] = {}  # of the functions that are `cached_per_group`
         self.at_end: set[Callable[[GroupState], object]] = set()  # called when the state ends
         if process_group is not None:
@@ -120,6 +121,7 @@ class GroupState:
                 callback(self)
             self.message_threads.end()
             self.programs.clear()
+            self.programs_of.clear()
             self.caches.clear()
 
     def add_cache(self, function: Callable[..., Any], cached: Callable[..., Any]) -> None:

@@ -33,8 +33,8 @@ MOST_COMPILED = 8  # programs of one graph whose segments are compiled: sizes ma
 class CapturedCall:
     """A call of a unit on placeholders."""
 
-    def __init__(self, placeholders: Placeholders, *, compiles: bool) -> None:
-        self.placeholders, self.compiles = placeholders, compiles
+    def __init__(self, placeholders: Placeholders, segments: SegmentCompiler, *, compiles: bool) -> None:
+        self.placeholders, self.segments, self.compiles = placeholders, segments, compiles
         self.has_run = False  # whether the graph has been run on the sharded tensors
 
 
@@ -45,6 +45,13 @@ class _Current(threading.local):
 
 
 current = _Current()
+
+
+def capture(graph: fx.GraphModule, inputs: object) -> CapturedGraph:
+    """The backend by which torch traces a unit, within a call of it. One for all models: torch keeps each for ever."""
+    call = current.call
+    assert call is not None
+    return CapturedGraph(graph, call.segments)
 
 
 class CapturedGraph:
@@ -92,7 +99,7 @@ class _SegmentedProgram(Program):
         """The results of the steps, compiled or one by one."""
         if self._segmented is None and self._may_compile():
             self._segmented = self._segments.rewrite(self)
-        if self._segmented is None:
+        if self._segmented is None or (self._segments.backwards.are_recorded and torch.is_grad_enabled()):
             return super().run(args, kwargs)
         return self._segmented.run(args, kwargs)
 
@@ -104,21 +111,30 @@ class _SegmentedProgram(Program):
         return is_asked and (self._was_recomputed or saved_tensor_hooks(True) is None)
 
 
+class _UnitOp:
+    """What the cache of calls takes for a function of torch. Not a graph: what is known of functions is kept."""
+
+    __name__ = "compiled_unit"
+
+
+_READS_VALUES, _IGNORES_VALUES = _UnitOp(), _UnitOp()
+IGNORES_VALUES.add(_IGNORES_VALUES)
+
+
 class GraphCall:
-    """A graph as a function that the cache of calls takes for one of torch's, for inputs of which some are sharded."""
+    """A graph as a function of inputs of which some are sharded. Its programs are freed with it."""
 
     def __init__(self, captured: CapturedGraph, are_sharded: tuple[bool, ...]) -> None:
-        self._captured, self.__name__ = captured, "compiled_unit"
-        if not _reads_values(captured.graph, are_sharded):
-            IGNORES_VALUES.add(self)
+        self._captured, self.rewrite = captured, captured.rewrite
+        self._op = _READS_VALUES if _reads_values(captured.graph, are_sharded) else _IGNORES_VALUES
 
     def run(self, args: Sequence[Any], tensor: ShardedTensorBase) -> Any:
         """The results; the sharded tensor is one of the inputs."""
         if needs_saved():
             return with_saved(functools.partial(self.run, args, tensor), _is_sharded)
-        entered = record.enter(self) if record.running else None
+        entered = record.enter(self._op) if record.running else None
         try:
-            return cached_call(self, args, {}, _run_uncached, self._captured.rewrite)
+            return cached_call(self._op, args, {}, self._run_uncached, self)
         except Exception as error:
             notify_if_outermost(error, tensor._frame.process_group)
             raise
@@ -126,14 +142,10 @@ class GraphCall:
             if entered is not None:
                 entered.leave()
 
-    def run_uncached(self, args: Sequence[Any]) -> Any:
+    def _run_uncached(self, op: _UnitOp, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The results of the functions of the graph, one after another."""
         with settings.changed(compares_first=False):  # plain inputs of the graph were compared
             return self._captured.graph(*args)
-
-
-def _run_uncached(call: GraphCall, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return call.run_uncached(args)
 
 
 def _is_sharded(value: object) -> bool:

@@ -6,14 +6,17 @@ import copy
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from shardwise.comm.group import without_data
+from shardwise.compilation.units.backwards import Backwards, BackwardsOfUnit
 from shardwise.compilation.units.captured_graph import CapturedCall, current
+from shardwise.compilation.units.own_code import NotTracedError
 from shardwise.compilation.units.placeholders import Placeholders
+from shardwise.compilation.units.segments import SegmentCompiler
 from shardwise.tensor import ShardedTensorBase
 from shardwise.torch_private import (
     dispatch_mode_count,
@@ -26,16 +29,53 @@ Forward = Callable[..., Any]
 NOT_RUN: Any = object()  # in place of a result
 
 
+class HookWithin(NamedTuple):
+    """A hook on a module within a unit."""
+
+    module: int  # the number of the module
+    number: int  # that torch gave to the hook
+    of_backward: bool
+
+
+Hooks = tuple[HookWithin, ...]
+Slots = list[tuple[dict[str, Any], str, ShardedTensorBase]]
+
+
+def contents(unit: nn.Module) -> tuple[Slots, Hooks]:
+    """Where a module has sharded parameters and buffers now, and which hooks the modules within it have."""
+    slots: Slots = []
+    hooks: list[HookWithin] = []
+    for number, module in enumerate(unit.modules()):
+        for owner in (module._parameters, module._buffers):
+            for name, value in owner.items():
+                if isinstance(value, ShardedTensorBase):
+                    slots.append((owner, name, value))
+        if module is unit:  # torch calls its hooks
+            continue
+        for of_backward, of_kind in (
+            (False, module._forward_hooks),
+            (False, module._forward_pre_hooks),
+            (True, module._backward_hooks),
+            (True, module._backward_pre_hooks),
+        ):
+            if of_kind:
+                hooks += [HookWithin(number, one, of_backward) for one in of_kind]
+    return slots, tuple(hooks)
+
+
 class Compiler(Protocol):
     """How forwards are compiled."""
+
+    backwards: Backwards
+    segments: SegmentCompiler
 
     def install(self, module: nn.Module) -> None:
         """Let a module run compiled."""
 
-    def compiled(self, function: Forward) -> Forward:
-        """A function of plain tensors."""
+    def compiled(self, forward: Forward, hooks: Hooks) -> Forward:
+        """A forward that is called with plain tensors, of a module with these hooks within."""
 
-    def captured(self, forward: Forward) -> Forward:
+    def captured(self, forward: Forward, hooks: Hooks) -> Forward:
         """A forward that is called with placeholders."""
 
 
@@ -50,9 +90,11 @@ class CompiledForward:
         self._module, self._compiler, self._is_tried = module, compiler, is_tried
         self.uncompiled: Forward = module.forward
         self._own: Forward | None = vars(module).get("forward")  # if it is not that of the class
-        self._compiled, self._captured = compiler.compiled(self.uncompiled), compiler.captured(self.uncompiled)
+        self._compiled: dict[Hooks, Forward] = {}
+        self._captured: dict[Hooks, Forward] = {}
+        self._first_hooks: Hooks | None = None  # of the modules within, in the first call
         self._refusals: dict[Any, str] = {}  # kinds of calls that cannot be traced, and why
-        self._owners: list[dict[str, Any]] | None = None  # of parameters and buffers
+        self._backwards = BackwardsOfUnit(compiler.backwards)
         functools.update_wrapper(self, self.uncompiled)
 
     @property
@@ -60,47 +102,67 @@ class CompiledForward:
         """Why calls on sharded tensors were not compiled."""
         return tuple(self._refusals.values())
 
+    def remove(self) -> None:
+        """Let the module have its own forward again."""
+        vars(self._module).pop("forward")
+        if self._own is not None:
+            vars(self._module)["forward"] = self._own
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the forward."""
-        if has_global_module_hooks():
+        slots, hooks = contents(self._module)
+        if has_global_module_hooks() or not self._traces(hooks):
             return self.uncompiled(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        slots = self._sharded_slots()
         if not slots and not any(isinstance(leaf, ShardedTensorBase) for leaf in leaves):
-            return self._compiled(*args, **kwargs)
+            return self._run_plain(hooks, args, kwargs)
         if dispatch_mode_count() or is_torch_function_mode_enabled() or without_data():
             return self.uncompiled(*args, **kwargs)
-        kind = structure, *map(type, leaves), torch.is_grad_enabled(), self._module.training
+        kind = structure, *map(type, leaves), torch.is_grad_enabled(), self._module.training, hooks
         if kind not in self._refusals:
             found = self._run_captured(kind, leaves, structure, slots)
             if found is not NOT_RUN:
                 return found
         return self.uncompiled(*args, **kwargs)
 
-    def _sharded_slots(self) -> list[tuple[dict[str, Any], str, ShardedTensorBase]]:
-        """Where the module has sharded parameters and buffers now."""
-        if self._owners is None:
-            modules = list(self._module.modules())
-            owners = [owner for one in modules for owner in (one._parameters, one._buffers)]
-            self._owners = [owner for owner in owners if owner]
-        return [
-            (owner, name, value)
-            for owner in self._owners
-            for name, value in owner.items()
-            if isinstance(value, ShardedTensorBase)
-        ]
+    def _traces(self, hooks: Hooks) -> bool:
+        """Whether torch may trace the forward: with hooks within, only if they were there from the first call on.
+
+        Torch traces such hooks as a part of the forward, and does not compare them later. Hooks that come and go would
+        be traced anew each time. It does not trace hooks of a backward in a graph.
+        """
+        if self._first_hooks is None:
+            self._first_hooks = hooks
+        return not hooks or (hooks == self._first_hooks and not any(one.of_backward for one in hooks))
+
+    def _run_plain(self, hooks: Hooks, args: Any, kwargs: Any) -> Any:
+        """The result on plain tensors."""
+        if not self._backwards.may_compile():
+            found = self.uncompiled(*args, **kwargs)
+            self._backwards.watch(found)
+            return found
+        if hooks not in self._compiled:
+            self._compiled[hooks] = self._compiler.compiled(self.uncompiled, hooks)
+        found = self._compiled[hooks](*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._compiler.backwards.watch_compiled(pytree.tree_leaves(found))
+        return found
 
     def _run_captured(self, kind: Any, leaves: list[Any], structure: Any, slots: Any) -> Any:
         """The result of the traced forward. A call that cannot be traced is noted, and not run."""
-        placeholders, before = Placeholders(), current.call
-        compiles = self._is_tried is None or not self._is_tried()
-        call = current.call = CapturedCall(placeholders, compiles=compiles)
+        placeholders, before, hooks = Placeholders(), current.call, kind[-1]
+        compiles = self._backwards.may_compile() and (self._is_tried is None or not self._is_tried())
+        call = current.call = CapturedCall(placeholders, self._compiler.segments, compiles=compiles)
+        if hooks not in self._captured:
+            self._captured[hooks] = self._compiler.captured(self.uncompiled, hooks)
         try:
             args, kwargs = pytree.tree_unflatten([placeholders.placeholder(leaf) for leaf in leaves], structure)
             for owner, name, value in slots:
                 owner[name] = placeholders.placeholder(value)
-            made = self._captured(*args, **kwargs)
+            made = self._captured[hooks](*args, **kwargs)
             found = pytree.tree_map(placeholders.sharded, made)
+        except NotTracedError:
+            return NOT_RUN
         except Exception as error:
             if call.has_run:
                 raise
@@ -115,6 +177,7 @@ class CompiledForward:
             for module in self._module.modules():
                 placeholders.replace_in(vars(module))
             self._refuse(kind, ValueError("it keeps an argument or a parameter in some other place"))
+        self._backwards.watch(found)
         return found
 
     def _refuse(self, kind: Any, error: Exception) -> None:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardwise.compilation.units.backwards import Backwards
+from shardwise.ops.engine.call_cache import autocast_devices
 from shardwise.ops.engine.program import Program, ProgramStep, Result, Slot, substitute
 from shardwise.ops.engine.steps import WithoutAutocast
 from shardwise.torch_private import OpOverload, TensorBase, variable_functions
@@ -24,8 +27,8 @@ FEWEST_STEPS = 2  # of a segment that is compiled: one op is a kernel already
 class SegmentCompiler:
     """Compiles segments; those of equal steps, as of layers that are alike, only once."""
 
-    def __init__(self, compile_graph: Compile) -> None:
-        self._compile = compile_graph
+    def __init__(self, compile_graph: Compile, backwards: Backwards) -> None:
+        self._compile, self.backwards = compile_graph, backwards
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def rewrite(self, program: Program) -> Program:
@@ -47,7 +50,7 @@ class SegmentCompiler:
         key = casts, *((node.op, node.target, repr(node.args), repr(node.kwargs)) for node in graph.nodes)
         if key not in self._compiled:
             compiled = self._compile(fx.GraphModule(nn_root(), graph, "Segment"))
-            self._compiled[key] = _WithoutAutocast(compiled) if casts else compiled
+            self._compiled[key] = _CompiledSegment(compiled, self.backwards, casts=casts)
         return ProgramStep(self._compiled[key], [Slot(one) for one in inputs], {}, list(outputs), "tensors")
 
 
@@ -56,16 +59,24 @@ def nn_root() -> torch.nn.Module:
     return torch.nn.Module()
 
 
-class _WithoutAutocast:
-    """A compiled segment of ops to whose operands autocast has been applied already."""
+class _CompiledSegment:
+    """A compiled segment. If it casts, autocast has been applied to the operands of its ops already."""
 
-    def __init__(self, compiled: Callable[..., Any]) -> None:
-        self._compiled = compiled
+    def __init__(self, compiled: Callable[..., Any], backwards: Backwards, *, casts: bool) -> None:
+        self._compiled, self._backwards, self._casts = compiled, backwards, casts
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """What the segment gives."""
-        with torch.autocast(tensors[0].device.type, enabled=False):
-            return self._compiled(*tensors)
+        if self._casts:
+            with ExitStack() as off:
+                for device in autocast_devices():
+                    off.enter_context(torch.autocast(device, enabled=False))
+                found = self._compiled(*tensors)
+        else:
+            found = self._compiled(*tensors)
+        if torch.is_grad_enabled():
+            self._backwards.watch_compiled(found)
+        return found
 
 
 def _phases(steps: Sequence[ProgramStep], *, casts: bool) -> dict[int, list[ProgramStep]]:

@@ -9,8 +9,11 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from shardwise.compilation.units.captured_graph import CapturedGraph
-from shardwise.compilation.units.compiled_forward import CompiledForward
+from shardwise.compilation.full_graph.backends import backend_of
+from shardwise.compilation.units.backwards import Backwards, without_donated_buffers
+from shardwise.compilation.units.captured_graph import capture
+from shardwise.compilation.units.compiled_forward import CompiledForward, Hooks
+from shardwise.compilation.units.own_code import bound, code_of, traced_call, with_own_code
 from shardwise.compilation.units.segments import SegmentCompiler
 from shardwise.nn.fully_sharded import FullySharded
 from shardwise.nn.fully_sharded.unit_choice import block_paths
@@ -20,11 +23,14 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def compile_units(model: M, options: dict[str, Any]) -> M:
-    """Compile each unit of a model, in place, with options of `torch.compile`.
+    """Compile each unit of a model, in place, with options of `torch.compile`. Units that are compiled are so anew.
 
     The units are those of `fully_shard`; of other models, the members of lists of equal modules.
     """
     compiler = _UnitCompiler(options)
+    for module in model.modules():
+        if isinstance(module.forward, CompiledForward):
+            module.forward.remove()
     made: Any = getattr(model, "fully_sharded", None)
     if isinstance(made, FullySharded):
         for unit in made.units:
@@ -47,24 +53,56 @@ class _UnitCompiler:
     """Compiles the units of one model."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options
-        self._segments = SegmentCompiler(self.compiled)
+        self._compile, self._dynamic = _Compile(options), options.get("dynamic")
+        self.backwards = Backwards()
+        self.segments = SegmentCompiler(self._compile, self.backwards)
+        self._own: dict[Any, Any] = {}  # copies of functions
 
     def install(self, module: nn.Module, is_tried: Callable[[], bool] | None = None) -> None:
         """Let a module run compiled. While ``is_tried`` gives True, nothing is compiled: other calls may follow."""
         if not isinstance(module.forward, CompiledForward):
             vars(module)["forward"] = CompiledForward(module, self, is_tried)
 
-    def compiled(self, function: Any) -> Any:
-        """A function of plain tensors."""
-        return _FirstQuiet(_torch_compile(function, **self.options))
+    def compiled(self, forward: Any, hooks: Hooks) -> Any:
+        """A forward that is called with plain tensors, of a module with these hooks within."""
+        key = "plain", code_of(forward), hooks
+        if key not in self._own:
+            self._own[key] = with_own_code(getattr(forward, "__func__", forward))
+        return self._compile(bound(self._own[key], forward))
 
-    def captured(self, forward: Any) -> Any:
+    def captured(self, forward: Any, hooks: Hooks) -> Any:
         """A forward that is called with placeholders."""
-        return _torch_compile(forward, backend=self._capture, fullgraph=True, dynamic=self.options.get("dynamic"))
+        key = "traced", code_of(forward), hooks
+        if key not in self._own:
+            self._own[key] = _torch_compile(traced_call(), backend=capture, fullgraph=True, dynamic=self._dynamic)
+        traced = self._own[key]
+        return lambda *args, **kwargs: traced(forward, args, kwargs)
 
-    def _capture(self, graph: fx.GraphModule, inputs: object) -> CapturedGraph:
-        return CapturedGraph(graph, self._segments)
+
+class _Compile:
+    """Compiles functions of plain tensors with the same options of `torch.compile`."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        names = ("backend", "mode", "options")
+        chosen = {name: options[name] for name in names if options.get(name) is not None}
+        self._backend = _Backend(backend_of(**chosen))
+        self._options = {name: value for name, value in options.items() if name not in names}
+
+    def __call__(self, function: Any) -> Any:
+        """The compiled function."""
+        return _FirstQuiet(_torch_compile(function, backend=self._backend, **self._options))
+
+
+class _Backend:
+    """A backend of `torch.compile`, whose graphs may go through several backwards."""
+
+    def __init__(self, backend: Callable[..., Any]) -> None:
+        self._backend = backend
+
+    def __call__(self, graph: fx.GraphModule, inputs: Any) -> Any:
+        """The compiled graph."""
+        with without_donated_buffers():
+            return self._backend(graph, inputs)
 
 
 def _torch_compile(function: Any, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed import ProcessGroup
@@ -42,7 +42,7 @@ from shardwise.torch_private import (
     uses_deterministic_algorithms,
 )
 
-MAX_PROGRAMS = 4096  # of a group
+MAX_PROGRAMS = 4096  # of a group, and of an owner
 IGNORES_FLAGS: set[Any] = set()  # functions that read none of FLAGS; the kernels that they call may
 IGNORES_VALUES: set[Any] = set()  # functions that choose their ops without reading values of plain tensors
 TAKES_NO_NUMBERS: set[Any] = {torch.cat, torch.stack}  # functions that take no plain tensor without dims for a number
@@ -58,6 +58,14 @@ FLAGS: tuple[Callable[[], Any], ...] = (
     is_mkldnn_enabled,
 )
 
+
+class ProgramOwner(Protocol):
+    """What has programs of its own in the cache."""
+
+    def rewrite(self, program: Program) -> Program:
+        """A new program as it is to be cached."""
+
+
 _grad_enabled = torch.is_grad_enabled
 _default_dtype = torch.get_default_dtype
 
@@ -67,11 +75,11 @@ def cached_call(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     slow_path: Callable[..., Any],
-    rewrite: Callable[[Program], Program] | None = None,
+    owner: ProgramOwner | None = None,
 ) -> Any:
     """The result of ``slow_path(op, args, kwargs)``, by the cached program if there is one.
 
-    A new program is cached as ``rewrite`` gives it.
+    The programs of an owner are freed with the owner.
     """
     if active.recorder is not None:
         return slow_path(op, args, kwargs)
@@ -84,7 +92,8 @@ def cached_call(
     except Uncacheable as error:
         return _run_uncached(op, args, kwargs, slow_path, str(error))
     state = group_state(group)
-    program = state.programs.get(key)
+    programs = state.programs if owner is None else state.programs_of.setdefault(owner, {})
+    program = programs.get(key)
     if program is not None:
         if program.__class__ is str:
             return _run_uncached(op, args, kwargs, slow_path, program)
@@ -98,13 +107,13 @@ def cached_call(
         if record.running:
             record.note_uncached(op, "the first call of its kind")
     result, program = _record(op, args, kwargs, slow_path)
-    if rewrite is not None and isinstance(program, Program):
-        program = rewrite(program)
+    if owner is not None and isinstance(program, Program):
+        program = owner.rewrite(program)
     if not state.is_ended:
-        state.programs[key] = program
-    if len(state.programs) > MAX_PROGRAMS:
-        for oldest in list(state.programs)[: MAX_PROGRAMS // 4]:
-            state.programs.pop(oldest, None)
+        programs[key] = program
+    if len(programs) > MAX_PROGRAMS:
+        for oldest in list(programs)[: MAX_PROGRAMS // 4]:
+            programs.pop(oldest, None)
     return result
 
 
@@ -182,7 +191,9 @@ def cache_key(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Pro
     if reads_flags:
         parts += [read() for read in FLAGS]
     if is_any_autocast_enabled():
-        parts += [torch.get_autocast_dtype(one) if torch.is_autocast_enabled(one) else None for one in _device_types()]
+        parts += [
+            torch.get_autocast_dtype(one) if torch.is_autocast_enabled(one) else None for one in autocast_devices()
+        ]
         parts.append(torch.is_autocast_cache_enabled())
     arguments = _Arguments(parts, [], grad, least_dims)
     group = None
@@ -200,7 +211,7 @@ def cache_key(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Pro
 
 
 @lru_cache(maxsize=1)
-def _device_types() -> tuple[str, ...]:
+def autocast_devices() -> tuple[str, ...]:
     """The devices that have an autocast: the CPU and the accelerator."""
     accelerator = torch.accelerator.current_accelerator()
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
