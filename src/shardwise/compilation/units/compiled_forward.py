@@ -18,6 +18,7 @@ from shardwise.compilation.units.own_code import NotTracedError
 from shardwise.compilation.units.placeholders import Placeholders
 from shardwise.compilation.units.segments import SegmentCompiler
 from shardwise.tensor import ShardedTensorBase
+from shardwise.tensor.torch_function import notify_if_outermost
 from shardwise.torch_private import (
     dispatch_mode_count,
     has_global_module_hooks,
@@ -114,8 +115,18 @@ class CompiledForward:
         if has_global_module_hooks() or not self._traces(hooks):
             return self.uncompiled(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        if not slots and not any(isinstance(leaf, ShardedTensorBase) for leaf in leaves):
+        sharded = slots[0][2] if slots else next((one for one in leaves if isinstance(one, ShardedTensorBase)), None)
+        if sharded is None:
             return self._run_plain(hooks, args, kwargs)
+        try:
+            return self._run_sharded(hooks, slots, leaves, structure)
+        except Exception as error:  # of the forward itself: the other ranks may wait for this one in an op of the unit
+            notify_if_outermost(error, sharded._frame.process_group)
+            raise
+
+    def _run_sharded(self, hooks: Hooks, slots: Slots, leaves: list[Any], structure: Any) -> Any:
+        """The result on sharded tensors."""
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
         if dispatch_mode_count() or is_torch_function_mode_enabled() or without_data():
             return self.uncompiled(*args, **kwargs)
         kind = structure, *map(type, leaves), torch.is_grad_enabled(), self._module.training, hooks

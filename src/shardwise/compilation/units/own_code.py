@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-# Not code of this package: torch's tracer must follow it into the forward of a module.
-_TRACED_CALL = """
-def traced_call(forward, args, kwargs):
+_TRACED_CALL = """def traced_call(forward, args, kwargs):
     if not is_compiling():
         raise NotTracedError
     return forward(*args, **kwargs)
 """
+LIBRARIES = ("shardwise.", "torch.")
+OF_LIBRARY = "<frozen traced call>"  # the file of code that is not a user's, but that torch's tracer follows
 
 
 class NotTracedError(Exception):
@@ -47,11 +47,20 @@ def bound(function: Any, method: Any) -> Any:
     return MethodType(function, method.__self__) if isinstance(method, MethodType) else function
 
 
-def traced_call() -> Any:
+def traced_call(like: Any) -> Any:
     """A new function that calls a forward: ``(forward, args, kwargs)``. It raises `NotTracedError` unless torch traces.
 
-    For a forward on placeholders, which have no memory to compute on.
+    For a forward on placeholders, which have no memory to compute on. Whoever looks for the line of a call finds that
+    of a forward ``like`` this.
     """
+    function = getattr(like, "__func__", like)
+    module = getattr(function, "__module__", None) or "shardwise."
     names: dict[str, Any] = {"is_compiling": torch.compiler.is_compiling, "NotTracedError": NotTracedError}
-    exec(compile(_TRACED_CALL, "<a traced call>", "exec"), names)
-    return names["traced_call"]
+    names["__name__"] = module
+    exec(compile(_TRACED_CALL, OF_LIBRARY, "exec"), names)
+    call: FunctionType = names["traced_call"]
+    if isinstance(function, FunctionType) and not module.startswith(LIBRARIES):
+        code = function.__code__
+        file, line, name = code.co_filename, code.co_firstlineno, code.co_qualname
+        call.__code__ = call.__code__.replace(co_filename=file, co_firstlineno=line, co_qualname=name)
+    return call

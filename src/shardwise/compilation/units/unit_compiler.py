@@ -74,7 +74,9 @@ class _UnitCompiler:
         """A forward that is called with placeholders."""
         key = "traced", code_of(forward), hooks
         if key not in self._own:
-            self._own[key] = _torch_compile(traced_call(), backend=capture, fullgraph=True, dynamic=self._dynamic)
+            self._own[key] = _torch_compile(
+                traced_call(forward), backend=capture, fullgraph=True, dynamic=self._dynamic
+            )
         traced = self._own[key]
         return lambda *args, **kwargs: traced(forward, args, kwargs)
 

@@ -1,0 +1,257 @@
+"""`shardwise.compile` over the life of a model: other models, other modules, hooks, options, and second derivatives."""
+
+from __future__ import annotations
+
+import gc
+import io
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.compilation.test_units import Graphs, Pair, assert_same_steps, forwards, twins
+from tests.models.twins import assert_same_gradients, whole
+from torch import nn
+
+import shardwise
+from shardwise import plans
+from shardwise.compilation.units.captured_graph import CapturedGraph
+from shardwise.errors import ShardwiseError, UnsupportedOpError
+from shardwise.testing import ranks
+
+
+def rows(seed: int = 0) -> torch.Tensor:
+    """A batch."""
+    return torch.randn(5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@ranks(2)
+def test_the_twelfth_model_of_a_class_is_compiled() -> None:
+    """Torch compiles few versions of a function, and warns of more; what was compiled for a model goes with it."""
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign] # a list is enough
+    logging.getLogger("torch._dynamo").addHandler(handler)
+    compiled, models = [], []
+    for _ in range(12):
+        graphs = Graphs.__new__(Graphs)
+        graphs.backend, graphs.step, graphs.steps, graphs.sizes = "aot_eager", 0, [], []
+        plain, model = twins(Pair, (3, 2))
+        assert_same_steps(plain, shardwise.compile(model, backend=graphs), graphs)
+        compiled.append(len(graphs.steps))
+        models.append(weakref.ref(model))
+        assert [one.refusals for one in forwards(model)] == [(), (), ()]
+        del plain, model
+    logging.getLogger("torch._dynamo").removeHandler(handler)
+    assert compiled[0] > 0
+    assert compiled == compiled[:1] * 12
+    assert warned == []
+    gc.collect()
+    assert [one() for one in models] == [None] * 12
+    assert not [one for one in gc.get_objects() if isinstance(one, CapturedGraph)]
+
+
+def penalty(model: nn.Module, x: torch.Tensor, seen: list[torch.Tensor]) -> None:
+    """The gradients of a penalty on a gradient."""
+    model.zero_grad()
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    seen.append(whole(grad).detach())
+
+
+@ranks(4)
+def test_a_penalty_on_gradients() -> None:
+    """From the first step on, with a rank without shares: the units of such a model run uncompiled."""
+    plain, model = twins(Pair)
+    graphs = Graphs()
+    shardwise.compile(model, backend=graphs)
+    for step in range(3):
+        seen: list[torch.Tensor] = []
+        for one in (plain, model):
+            penalty(one, rows(step).requires_grad_(), seen)
+        torch.testing.assert_close(seen[1], seen[0])
+        assert_same_gradients(model, plain)
+    assert graphs.steps == []
+
+
+@ranks(4)
+def test_a_penalty_that_comes_later() -> None:
+    """On every rank an error that says what to do; each of the two ways works."""
+    plain, model = twins(Pair)
+    graphs = Graphs()
+    shardwise.compile(model, backend=graphs)
+    assert_same_steps(plain, model, graphs)
+    assert graphs.steps
+    seen: list[torch.Tensor] = []
+    with torch.compiler.set_stance("force_eager"):
+        for one in (plain, model):
+            penalty(one, rows().requires_grad_(), seen)
+    assert_same_gradients(model, plain)
+    assert_same_steps(plain, model, graphs)  # compiled, as before
+    with pytest.raises(UnsupportedOpError, match="set_stance"):
+        penalty(model, rows().requires_grad_(), seen)
+    for one in (plain, model):
+        penalty(one, rows().requires_grad_(), seen)
+    assert_same_gradients(model, plain)
+    assert [one.refusals for one in forwards(model)] == [(), (), ()]
+
+
+@ranks(2)
+def test_two_backwards_of_one_forward() -> None:
+    """As for several losses: ``retain_graph=True``."""
+    plain, model = twins(Pair, (3, 2))
+    graphs = Graphs()
+    shardwise.compile(model, backend=graphs)
+    for step in range(3):
+        for one in (plain, model):
+            one.zero_grad()
+            found = one(rows(step))
+            if step != 1:  # which compiles the graphs of the backward
+                found.square().sum().backward(retain_graph=True)
+            found.sin().sum().backward()
+        assert_same_gradients(model, plain)
+    assert graphs.steps
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        nn.Module.register_forward_hook,
+        nn.Module.register_forward_pre_hook,
+        nn.Module.register_full_backward_hook,
+        nn.Module.register_full_backward_pre_hook,
+    ],
+)
+@ranks(2)
+def test_hooks_within_units(register: Callable[..., Any]) -> None:
+    """Of modules within a compiled unit, added later and removed: each is called, and units are compiled again."""
+    plain, model = twins(Pair, (3, 2))
+    graphs = Graphs()
+    shardwise.compile(model, backend=graphs)
+    assert_same_steps(plain, model, graphs)
+    compiled, calls = len(graphs.steps), {"plain": 0, "model": 0}
+
+    def count(name: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            calls[name] += 1
+
+        return hook
+
+    handles = [register(block.fc1, count("plain")) for block in plain.children()]
+    handles += [register(block.fc1, count("model")) for block in model.children()]
+    assert_same_steps(plain, model, graphs)
+    assert calls["model"] == calls["plain"] > 0
+    for handle in handles:
+        handle.remove()
+    before = dict(calls)
+    assert_same_steps(plain, model, graphs)
+    assert calls == before
+    assert len(graphs.steps) == compiled
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter of low rank."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(8, 2).double(), nn.Linear(2, 12).double()
+
+    def forward(self, x: Any) -> Any:
+        """The sum of both."""
+        return self.base(x) + self.up(self.down(x))
+
+
+@ranks(4)
+def test_modules_and_parameters_that_are_replaced() -> None:
+    """Adapters in a compiled model, another layer, another parameter: all are seen, and compiled."""
+    plain, model = twins(Pair)
+    graphs = Graphs()
+    shardwise.compile(model, backend=graphs)
+    assert_same_steps(plain, model, graphs)
+    for number, (theirs, ours) in enumerate(zip(plain.children(), model.children(), strict=True)):
+        for block in (theirs, ours):
+            torch.manual_seed(number)
+            adapted, other, weight = Adapted(block.fc1), nn.LayerNorm(8).double(), torch.randn(8, 12).double()
+            if block is ours:
+                shardwise.shard_module(adapted.down, plans.rows(adapted.down))
+                shardwise.shard_module(adapted.up, plans.rows(adapted.up))
+                weight = shardwise.shard(weight, 0)
+            block.fc1, block.norm, block.fc2.weight = adapted, other, nn.Parameter(weight)
+    compiled = len(graphs.steps)
+    assert_same_steps(plain, model, graphs)
+    assert [one.refusals for one in forwards(model)] == [(), (), ()]
+    assert len(graphs.steps) > compiled
+
+
+@ranks(2)
+def test_compiling_anew_takes_the_new_options() -> None:
+    """What the first call has compiled is not used any more."""
+    plain, model = twins(Pair, (3, 2))
+    first, second = Graphs(), Graphs()
+    assert_same_steps(plain, shardwise.compile(model, backend=first), first)
+    compiled = len(first.steps)
+    assert_same_steps(plain, shardwise.compile(model, backend=second), second)
+    assert len(second.steps) == compiled == len(first.steps) > 0
+
+
+@ranks(2)
+def test_uncompiled_by_the_stance_of_torch() -> None:
+    """A unit runs as it is under `torch.compiler.set_stance("force_eager")`, and is compiled later."""
+    plain, model = twins(Pair, (3, 2))
+    graphs = Graphs()
+    shardwise.compile(model, backend=graphs)
+    with torch.compiler.set_stance("force_eager"):
+        assert_same_steps(plain, model, graphs)
+    assert graphs.steps == []
+    assert_same_steps(plain, model, graphs)
+    assert graphs.steps
+    assert [one.refusals for one in forwards(model)] == [(), (), ()]
+
+
+class Failing(Pair):
+    """Raises when it is told to."""
+
+    fails = False
+
+    def forward(self, x: Any) -> Any:
+        """Before anything is computed."""
+        if self.fails:
+            raise ValueError("this forward fails")
+        return super().forward(x)
+
+
+@ranks(4)
+def test_a_forward_that_fails_on_one_rank() -> None:
+    """All ranks raise, and the next step is right."""
+    plain, model = twins(Failing)
+    graphs = Graphs()
+    shardwise.compile(model, backend=graphs)
+    assert_same_steps(plain, model, graphs)
+    model[1].fails = dist.get_rank() == 1  # type: ignore[index,union-attr] # a list of modules
+    with pytest.raises((ValueError, ShardwiseError), match="this forward fails"):
+        model(rows()).square().mean().backward()
+    model[1].fails = False  # type: ignore[index,union-attr] # a list of modules
+    dist.barrier()
+    assert_same_steps(plain, model, graphs)
+
+
+@ranks(2)
+def test_a_saved_model_is_not_compiled() -> None:
+    """`torch.save` of a compiled model gives the model as it was, which may be compiled again."""
+    plain, model = twins(Pair, (3, 2))
+    graphs = Graphs()
+    shardwise.compile(model, backend=graphs)
+    assert_same_steps(plain, model, graphs)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert forwards(loaded) == []
+    compiled = len(graphs.steps)
+    assert_same_steps(plain, loaded, graphs)
+    assert len(graphs.steps) == compiled
+    assert_same_steps(plain, shardwise.compile(loaded, backend=graphs), graphs)
+    assert len(graphs.steps) == 2 * compiled
