@@ -7,10 +7,13 @@ torch copies of it: no model takes versions away from another one, and what was 
 
 from __future__ import annotations
 
+import weakref
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+
+from shardwise.torch_private import load_private
 
 _TRACED_CALL = """def traced_call(forward, args, kwargs):
     if not is_compiling():
@@ -47,6 +50,16 @@ def bound(function: Any, method: Any) -> Any:
     return MethodType(function, method.__self__) if isinstance(method, MethodType) else function
 
 
+def forget_with(owner: object, function: Any) -> None:
+    """Let torch forget what it has compiled of a function with code of its own when the owner is freed.
+
+    Torch keeps code objects that it has compiled for ever otherwise.
+    """
+    if isinstance(function, FunctionType):
+        forget = load_private("torch._dynamo.eval_frame.reset_code")
+        weakref.finalize(owner, forget, function.__code__).atexit = False
+
+
 def traced_call(like: Any) -> Any:
     """A new function that calls a forward: ``(forward, args, kwargs)``. It raises `NotTracedError` unless torch traces.
 
@@ -58,7 +71,7 @@ def traced_call(like: Any) -> Any:
     names: dict[str, Any] = {"is_compiling": torch.compiler.is_compiling, "NotTracedError": NotTracedError}
     names["__name__"] = module
     exec(compile(_TRACED_CALL, OF_LIBRARY, "exec"), names)
-    call: FunctionType = names["traced_call"]
+    call: FunctionType = names.pop("traced_call")  # torch keeps the names with the code: they must not lead back to it
     if isinstance(function, FunctionType) and not module.startswith(LIBRARIES):
         code = function.__code__
         file, line, name = code.co_filename, code.co_firstlineno, code.co_qualname

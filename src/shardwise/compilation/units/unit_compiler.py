@@ -13,7 +13,7 @@ from shardwise.compilation.full_graph.backends import backend_of
 from shardwise.compilation.units.backwards import Backwards, without_donated_buffers
 from shardwise.compilation.units.captured_graph import capture
 from shardwise.compilation.units.compiled_forward import CompiledForward, Hooks
-from shardwise.compilation.units.own_code import bound, code_of, traced_call, with_own_code
+from shardwise.compilation.units.own_code import bound, code_of, forget_with, traced_call, with_own_code
 from shardwise.compilation.units.segments import SegmentCompiler
 from shardwise.nn.fully_sharded import FullySharded
 from shardwise.nn.fully_sharded.unit_choice import block_paths
@@ -65,20 +65,23 @@ class _UnitCompiler:
 
     def compiled(self, forward: Any, hooks: Hooks) -> Any:
         """A forward that is called with plain tensors, of a module with these hooks within."""
-        key = "plain", code_of(forward), hooks
-        if key not in self._own:
-            self._own[key] = with_own_code(getattr(forward, "__func__", forward))
-        return self._compile(bound(self._own[key], forward))
+        own = self._own_function("plain", forward, hooks, lambda: with_own_code(getattr(forward, "__func__", forward)))
+        return self._compile(bound(own, forward))
 
     def captured(self, forward: Any, hooks: Hooks) -> Any:
         """A forward that is called with placeholders."""
-        key = "traced", code_of(forward), hooks
-        if key not in self._own:
-            self._own[key] = _torch_compile(
-                traced_call(forward), backend=capture, fullgraph=True, dynamic=self._dynamic
-            )
-        traced = self._own[key]
+        own = self._own_function("traced", forward, hooks, lambda: traced_call(forward))
+        traced = _torch_compile(own, backend=capture, fullgraph=True, dynamic=self._dynamic)
         return lambda *args, **kwargs: traced(forward, args, kwargs)
+
+    def _own_function(self, way: str, forward: Any, hooks: Hooks, make: Callable[[], Any]) -> Any:
+        """A function with code of its own; the same for forwards of the same code, which share what is compiled."""
+        key = way, code_of(forward), hooks
+        if key not in self._own:
+            own = self._own[key] = make()
+            if own is not forward:
+                forget_with(self, own)
+        return self._own[key]
 
 
 class _Compile:
