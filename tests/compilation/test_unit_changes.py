@@ -18,7 +18,7 @@ from torch import nn
 
 import shardwise
 from shardwise import plans
-from shardwise.compilation.units.captured_graph import CapturedGraph
+from shardwise.compilation.units.captured_graph import GraphCall
 from shardwise.errors import ShardwiseError, UnsupportedOpError
 from shardwise.testing import ranks
 
@@ -51,7 +51,7 @@ def test_the_twelfth_model_of_a_class_is_compiled() -> None:
     assert warned == []
     gc.collect()
     assert [one() for one in models] == [None] * 12
-    assert not [one for one in gc.get_objects() if isinstance(one, CapturedGraph)]
+    assert not [one for one in gc.get_objects() if isinstance(one, GraphCall)]
 
 
 def penalty(model: nn.Module, x: torch.Tensor, seen: list[torch.Tensor]) -> None:

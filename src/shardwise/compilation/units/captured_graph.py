@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,11 +56,13 @@ def capture(graph: fx.GraphModule, inputs: object) -> CapturedGraph:
 
 
 class CapturedGraph:
-    """A graph of torch's functions. The tracer's code calls it with placeholders."""
+    """A graph of torch's functions. The tracer's code calls it with placeholders.
+
+    Torch keeps the graph for ever, so it does not keep what was compiled for it: that goes with the compiler.
+    """
 
     def __init__(self, graph: fx.GraphModule, segments: SegmentCompiler) -> None:
-        self.graph, self._segments, self._compiled = graph, segments, 0
-        self._calls: dict[tuple[bool, ...], GraphCall] = {}  # by which inputs are sharded
+        self.graph, self._segments, self._compiled = graph, weakref.ref(segments), 0
 
     def __call__(self, *inputs: Any) -> Any:
         """The results, of sharded tensors."""
@@ -71,14 +74,17 @@ class CapturedGraph:
         with outside_of_one_graph():
             if not any(are_sharded):
                 return self.graph(*args)
-            if are_sharded not in self._calls:
-                self._calls[are_sharded] = GraphCall(self, are_sharded)
-            return self._calls[are_sharded].run(args, args[are_sharded.index(True)])
+            calls = call.segments.calls_of.setdefault(self, {})
+            if are_sharded not in calls:
+                calls[are_sharded] = GraphCall(self, are_sharded)
+            return calls[are_sharded].run(args, args[are_sharded.index(True)])
 
     def rewrite(self, program: Program) -> Program:
         """A recorded program that will have compiled segments; of too many programs, the program as it is."""
         self._compiled += 1
-        return _SegmentedProgram(program, self._segments) if self._compiled <= MOST_COMPILED else program
+        segments = self._segments()
+        assert segments is not None  # a unit runs
+        return _SegmentedProgram(program, segments) if self._compiled <= MOST_COMPILED else program
 
 
 class _SegmentedProgram(Program):
@@ -88,18 +94,19 @@ class _SegmentedProgram(Program):
     tensors. So there, segments are compiled in a forward that comes after such a backward.
     """
 
-    __slots__ = ("_segmented", "_segments", "_was_recomputed")
+    __slots__ = ("_backwards", "_segmented", "_segments", "_was_recomputed")
 
     def __init__(self, program: Program, segments: SegmentCompiler) -> None:
         super().__init__(program.arguments, program.steps, program.results, program.container, nested=False)
-        self._segments, self._was_recomputed = segments, False
+        self._segments, self._backwards, self._was_recomputed = weakref.ref(segments), segments.backwards, False
         self._segmented: Program | None = None
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The results of the steps, compiled or one by one."""
         if self._segmented is None and self._may_compile():
-            self._segmented = self._segments.rewrite(self)
-        if self._segmented is None or (self._segments.backwards.are_recorded and torch.is_grad_enabled()):
+            segments = self._segments()
+            self._segmented = None if segments is None else segments.rewrite(self)
+        if self._segmented is None or (self._backwards.are_recorded and torch.is_grad_enabled()):
             return super().run(args, kwargs)
         return self._segmented.run(args, kwargs)
 

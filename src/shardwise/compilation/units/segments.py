@@ -7,6 +7,7 @@ All other steps run as early as their operands allow it, so those between two tr
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -29,6 +30,7 @@ class SegmentCompiler:
 
     def __init__(self, compile_graph: Compile, backwards: Backwards) -> None:
         self._compile, self.backwards = compile_graph, backwards
+        self.calls_of: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()  # of traced graphs
         self._compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def rewrite(self, program: Program) -> Program:
