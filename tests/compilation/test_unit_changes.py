@@ -33,7 +33,7 @@ def test_the_twelfth_model_of_a_class_is_compiled() -> None:
     """Torch compiles few versions of a function, and warns of more; what was compiled for a model goes with it."""
     warned: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign] # a list is enough
+    handler.emit = lambda record: warned.append(record.getMessage())
     logging.getLogger("torch._dynamo").addHandler(handler)
     compiled, models = [], []
     for _ in range(12):
@@ -230,10 +230,10 @@ def test_a_forward_that_fails_on_one_rank() -> None:
     graphs = Graphs()
     shardwise.compile(model, backend=graphs)
     assert_same_steps(plain, model, graphs)
-    model[1].fails = dist.get_rank() == 1  # type: ignore[index,union-attr] # a list of modules
+    model[1].fails = dist.get_rank() == 1  # type: ignore[index] # a list of modules
     with pytest.raises((ValueError, ShardwiseError), match="this forward fails"):
         model(rows()).square().mean().backward()
-    model[1].fails = False  # type: ignore[index,union-attr] # a list of modules
+    model[1].fails = False  # type: ignore[index] # a list of modules
     dist.barrier()
     assert_same_steps(plain, model, graphs)
 

@@ -27,7 +27,12 @@ from shardwise.torch_private import (
 )
 
 Forward = Callable[..., Any]
-NOT_RUN: Any = object()  # in place of a result
+
+
+class _NotRun(NamedTuple):
+    """In place of the result of a call that torch did not trace."""
+
+    error: Exception | None  # None: torch was told not to trace
 
 
 class HookWithin(NamedTuple):
@@ -130,11 +135,15 @@ class CompiledForward:
         if dispatch_mode_count() or is_torch_function_mode_enabled() or without_data():
             return self.uncompiled(*args, **kwargs)
         kind = structure, *map(type, leaves), torch.is_grad_enabled(), self._module.training, hooks
-        if kind not in self._refusals:
-            found = self._run_captured(kind, leaves, structure, slots)
-            if found is not NOT_RUN:
-                return found
-        return self.uncompiled(*args, **kwargs)
+        if kind in self._refusals:
+            return self.uncompiled(*args, **kwargs)
+        found = self._run_captured(kind, leaves, structure, slots)
+        if not isinstance(found, _NotRun):
+            return found
+        error, found = found.error, self.uncompiled(*args, **kwargs)  # which may raise what the tracer has met
+        if error is not None:
+            self._refuse(kind, error)
+        return found
 
     def _traces(self, hooks: Hooks) -> bool:
         """Whether torch may trace the forward: with hooks within, only if they were there from the first call on.
@@ -160,7 +169,7 @@ class CompiledForward:
         return found
 
     def _run_captured(self, kind: Any, leaves: list[Any], structure: Any, slots: Any) -> Any:
-        """The result of the traced forward. A call that cannot be traced is noted, and not run."""
+        """The result of the traced forward; why a call was not run."""
         placeholders, before, hooks = Placeholders(), current.call, kind[-1]
         compiles = self._backwards.may_compile() and (self._is_tried is None or not self._is_tried())
         call = current.call = CapturedCall(placeholders, self._compiler.segments, compiles=compiles)
@@ -173,12 +182,11 @@ class CompiledForward:
             made = self._captured[hooks](*args, **kwargs)
             found = pytree.tree_map(placeholders.sharded, made)
         except NotTracedError:
-            return NOT_RUN
+            return _NotRun(None)
         except Exception as error:
             if call.has_run:
                 raise
-            self._refuse(kind, error)
-            return NOT_RUN
+            return _NotRun(error)
         finally:
             current.call = before
             for owner, name, value in slots:
