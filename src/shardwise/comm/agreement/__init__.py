@@ -15,6 +15,7 @@ from shardwise.comm.agreement.steps import (
     notify_if_alone,
     notify_of_leaving,
     record_call,
+    settled_epoch,
     step_of_op,
 )
 
@@ -33,6 +34,7 @@ __all__ = [
     "record_call",
     "room",
     "settle",
+    "settled_epoch",
     "step_of_op",
     "wait_for_data",
 ]

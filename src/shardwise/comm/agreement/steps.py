@@ -208,6 +208,16 @@ def epoch_mark(process_group: ProcessGroup) -> int:
     return group_state(process_group).history.epoch if talks(process_group) else 0
 
 
+def settled_epoch(process_group: ProcessGroup | None) -> int:
+    """The epoch that the calls of this rank are in from now on, after all errors that it has raised; alike on all."""
+    if process_group is None or not talks(process_group):
+        return 0
+    history = group_state(process_group).history
+    if history.left is not None or history.failure is not None:
+        history = settle(process_group)
+    return history.epoch
+
+
 def notify_of_leaving(process_group: ProcessGroup, error: Exception, mark: int) -> None:
     """This rank leaves what all ranks do together; if the others do not, they raise this error.
 

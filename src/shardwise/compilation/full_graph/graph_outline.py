@@ -23,7 +23,7 @@ class GraphOutline(NamedTuple):
     @classmethod
     def of(cls, graph: fx.Graph, inputs: Sequence[Any]) -> GraphOutline | None:
         """None if the graph has parts that cannot be compared, such as tensors that are constants."""
-        if not all(isinstance(one, torch.Tensor) for one in inputs):
+        if not all(isinstance(one, torch.Tensor) and _has_known_size(one) for one in inputs):
             return None
         numbers = {node: k for k, node in enumerate(graph.nodes)}
         common: list[Any] = [(one.dtype, one.device, one.dim()) for one in inputs]
@@ -42,7 +42,11 @@ class GraphOutline(NamedTuple):
             if is_transfer(node):
                 transfers.append(node.args[2])
         made = cls(tuple(common), tuple(integers), tuple(map(_order_of, inputs)), tuple(transfers))
-        return made if _is_hashable(made) and all(type(one) is int for one in integers) else None
+        return made if _is_hashable(made) else None
+
+
+def _has_known_size(tensor: torch.Tensor) -> bool:
+    return all(type(one) is int for one in (*tensor.shape, *tensor.stride()))
 
 
 def _constant(leaf: Any) -> tuple[Any, ...]:

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
+from shardwise.comm.agreement import settled_epoch
 from shardwise.comm.group import without_data
 from shardwise.compilation.units.backwards import Backwards, BackwardsOfUnit
 from shardwise.compilation.units.captured_graph import CapturedCall, current
@@ -84,6 +86,9 @@ class Compiler(Protocol):
     def captured(self, forward: Forward, hooks: Hooks) -> Forward:
         """A forward that is called with placeholders."""
 
+    def in_epoch(self, epoch: int) -> Compiler:
+        """A compiler that compiles in the same way and has compiled nothing yet; one for all who ask for an epoch."""
+
 
 class CompiledForward:
     """In the place of a module's forward.
@@ -93,15 +98,21 @@ class CompiledForward:
     """
 
     def __init__(self, module: nn.Module, compiler: Compiler, is_tried: Callable[[], bool] | None = None) -> None:
-        self._module, self._compiler, self._is_tried = module, compiler, is_tried
+        self._module, self._is_tried = module, is_tried
         self.uncompiled: Forward = module.forward
         self._own: Forward | None = vars(module).get("forward")  # if it is not that of the class
+        self._epoch: int | None = None  # of the ranks that call it
+        self._begin(compiler)
+        functools.update_wrapper(self, self.uncompiled)
+
+    def _begin(self, compiler: Compiler) -> None:
+        """With nothing compiled."""
+        self._compiler = compiler
         self._compiled: dict[Hooks, Forward] = {}
         self._captured: dict[Hooks, Forward] = {}
         self._first_hooks: Hooks | None = None  # of the modules within, in the first call
         self._refusals: dict[Any, str] = {}  # kinds of calls that cannot be traced, and why
         self._backwards = BackwardsOfUnit(compiler.backwards)
-        functools.update_wrapper(self, self.uncompiled)
 
     @property
     def refusals(self) -> tuple[str, ...]:
@@ -123,11 +134,19 @@ class CompiledForward:
         sharded = slots[0][2] if slots else next((one for one in leaves if isinstance(one, ShardedTensorBase)), None)
         if sharded is None:
             return self._run_plain(hooks, args, kwargs)
+        self._enter_epoch(sharded._frame.process_group)
         try:
             return self._run_sharded(hooks, slots, leaves, structure)
         except Exception as error:  # of the forward itself: the other ranks may wait for this one in an op of the unit
             notify_if_outermost(error, sharded._frame.process_group)
             raise
+
+    def _enter_epoch(self, group: ProcessGroup | None) -> None:
+        """Begin anew after an error that all ranks have raised: some may have traced more of that step than others."""
+        epoch = settled_epoch(group)
+        if self._epoch is not None and self._epoch != epoch:
+            self._begin(self._compiler.in_epoch(epoch))
+        self._epoch = epoch
 
     def _run_sharded(self, hooks: Hooks, slots: Slots, leaves: list[Any], structure: Any) -> Any:
         """The result on sharded tensors."""

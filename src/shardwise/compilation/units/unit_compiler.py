@@ -53,7 +53,8 @@ class _UnitCompiler:
     """Compiles the units of one model."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self._compile, self._dynamic = _Compile(options), options.get("dynamic")
+        self._options, self._compile, self._dynamic = options, _Compile(options), options.get("dynamic")
+        self._next: tuple[int, _UnitCompiler] | None = None
         self.backwards = Backwards()
         self.segments = SegmentCompiler(self._compile, self.backwards)
         self._own: dict[Any, Any] = {}  # copies of functions
@@ -74,6 +75,12 @@ class _UnitCompiler:
         traced = _torch_compile(own, backend=capture, fullgraph=True, dynamic=self._dynamic)
         return lambda *args, **kwargs: traced(forward, args, kwargs)
 
+    def in_epoch(self, epoch: int) -> _UnitCompiler:
+        """A compiler that compiles in the same way and has compiled nothing yet; one for all who ask for an epoch."""
+        if self._next is None or self._next[0] != epoch:
+            self._next = epoch, _UnitCompiler(self._options)
+        return self._next[1]
+
     def _own_function(self, way: str, forward: Any, hooks: Hooks, make: Callable[[], Any]) -> Any:
         """A function with code of its own; the same for forwards of the same code, which share what is compiled."""
         key = way, code_of(forward), hooks
@@ -90,7 +97,7 @@ class _Compile:
     def __init__(self, options: dict[str, Any]) -> None:
         names = ("backend", "mode", "options")
         chosen = {name: options[name] for name in names if options.get(name) is not None}
-        self._backend = _Backend(backend_of(**chosen))
+        self._backend = _Backend(backend_of(**chosen, dynamic=False))  # torch's tracer finds sizes
         self._options = {name: value for name, value in options.items() if name not in names}
 
     def __call__(self, function: Any) -> Any:
