@@ -125,6 +125,24 @@ def test_a_function_that_does_something_else_for_large_sizes() -> None:
 
 
 @ranks(2)
+def test_code_for_other_flags_of_torch() -> None:
+    """A compiler may compute otherwise when algorithms must be deterministic."""
+    weight = shardwise.shard(batch(6), 0)
+    sizes, backend = counting_backend()
+    compiled = torch.compile(lambda rows, weight: (rows @ weight).sum(0), fullgraph=True, backend=backend)
+    for size in (40, 48, 56):
+        compiled(batch(size), weight)
+    assert sizes.compilations == 2
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        for size in (40, 48, 56):
+            compiled(batch(size), weight)
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    assert sizes.compilations == 4
+
+
+@ranks(2)
 def test_graphs_of_many_sizes_make_room_for_others() -> None:
     """Those of many values do not: each is compiled, and an error says what differs."""
     weight = shardwise.shard(batch(6), 0)

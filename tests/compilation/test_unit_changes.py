@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import logging
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.cases import assert_close
 from tests.compilation.test_units import Graphs, Pair, assert_same_steps, forwards, twins
 from tests.models.twins import assert_same_gradients, whole
 from torch import nn
@@ -195,6 +197,35 @@ def test_compiling_anew_takes_the_new_options() -> None:
     compiled = len(first.steps)
     assert_same_steps(plain, shardwise.compile(model, backend=second), second)
     assert len(second.steps) == compiled == len(first.steps) > 0
+
+
+@pytest.mark.parametrize("way", ["fully sharded", "tensor parallel"])
+@ranks(2)
+def test_forwards_that_are_wrapped(way: str) -> None:
+    """Wrappers have the same code, and each calls the forward of its own module."""
+
+    def wrap(module: nn.Module) -> None:
+        inner = module.forward
+        module.forward = lambda x: inner(x) + 1  # as libraries do
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]).double()
+    model: Any = copy.deepcopy(plain)
+    for one in (*plain, *model):
+        wrap(one)
+    if way == "fully sharded":
+        shardwise.fully_shard(model)
+    else:
+        shardwise.shard_module(model, plans.rows(model))
+    shardwise.compile(model, backend="aot_eager")
+    x = torch.randn(5, 8, dtype=torch.float64)
+    mine = shardwise.from_local(x.split([3, 2])[dist.get_rank()], sizes=[3, 2]) if way == "fully sharded" else x
+    for _ in range(3):
+        for run, batch in ((plain, x), (model, mine)):
+            run.zero_grad()
+            run(batch).square().mean().backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_close(whole(one.grad), other.grad)
 
 
 @ranks(2)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from benchmarks.llama import Llama, Shape, loss_of
 
 import shardwise
+from shardwise.compilation.full_graph.backends import backend_of
 from shardwise.testing import ranks
 
 pytestmark = [
@@ -56,3 +57,25 @@ def test_gradients(way: str, fullgraph: bool) -> None:
         warnings.simplefilter("ignore")  # torch's own, as it loads the compiler and compiles
         compiled = shardwise.compile(model, fullgraph=fullgraph)
         _assert_trains(model, compiled, plain, _rows if way == "fully sharded" else lambda batch: batch)
+
+
+@ranks(2, backend="nccl")
+def test_batches_of_many_sizes() -> None:
+    """Code that inductor compiled for two of them serves the others."""
+    torch.manual_seed(0)
+    plain = Llama(SHAPE).double().cuda()
+    model: Any = copy.deepcopy(plain)
+    shardwise.shard_module(model, PLAN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        backend: Any = backend_of()
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        for batch in (4, 6, 10, 8):
+            ids, labels = torch.randint(SHAPE.words, (2, batch, SHAPE.sequence), device="cuda")
+            for run, owner in ((compiled, model), (plain, plain)):
+                owner.zero_grad()
+                loss_of(run, ids, labels).backward()
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                grad = one.grad.full_tensor() if isinstance(one, shardwise.ShardedTensor) else one.grad
+                torch.testing.assert_close(grad, other.grad, rtol=1e-9, atol=1e-11)
+    assert backend.keywords["inner_compile"].compilations == 4

@@ -17,7 +17,7 @@ def compile(model: Any, *, fullgraph: bool = False, **options: Any) -> Any:
     """Compile a model that is sharded in any way, with options of `torch.compile`. Every rank calls it alike.
 
     What each unit of a model computes between transfers becomes graphs of local tensors. The model is changed in place,
-    and returned; the second call with tensors of a layout compiles, and gives what it gave before::
+    and returned. In training, the first forward after a backward compiles; otherwise the second call::
 
         >>> model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
         >>> model = shardwise.compile(shardwise.fully_shard(model), backend="aot_eager")
@@ -31,8 +31,8 @@ def compile(model: Any, *, fullgraph: bool = False, **options: Any) -> Any:
 
     With ``fullgraph``, each rank runs one graph of the forward and one of the backward over its local tensors, and
     transfers between ranks are ops of these graphs, as by ``torch.compile(model, fullgraph=True)``. The first call of
-    each kind compiles: other sizes, layouts or plain arguments are another kind. What cannot be traced raises on every
-    rank. A function is compiled likewise::
+    each kind is traced: other sizes, layouts or plain arguments are another kind. Inductor's code serves many sizes.
+    What cannot be traced raises on every rank. A function is compiled likewise::
 
         >>> norm = shardwise.compile(lambda x: (x * x).sum().sqrt(), fullgraph=True, backend="aot_eager")
         >>> float(norm(shardwise.ones(0, 4, 4)))

@@ -293,7 +293,7 @@ def exchange_rows_of(
     tag: int,
     what: str,
 ) -> PendingExchange:
-    """The same of memory whose rows of bytes lie in the order of the members: how many each member sends and gets."""
+    """Begin to exchange rows of bytes that lie in the order of the members: so many to each, and so many from each."""
     if without_data() or (given.device.type == "cpu" and is_tagged(group)):
         return exchange(group, taken.split_with_sizes(received), given.split_with_sizes(sent), tag, what)
     memory = taken, given, list(received), list(sent)

@@ -17,9 +17,11 @@ from torch import fx
 
 from shardwise.compilation.full_graph.graph_outline import GraphOutline
 from shardwise.compilation.full_graph.sized_graph import Columns, SizedGraph
+from shardwise.ops.engine.call_cache import FLAGS
 from shardwise.torch_private import load_private
 
 logger = logging.getLogger(__name__)
+MOST_SEEN = 16  # sizes that are compared, to find integers that go together
 Code = Callable[[list[Any]], Any]  # takes its inputs as a list, which it empties
 Compiler = Callable[..., Code]  # of a graph of aten ops, and of tensors without data in place of its inputs
 
@@ -28,7 +30,7 @@ Compiler = Callable[..., Code]  # of a graph of aten ops, and of tensors without
 class _AlikeGraphs:
     """Graphs that differ in integers alone, and the code for all of them."""
 
-    seen: list[tuple[int, ...]] = field(default_factory=list)  # the integers of each
+    seen: list[tuple[int, ...]] = field(default_factory=list)  # the integers of some, the last ones
     graph: SizedGraph | None = None
     code: Code | None = None
     is_static: bool = False  # the compiler cannot take the sizes as inputs
@@ -52,11 +54,12 @@ class DynamicSizes:
         outline = GraphOutline.of(module.graph, inputs)
         if outline is None:
             return self._one_size(module, inputs, options)
-        alike = self._alike.setdefault((outline.common, options.get("is_backward", False)), _AlikeGraphs())
+        kind = [bool(options.get(name)) for name in ("is_backward", "is_inference", "cudagraphs")]
+        alike = self._alike.setdefault((outline.common, *kind, *[read() for read in FLAGS]), _AlikeGraphs())
         code = alike.code_for(outline)
         if code is not None:
             return code
-        alike.seen.append(outline.integers)
+        alike.seen = [*alike.seen[-MOST_SEEN:], outline.integers]
         if len(alike.seen) > 1 and not alike.is_static:
             try:
                 return self._many_sizes(alike, module, inputs, outline, options)
@@ -78,7 +81,8 @@ class DynamicSizes:
         options: dict[str, Any],
     ) -> Code:
         graph = SizedGraph(module, inputs, outline, Columns.of(alike.seen))
-        static = [len(graph.sizes) + k for k in options.get("static_input_idxs", ())]  # they come after the sizes
+        aligned = [k for k in options.get("static_input_idxs", ()) if outline.is_aligned[k]]
+        static = [len(graph.sizes) + k for k in aligned]  # inputs come after the sizes
         given = {**options, "static_input_idxs": static}
         tracing, context = load_private("torch._guards.tracing"), load_private("torch._guards.TracingContext")
         self.compilations += 1

@@ -29,8 +29,8 @@ from shardwise.errors import UnsupportedOpError
 from shardwise.torch_private import load_private, pytree
 
 Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
-MOST_GRAPHS = 64  # of one function and its modules: then the oldest makes room for another size
-MOST_STATES = 4  # of modules: a function may be called with one model, then with another
+MOST_GRAPHS = 64  # of one function and its modules: then one makes room for another size
+MOST_STATES = 2  # of modules, which are kept alive: a function may be called with one model, then with another
 
 
 class CompiledCall:
@@ -95,8 +95,11 @@ class FullGraph:
         if variants is None:
             if len(modules.compiled) >= MOST_GRAPHS:
                 self._make_room(modules, key)
-            variants = modules.compiled[key] = self._compile(modules, call)
+            variants = self._compile(modules, call)
             forget_at_end(self, call.groups)
+        else:
+            del modules.compiled[key]  # and put it last: the first one is the one that was not used for longest
+        modules.compiled[key] = variants
         return variants.run(call, partial(self._compile_alone, modules))
 
     def _modules(self, roots: Sequence[nn.Module]) -> _ModuleGraphs:
@@ -128,7 +131,7 @@ class FullGraph:
             return compile_call(self._function, call, self._backend)
 
     def _make_room(self, modules: _ModuleGraphs, key: GraphKey) -> None:
-        """Drop the oldest graph; raise if not sizes differ from call to call, but values, each of which is compiled."""
+        """Drop the graph that was not used for longest. Raise if values differ in every call, not sizes alone."""
         values = {(one.process, one.attributes, one.used, one.call.constants) for one in (*modules.compiled, key)}
         if len(values) <= MOST_GRAPHS // 2:
             del modules.compiled[next(iter(modules.compiled))]

@@ -11,6 +11,7 @@ different graphs, and the chain makes each of them send in the order in which th
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -201,6 +202,8 @@ def _forget(state: GroupState) -> None:
     for key in _keys.pop(state, set()):
         if key in _transfers and _transfers[key][1] is state:
             del _transfers[key]
+    for keys in [keys for keys in _lists if not all(key in _transfers for key in keys)]:
+        del _keys_of_lists[_lists.pop(keys)]
 
 
 def found_transfer(key: str) -> Transfer:
@@ -244,21 +247,23 @@ custom_ops.register_fake("shardwise::transfer", _run_without_data, lib=_namespac
 # The same op in graphs for many sizes: which transfer it makes is one of a list, which the graph is given -----------
 
 _lists: dict[tuple[str, ...], int] = {}  # the number of each list of keys
-_keys_of_lists: list[tuple[str, ...]] = []  # by these numbers
+_keys_of_lists: dict[int, tuple[str, ...]] = {}  # by these numbers
+_next_list = itertools.count()
 
 
 def transfer_list(keys: tuple[str, ...]) -> int:
     """The number of a list of transfers, by which graphs in this process find them."""
     if keys not in _lists:
-        _lists[keys] = len(_keys_of_lists)
-        _keys_of_lists.append(keys)
+        _lists[keys] = next(_next_list)
+        _keys_of_lists[_lists[keys]] = keys
     return _lists[keys]
 
 
 def _run_of_size(
     token: torch.Tensor, tensors: list[torch.Tensor], form: str, extents: list[int], keys: int, number: int
 ) -> list[torch.Tensor]:
-    return _run(token, tensors, _keys_of_lists[keys][number])
+    key = _keys_of_lists[keys][number] if keys in _keys_of_lists else f"{number} of a list that has ended"
+    return _run(token, tensors, key)
 
 
 def _run_of_size_without_data(

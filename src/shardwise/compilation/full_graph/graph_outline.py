@@ -11,6 +11,8 @@ from torch import fx
 from shardwise.compilation.full_graph.graph_ops import found_transfer
 from shardwise.torch_private import pytree
 
+ALIGNMENT = 16  # bytes
+
 
 class GraphOutline(NamedTuple):
     """The parts of a graph, and of the tensors that it takes."""
@@ -18,6 +20,7 @@ class GraphOutline(NamedTuple):
     common: tuple[Any, ...]  # all but what follows
     integers: tuple[int, ...]  # extents of the inputs, then those among the arguments of the nodes, in order
     orders: tuple[Any, ...]  # how each input lies in memory
+    is_aligned: tuple[bool, ...]  # whether each begins where kernels of a GPU may read many elements at once
     transfers: tuple[str, ...]  # their keys
 
     @classmethod
@@ -41,7 +44,8 @@ class GraphOutline(NamedTuple):
                     common.append(("node", numbers[leaf]) if isinstance(leaf, fx.Node) else _constant(leaf))
             if is_transfer(node):
                 transfers.append(node.args[2])
-        made = cls(tuple(common), tuple(integers), tuple(map(_order_of, inputs)), tuple(transfers))
+        orders, are_aligned = tuple(map(_order_of, inputs)), tuple(map(_is_aligned, inputs))
+        made = cls(tuple(common), tuple(integers), orders, are_aligned, tuple(transfers))
         return made if _is_hashable(made) else None
 
 
@@ -81,6 +85,10 @@ def _order_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """The dims, from the outermost to the innermost, if a tensor is contiguous but for their order; else strides."""
     dims = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride()[dim], tensor.shape[dim] == 1, dim))
     return ("dims", *dims) if tensor.permute(dims).is_contiguous() else ("strides", *tensor.stride())
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    return int(tensor.storage_offset()) * tensor.element_size() % ALIGNMENT == 0
 
 
 def tensor_in_order(order: tuple[Any, ...], shape: Sequence[Any], like: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,10 @@ class SizedGraph:
 
     def values_for(self, outline: GraphOutline) -> list[int] | None:
         """The integers to be given for another graph, if all is true of them that was taken for granted so far."""
-        if outline.orders != self._outline.orders or not self._columns.fit(outline.integers, self._outline.integers):
+        ours = self._outline
+        if (outline.orders, outline.is_aligned) != (ours.orders, ours.is_aligned):
+            return None
+        if not self._columns.fit(outline.integers, ours.integers):
             return None
         values = self._values(outline)
         known = {symbol: sympy.Integer(value) for symbol, value in zip(self._symbols, values, strict=True)}

@@ -24,7 +24,7 @@ MOST_VIEWS = 3  # of each other that torch makes behind a compiled graph
 COMPILED_NODE = "CompiledFunctionBackward"  # of torch's graphs
 NO_SECOND_DERIVATIVE = (
     "a second derivative through a compiled unit: torch's compiled graphs have none. Call the model uncompiled where "
-    'it is differentiated twice: `with torch.compiler.set_stance("force_eager"): ...`; or do the step again: from now '
+    'it is differentiated twice: `with torch.compiler.set_stance("force_eager"): ...`. Or do the step again: from now '
     "on the units of this model run uncompiled wherever gradients are recorded"
 )
 

@@ -7,13 +7,14 @@ import functools
 import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from shardwise.comm.agreement import settled_epoch
-from shardwise.comm.group import without_data
+from shardwise.comm.group import GroupState, group_state, without_data
 from shardwise.compilation.units.backwards import Backwards, BackwardsOfUnit
 from shardwise.compilation.units.captured_graph import CapturedCall, current
 from shardwise.compilation.units.own_code import NotTracedError
@@ -101,7 +102,7 @@ class CompiledForward:
         self._module, self._is_tried = module, is_tried
         self.uncompiled: Forward = module.forward
         self._own: Forward | None = vars(module).get("forward")  # if it is not that of the class
-        self._epoch: int | None = None  # of the ranks that call it
+        self._epochs: WeakKeyDictionary[GroupState, int] = WeakKeyDictionary()  # of the groups that have called it
         self._begin(compiler)
         functools.update_wrapper(self, self.uncompiled)
 
@@ -143,10 +144,12 @@ class CompiledForward:
 
     def _enter_epoch(self, group: ProcessGroup | None) -> None:
         """Begin anew after an error that all ranks have raised: some may have traced more of that step than others."""
-        epoch = settled_epoch(group)
-        if self._epoch is not None and self._epoch != epoch:
+        if without_data():
+            return
+        state, epoch = group_state(group), settled_epoch(group)
+        if self._epochs.setdefault(state, epoch) != epoch:
+            self._epochs[state] = epoch
             self._begin(self._compiler.in_epoch(epoch))
-        self._epoch = epoch
 
     def _run_sharded(self, hooks: Hooks, slots: Slots, leaves: list[Any], structure: Any) -> Any:
         """The result on sharded tensors."""

@@ -8,18 +8,16 @@ torch copies of it: no model takes versions away from another one, and what was 
 from __future__ import annotations
 
 import weakref
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
 
 from shardwise.torch_private import load_private
 
-_TRACED_CALL = """def traced_call(forward, args, kwargs):
-    if not is_compiling():
-        raise NotTracedError
-    return forward(*args, **kwargs)
-"""
+_TRACED_CALL = (  # one line, which errors quote as that of the forward
+    "def traced_call(forward, args, kwargs): return (forward if is_compiling() else not_traced)(*args, **kwargs)"
+)
 LIBRARIES = ("shardwise.", "torch.")
 OF_LIBRARY = "<frozen traced call>"  # the file of code that is not a user's, but that torch's tracer follows
 
@@ -28,17 +26,18 @@ class NotTracedError(Exception):
     """Torch has called a function as it is, as it does under ``torch.compiler.set_stance("force_eager")``."""
 
 
+def _not_traced(*args: Any, **kwargs: Any) -> None:
+    raise NotTracedError
+
+
 def code_of(function: Any) -> Any:
     """What functions that are compiled together have in common; the function itself, if it is no Python function."""
     return getattr(getattr(function, "__func__", function), "__code__", function)
 
 
-def with_own_code(function: Any) -> Any:
-    """A copy of a Python function; any other function itself."""
-    if not isinstance(function, FunctionType):
-        return function
-    code, closure = function.__code__.replace(), function.__closure__
-    copied = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+def with_code(function: FunctionType, code: CodeType) -> FunctionType:
+    """A copy of a function, with a copy of its code: closure, defaults and globals are those of the function."""
+    copied = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__, copied.__qualname__ = function.__kwdefaults__, function.__qualname__
     copied.__module__, copied.__doc__ = function.__module__, function.__doc__
     vars(copied).update(vars(function))
@@ -50,14 +49,9 @@ def bound(function: Any, method: Any) -> Any:
     return MethodType(function, method.__self__) if isinstance(method, MethodType) else function
 
 
-def forget_with(owner: object, function: Any) -> None:
-    """Let torch forget what it has compiled of a function with code of its own when the owner is freed.
-
-    Torch keeps code objects that it has compiled for ever otherwise.
-    """
-    if isinstance(function, FunctionType):
-        forget = load_private("torch._dynamo.eval_frame.reset_code")
-        weakref.finalize(owner, forget, function.__code__).atexit = False
+def forget_with(owner: object, code: CodeType) -> None:
+    """Let torch forget what it has compiled of some code when the owner is freed: it keeps all code otherwise."""
+    weakref.finalize(owner, load_private("torch._dynamo.eval_frame.reset_code"), code).atexit = False
 
 
 def traced_call(like: Any) -> Any:
@@ -68,7 +62,7 @@ def traced_call(like: Any) -> Any:
     """
     function = getattr(like, "__func__", like)
     module = getattr(function, "__module__", None) or "shardwise."
-    names: dict[str, Any] = {"is_compiling": torch.compiler.is_compiling, "NotTracedError": NotTracedError}
+    names: dict[str, Any] = {"is_compiling": torch.compiler.is_compiling, "not_traced": _not_traced}
     names["__name__"] = module
     exec(compile(_TRACED_CALL, OF_LIBRARY, "exec"), names)
     call: FunctionType = names.pop("traced_call")  # torch keeps the names with the code: they must not lead back to it

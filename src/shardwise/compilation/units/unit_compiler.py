@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from shardwise.compilation.full_graph.backends import backend_of
 from shardwise.compilation.units.backwards import Backwards, without_donated_buffers
 from shardwise.compilation.units.captured_graph import capture
 from shardwise.compilation.units.compiled_forward import CompiledForward, Hooks
-from shardwise.compilation.units.own_code import bound, code_of, forget_with, traced_call, with_own_code
+from shardwise.compilation.units.own_code import bound, code_of, forget_with, traced_call, with_code
 from shardwise.compilation.units.segments import SegmentCompiler
 from shardwise.nn.fully_sharded import FullySharded
 from shardwise.nn.fully_sharded.unit_choice import block_paths
@@ -57,7 +58,7 @@ class _UnitCompiler:
         self._next: tuple[int, _UnitCompiler] | None = None
         self.backwards = Backwards()
         self.segments = SegmentCompiler(self._compile, self.backwards)
-        self._own: dict[Any, Any] = {}  # copies of functions
+        self._own: dict[Any, Any] = {}  # functions and code
 
     def install(self, module: nn.Module, is_tried: Callable[[], bool] | None = None) -> None:
         """Let a module run compiled. While ``is_tried`` gives True, nothing is compiled: other calls may follow."""
@@ -66,12 +67,14 @@ class _UnitCompiler:
 
     def compiled(self, forward: Any, hooks: Hooks) -> Any:
         """A forward that is called with plain tensors, of a module with these hooks within."""
-        own = self._own_function("plain", forward, hooks, lambda: with_own_code(getattr(forward, "__func__", forward)))
-        return self._compile(bound(own, forward))
+        function = getattr(forward, "__func__", forward)
+        if isinstance(function, FunctionType):
+            function = with_code(function, self._kept("plain", forward, hooks, lambda: function.__code__.replace()))
+        return self._compile(bound(function, forward))
 
     def captured(self, forward: Any, hooks: Hooks) -> Any:
         """A forward that is called with placeholders."""
-        own = self._own_function("traced", forward, hooks, lambda: traced_call(forward))
+        own = self._kept("traced", forward, hooks, lambda: traced_call(forward))
         traced = _torch_compile(own, backend=capture, fullgraph=True, dynamic=self._dynamic)
         return lambda *args, **kwargs: traced(forward, args, kwargs)
 
@@ -81,13 +84,12 @@ class _UnitCompiler:
             self._next = epoch, _UnitCompiler(self._options)
         return self._next[1]
 
-    def _own_function(self, way: str, forward: Any, hooks: Hooks, make: Callable[[], Any]) -> Any:
-        """A function with code of its own; the same for forwards of the same code, which share what is compiled."""
+    def _kept(self, way: str, forward: Any, hooks: Hooks, make: Callable[[], Any]) -> Any:
+        """A function, or code, that is this compiler's own: the same for all forwards that have the same code."""
         key = way, code_of(forward), hooks
         if key not in self._own:
-            own = self._own[key] = make()
-            if own is not forward:
-                forget_with(self, own)
+            made = self._own[key] = make()
+            forget_with(self, getattr(made, "__code__", made))
         return self._own[key]
 
 

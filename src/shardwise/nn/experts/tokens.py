@@ -1,4 +1,4 @@
-"""`LocalTokens`: the tokens that this rank sends to experts, and the result in the form of what was given.
+"""`TokenCut`: the tokens that this rank sends to experts, and the result in the form of what was given.
 
 Sharded tokens are sent by the ranks that have them. Of tokens that several ranks have, plain ones among them, each rank
 sends a part, and the results are put together again.
