@@ -28,7 +28,7 @@ from shardwise.report import (
     page,
     save,
 )
-from shardwise.report.boxes import MOST_BOXES, drawn_boxes, rank_runs, traffic_blocks
+from shardwise.report.boxes import MOST_BOXES, drawn_boxes, rank_ranges, traffic_blocks
 from shardwise.report.data import MOST_DETAILED
 from shardwise.report.page import SCRIPTS
 from shardwise.report.thinning import Bar, busy_seconds, kept_points, merged_bars
@@ -145,7 +145,7 @@ def test_traffic_of_many_ranks_is_in_blocks() -> None:
     assert block == 16
     assert sum(count for *_, count in cells) == sum(range(1024))
     assert traffic_blocks([(0, 1, 5)], 4) == (1, [(0, 1, 5)])
-    assert rank_runs([6, 0, 2, 1]) == [(0, 2), (6, 6)]
+    assert rank_ranges([6, 0, 2, 1]) == [(0, 2), (6, 6)]
 
 
 def test_no_name_can_leave_its_place() -> None:

@@ -37,7 +37,7 @@ def drawn_boxes(places: Iterable[Place]) -> list[DrawnBox]:
     return boxes
 
 
-def rank_runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
+def rank_ranges(ranks: Iterable[int]) -> list[tuple[int, int]]:
     """Ranks as runs of neighbours, first and last of each: ``0, 1, 2, 6`` are ``(0, 2), (6, 6)``."""
     runs: list[tuple[int, int]] = []
     for rank in sorted(set(ranks)):

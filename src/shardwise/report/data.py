@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import ReportError
-from shardwise.report.boxes import rank_runs, traffic_blocks
+from shardwise.report.boxes import rank_ranges, traffic_blocks
 from shardwise.report.shared import Layouts, Strings
 from shardwise.report.thinning import Bar, busy_seconds, kept_points, merged_bars
 
@@ -131,7 +131,7 @@ class RankPart:
         """For the page; `parts` share the bounds. Without details, only the sums."""
         bars = [Bar(s.lane, s.name, s.module, s.start, s.end, s.bytes, s.flops, s.line) for s in self.spans]
         result: dict[str, Any] = {
-            "ranks": rank_runs(self.ranks),
+            "ranks": rank_ranges(self.ranks),
             "device": self.device,
             "capacity": self.capacity,
             "seconds": self.seconds,

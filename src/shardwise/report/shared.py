@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardwise.report.boxes import MOST_BOXES, MOST_RUNS, Place, drawn_boxes, rank_runs
+from shardwise.report.boxes import MOST_BOXES, MOST_RUNS, Place, drawn_boxes, rank_ranges
 
 
 class Strings:
@@ -31,7 +31,7 @@ class Layouts:
             self.places[layout] = len(self.drawn)
             boxes = drawn_boxes(layout)
             shown = [
-                [rank_runs(box.ranks)[:MOST_RUNS], len(box.ranks), box.offsets, box.sizes, box.boxes]
+                [rank_ranges(box.ranks)[:MOST_RUNS], len(box.ranks), box.offsets, box.sizes, box.boxes]
                 for box in boxes[:MOST_BOXES]
             ]
             self.drawn.append({"boxes": shown, "left": len(boxes) - len(shown), "count": len(layout)})

@@ -48,7 +48,7 @@ class _Current(threading.local):
 current = _Current()
 
 
-def capture(graph: fx.GraphModule, inputs: object) -> CapturedGraph:
+def capture_graph(graph: fx.GraphModule, inputs: object) -> CapturedGraph:
     """The backend by which torch traces a unit, within a call of it. One for all models: torch keeps each for ever."""
     call = current.call
     assert call is not None

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from shardwise.compilation.full_graph.backends import backend_of
 from shardwise.compilation.units.backwards import Backwards, without_donated_buffers
-from shardwise.compilation.units.captured_graph import capture
+from shardwise.compilation.units.captured_graph import capture_graph
 from shardwise.compilation.units.compiled_forward import CompiledForward, Hooks
 from shardwise.compilation.units.own_code import bound, code_of, forget_with, traced_call, with_code
 from shardwise.compilation.units.segments import SegmentCompiler
@@ -75,7 +75,7 @@ class _UnitCompiler:
     def captured(self, forward: Any, hooks: Hooks) -> Any:
         """A forward that is called with placeholders."""
         own = self._kept("traced", forward, hooks, lambda: traced_call(forward))
-        traced = _torch_compile(own, backend=capture, fullgraph=True, dynamic=self._dynamic)
+        traced = _torch_compile(own, backend=capture_graph, fullgraph=True, dynamic=self._dynamic)
         return lambda *args, **kwargs: traced(forward, args, kwargs)
 
     def in_epoch(self, epoch: int) -> _UnitCompiler:
