@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -66,6 +67,23 @@ def test_no_weight_and_several_dims() -> None:
         assert_same(lambda x: F.layer_norm(x, (8, 6)), [(normal(*SIZE), layouts)], kind)
         weight = (normal(8, 6, seed=1), layouts)
         assert_same(lambda x, w: F.layer_norm(x, (8, 6), w), [(normal(*SIZE), along(2, 0, 1)), weight], kind)
+
+
+@ranks(2)
+def test_rms_norm_is_one_call_where_its_dims_are_whole() -> None:
+    """Torch has one kernel for it on some devices. Where a dim is cut, the norm is made of other ops."""
+    weight = shardwise.shard(normal(6, seed=1), 0)
+    for dim, weights, calls in ((0, normal(6, seed=1), 1), (0, None, 1), (2, normal(6, seed=1), 0), (0, weight, 0)):
+        x = shard_tensor(normal(*SIZE), shardwise.ChunkShardingSpec(dim, ["rank:0/cpu", "rank:1/cpu"]))
+        plain_weight = weights.full_tensor() if isinstance(weights, shardwise.ShardedTensor) else weights
+        expected = F.rms_norm(normal(*SIZE), (6,), plain_weight)
+        with mock.patch.object(torch, "rms_norm", wraps=torch.rms_norm) as norm:
+            found = F.rms_norm(x, (6,), weights)
+        torch.testing.assert_close(found.full_tensor(), expected)
+        given = [
+            call.kwargs["input"] for call in norm.call_args_list if "input" in call.kwargs
+        ]  # of a shard, or of none
+        assert sum(not one.is_meta for one in given) == calls
 
 
 @ranks(2)

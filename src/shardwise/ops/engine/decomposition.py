@@ -24,7 +24,7 @@ from shardwise.ops.engine.gradient_proxy import holds_proxy, unwrap, with_proxie
 from shardwise.ops.engine.recorder import observed
 from shardwise.ops.engine.result_metadata import UnknownResultError, result_strides
 from shardwise.ops.engine.steps import AUTOCAST
-from shardwise.ops.engine.table import DECOMPOSED_UNDER_AUTOCAST, compute_by_table, find_handler
+from shardwise.ops.engine.table import DECOMPOSED_IF, DECOMPOSED_UNDER_AUTOCAST, compute_by_table, find_handler
 from shardwise.ops.engine.without_elements import empty_results
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import Distributed, refuse_collective, refuse_mixed, registry, unsupported
@@ -178,6 +178,8 @@ def compute_aten(op: Aten, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     known = find_handler(op) is not None
     if known and _outer.casts is not None and op in DECOMPOSED_UNDER_AUTOCAST:
         known = _is_cast(op, _outer.casts.raw_repr())
+    if known and op in DECOMPOSED_IF:
+        known = not DECOMPOSED_IF[op](Call(op, *unwrap((args, kwargs))))
     if not known and in_python is None and op._can_decompose():
         return _with_autocast(op, lambda: op.decompose(*args, **kwargs))
     if _outer.has_proxies and holds_proxy(args, kwargs):

@@ -21,6 +21,7 @@ TABLE: dict[Any, AtenHandler] = {}
 # Handlers of calls that no other computes, and whose operands exceed the gather budget: values say what travels where.
 FALLBACKS: dict[Any, AtenHandler] = {}
 DECOMPOSED_UNDER_AUTOCAST: set[Any] = set()  # overloads whose decomposition autocast casts, and not the op itself
+DECOMPOSED_IF: dict[Any, Callable[[Call], bool]] = {}  # overloads whose handlers leave some calls to the decomposition
 
 
 def find_handler(op: Aten) -> AtenHandler | None:

@@ -75,6 +75,8 @@ def _nll(call: Call) -> Any:
     if losses is NotImplemented:
         return NotImplemented
     loss, wide = losses[0], accumulation_dtype(x.dtype)
+    if call["reduction"] == 0:
+        return loss, torch.zeros((), dtype=x.dtype, device=x.device)
     counted = target != call["ignore_index"]
     if weight is None:
         total = counted.sum().to(wide)
@@ -83,8 +85,6 @@ def _nll(call: Call) -> Any:
             return NotImplemented
         chosen = torch.where(counted, target, torch.zeros((), dtype=target.dtype))
         total = torch.where(counted, weight[chosen], torch.zeros((), dtype=x.dtype)).sum(dtype=wide)
-    if call["reduction"] == 0:
-        return loss, total.new_zeros((), dtype=x.dtype)
     # Both sums are rounded to 16 bits at the end: the sum of many losses may overflow where their mean does not.
     summed = loss.sum(dtype=wide)
     return (summed / total if call["reduction"] == 1 else summed).to(x.dtype), total.to(x.dtype)

@@ -1,4 +1,4 @@
-"""Layer, group and batch norm. If the dims that they average over are cut, only the averages travel.
+"""Layer, root-mean-square, group and batch norm. If the dims that they average over are cut, only the averages travel.
 
 Weight and bias are operands of the rule. Where no schedule is within the budget, they are applied by ops of their own.
 """
@@ -15,7 +15,7 @@ from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import compute
 from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.rule import Along, Labels, Rule
-from shardwise.ops.engine.table import TABLE
+from shardwise.ops.engine.table import DECOMPOSED_IF, DECOMPOSED_UNDER_AUTOCAST, TABLE
 from shardwise.tensor import ShardedTensorBase
 
 aten = torch.ops.aten
@@ -53,14 +53,14 @@ def _without_affine(call: Call, rule: Callable[[Call], Rule]) -> Any:
 # Layer norm ----------------------------------------------------------------------------------------------------------
 
 
-def _layer_rule(call: Call) -> Rule:
-    """The normalised dims are whole, and the dims of weight and bias."""
+def _layer_rule(call: Call, moments: int = 2) -> Rule:
+    """The normalised dims are whole, and the dims of weight and bias; so many results have one value for these dims."""
     x = call["input"]
     head = x.ndim - len(call["normalized_shape"])
     labels = Labels()
     dims = labels.dims(x.shape, whole=range(head, x.ndim))
     operands = [dims] + [dims[head:] for _ in call.operands[1:]]
-    return labels.rule(operands, [dims] + [[*dims[:head], *[None] * (x.ndim - head)]] * 2)
+    return labels.rule(operands, [dims] + [[*dims[:head], *[None] * (x.ndim - head)]] * moments)
 
 
 def _layer_norm(call: Call) -> Any:
@@ -77,6 +77,33 @@ def _layer_norm(call: Call) -> Any:
         if made is NotImplemented:
             return NotImplemented
     return _affine(made[0], call["weight"], call["bias"], shape, x.dtype), made[1].to(x.dtype), made[2].to(x.dtype)
+
+
+# Root-mean-square norm -----------------------------------------------------------------------------------------------
+
+
+class _RmsNorm(Call):
+    """A call that runs as a user calls it: torch takes one kernel where the device has one, else several ops."""
+
+    def run(self, operands: Sequence[torch.Tensor], **changes: Any) -> Any:
+        """The norm of tensors in place of the operands."""
+        return torch.rms_norm(**self.with_operands(operands, **changes))
+
+
+def _rms_norm(given: Call) -> Any:
+    call = _RmsNorm(given.op, (), given.arguments)
+    expected_results(call)
+    return compute(call, _layer_rule(call, moments=0))
+
+
+def _moves_for_rms_norm(call: Call) -> bool:
+    """Whether a shard of the input has not all that its norm depends on. Torch's decomposition then moves less."""
+    x, weight, dims = call["input"], call["weight"], len(call["normalized_shape"])
+    if not isinstance(x, ShardedTensorBase) or dims > x.ndim or _is_cut(x, range(x.ndim - dims, x.ndim)):
+        return True
+    if not isinstance(weight, ShardedTensorBase):
+        return False
+    return _is_cut(weight, range(weight.ndim)) or not set(x._layout.ranks) <= set(weight._layout.ranks)
 
 
 # Group norm ----------------------------------------------------------------------------------------------------------
@@ -218,8 +245,11 @@ TABLE.update(
         aten._batch_norm_with_update: _batch_norm_with_update,
         aten.batch_norm: _any_batch_norm,
         aten.native_layer_norm: _layer_norm,
+        aten.rms_norm: _rms_norm,
         aten.native_group_norm: _group_norm,
         **dict.fromkeys((aten.native_batch_norm, aten._native_batch_norm_legit), _batch_norm),
         aten._native_batch_norm_legit_no_training: _with_running_statistics,
     }
 )
+DECOMPOSED_UNDER_AUTOCAST.add(aten.rms_norm.default)
+DECOMPOSED_IF[aten.rms_norm.default] = _moves_for_rms_norm
