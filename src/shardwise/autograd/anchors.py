@@ -9,10 +9,12 @@ shards on this rank keeps an anchor in their place.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.comm.group import is_capturing, without_data
 from shardwise.comm.transfer.in_graph import transfer_ops
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def new_anchor(device: torch.device) -> torch.Tensor:
         return ops.anchor
     if device.type not in ("cpu", "meta"):
         device = torch.device(device.type, torch.get_device_module(device.type).current_device())
-    return torch.zeros((), requires_grad=True, device="cpu" if device.type == "meta" else device)
+    return _zero(torch.device("cpu") if device.type == "meta" else device).requires_grad_()
 
 
 def input_anchor(
@@ -45,9 +47,22 @@ def input_anchor(
 
 def output_anchor(ctx: Any, anchor: torch.Tensor | None, tensors: Sequence[torch.Tensor] = ()) -> torch.Tensor:
     """The anchor that a Function of this anchor and these tensors gives, saved for its backward."""
-    made = torch.zeros((), device=(tensors[0] if anchor is None else anchor).device)
+    made = _zero((tensors[0] if anchor is None else anchor).device)
     ctx.save_for_backward(made)
     return made
+
+
+def _zero(device: torch.device) -> torch.Tensor:
+    """A new scalar zero, which nobody writes to; on an accelerator all share their memory, and no kernel runs."""
+    if device.type == "cpu" or without_data() or is_capturing():
+        return torch.zeros((), device=device)
+    return _shared_zero(device).detach()
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(mode=False)
+def _shared_zero(device: torch.device) -> torch.Tensor:
+    return torch.zeros((), device=device)
 
 
 def anchor_gradient(ctx: Any, position: int, grad: torch.Tensor) -> torch.Tensor | None:

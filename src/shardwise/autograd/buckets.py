@@ -33,6 +33,12 @@ def compared(group: ProcessGroup, fields: Fields) -> Callable[[], object]:
     return step_of_op(group, lambda: (None, fields)).finish
 
 
+def compare_if_strict(group: ProcessGroup, fields: Fields) -> None:
+    """The same where checks are strict, of what is sent next; else ranks say it as they send."""
+    if settings.current().strict and talks(group):
+        compared(group, fields)()
+
+
 def agreed_sum(group: ProcessGroup, of: str, dtype: torch.dtype) -> dict[str, Any]:
     """What ranks say of a sum over replicas; if checks are strict, they begin to compare it."""
     fields = {"verb": "add up the gradients of replicas", "of": of, "dtype": dtype}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.autograd.anchors import anchor_gradient, input_anchor, output_anchor
-from shardwise.autograd.buckets import compared
+from shardwise.autograd.buckets import compare_if_strict
 from shardwise.autograd.recorded_backward import register_anchor, sendable
 from shardwise.comm.transfer.by_value import RowCounts, exchange_rows
 
@@ -35,8 +35,7 @@ class _Exchanged(torch.autograd.Function):
         has_grad = [part.is_floating_point() for part in parts]
         back, verb = ctx.counts.reverse(), f"the gradient of {ctx.verb}"
         given = [part for part, floats in zip(parts, has_grad, strict=True) if floats]
-        fields = {"verb": verb, "of": [(part.shape[1], part.dtype) for part in given]}
-        compared(back.group, fields)()
+        compare_if_strict(back.group, {"verb": verb, "of": [(part.shape[1], part.dtype) for part in given]})
         anchor, *came = _exchanged(back, verb, anchor, *given)
         register_anchor(anchor)
         left = iter(came)

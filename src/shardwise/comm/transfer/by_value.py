@@ -40,22 +40,22 @@ def exchange_numbers(
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Give each member its row of numbers, and get one from each: the columns that were sent, and that came.
 
-    Every rank of the group calls it, with int64 numbers of one size. The host waits once, for all of them.
+    The numbers are int64, contiguous, of size ``(2, members, columns)``: any for what will come, then what is sent.
+    Every rank of the group calls it, with as many columns. The host waits once, for all of them.
     """
     refuse_in_graph(verb)
-    came = numbers
-    if group.size() > 1 and not is_fake(group) and not without_data():
-        wire = wire_device(frozenset((numbers.device.type,)), group)
+    if group.size() == 1 or is_fake(group) or without_data():
+        numbers = numbers[1:].expand_as(numbers)
+    else:
         with failing_together(group):
-            given = _on(numbers, wire).contiguous()
-            came = torch.empty_like(given)
-            tag = begin_sending(group, _said(verb, numbers.shape[1]))
+            numbers = _on(numbers, wire_device(frozenset((numbers.device.type,)), group))
+            came, given = numbers.unbind()
+            tag = begin_sending(group, _said(verb, numbers.shape[2]))
         size = given.nbytes // len(given) * (group.size() - 1)
         each = (1,) * len(given)
         with record.waiting("meeting", size, size):
             exchange_rows_of(group, _rows_as_bytes(came), each, _rows_as_bytes(given), each, tag, verb).wait()
-        numbers = given
-    sent, received = torch.stack([numbers, came]).tolist()
+    received, sent = numbers.tolist()
     return list(zip(*sent, strict=True)), list(zip(*received, strict=True))
 
 

@@ -41,7 +41,7 @@ def tell_all(operands: TransferOperands, tell: Tell) -> Done:
     mine = as_bytes(torch.cat(flat)) if flat else torch.empty(0, dtype=torch.uint8)
     told = dict(zip(group_ranks(operands.group), tell(bytes(mine.numpy())), strict=True))
     for rank in plan.receives(dist.get_rank()).ranks:
-        sizes = plan.src.at(plan.src.rows_on(rank)).sizes.tolist()
+        sizes = [plan.src.extent(row) for row in plan.src.rows_on(rank)]
         _copy_from(rank, plan, _read(told[rank], sizes, dtype), operands.outs)
     return Done(operands.outs)
 

@@ -110,9 +110,9 @@ def _counted(
     route: ExpertRoute, second: torch.Tensor, first: torch.Tensor | None, group: ProcessGroup
 ) -> tuple[RowCounts, int]:
     """How many rows this rank sends and gets, and how many choices come with them. Every rank of the group calls it."""
-    numbers = torch.zeros(route.members, 2, dtype=torch.int64, device=second.device)
+    numbers = torch.zeros(2, route.members, 2, dtype=torch.int64, device=second.device)
     place = second - 1 if first is None else torch.add(second, first, alpha=-1)
-    numbers.view(-1).scatter_(0, place, 1, reduce="add")  # for each member the rows, and the choices beyond these
+    numbers[1].view(-1).scatter_(0, place, 1, reduce="add")  # for each member the rows, and the choices beyond these
     (sent, _), (came, more) = exchange_numbers(group, numbers, f"the sizes of {OUT}")
     return RowCounts(group, sent, came), sum(came) + sum(more)
 

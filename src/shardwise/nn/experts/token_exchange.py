@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.autograd.anchors import anchor_gradient, input_anchor, output_anchor
-from shardwise.autograd.buckets import compared
+from shardwise.autograd.buckets import compare_if_strict
 from shardwise.autograd.recorded_backward import register_anchor, sendable
 from shardwise.comm.transfer.by_value import RowCounts, exchange_rows
 from shardwise.nn.experts.entries import Entries
@@ -135,8 +135,8 @@ class _Moved(torch.autograd.Function):
         back, has_grad = ctx.movement.gradient(), ctx.movement.has_grad
         given = [grad for grad, one in zip(grads[1:], has_grad, strict=True) if one]
         anchor, *parts = sendable([grads[0], *_defined(given, ctx.kinds)], ctx)
-        fields = {"verb": back.verb, "of": [(part.shape[1], part.dtype) for part in parts]}
-        compared(back.exchange.counts.group, fields)()
+        of = [(part.shape[1], part.dtype) for part in parts]
+        compare_if_strict(back.exchange.counts.group, {"verb": back.verb, "of": of})
         came: Iterable[torch.Tensor | None]
         if torch.is_grad_enabled():
             anchor, *came = _moved(back, anchor, *parts)

@@ -6,6 +6,7 @@ sends a part, and the results are put together again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -101,11 +102,12 @@ class TokenCut:
         if self.layout is None:
             return rows.view(like.shape)
         frame = result_frame(_with_last_dim(self.layout, rows.shape[1]), rows.dtype, self.group)
-        boxes = self.layout.at(frame.rows)
-        lengths = boxes.volumes.tolist()
+        sizes = [frame.layout.extent(row) for row in frame.rows]
+        lengths = [math.prod(size[:-1]) for size in sizes]
         parts = [rows] if len(lengths) == 1 else torch.split_with_sizes(rows, lengths) if lengths else ()
-        sizes = [(*size, rows.shape[1]) for size in boxes.sizes.tolist()]
-        tensors = [part if part.shape == size else part.reshape(size) for part, size in zip(parts, sizes, strict=True)]
+        tensors = [
+            part if part.ndim == len(size) else part.reshape(size) for part, size in zip(parts, sizes, strict=True)
+        ]
         anchors = [rows] if anchor is None else [rows, anchor]
         made = assemble(ShardedTensor, frame, tensors, anchors, anchor is not None)
         assert isinstance(made, ShardedTensor)

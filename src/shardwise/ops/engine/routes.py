@@ -38,7 +38,8 @@ class Route:
             even = tuple(np.diff(np.arange(group.size() + 1) * rows // group.size()).tolist())
             return Route(RowCounts(group, even, even, known=False), verb)
         counts = np.diff(np.asarray(cuts, dtype=np.int64), prepend=0, append=rows)
-        (sent,), (came,) = exchange_numbers(group, torch.from_numpy(counts)[:, None], f"the sizes of {verb}")
+        numbers = torch.from_numpy(np.stack([np.zeros_like(counts), counts]))[..., None]
+        (sent,), (came,) = exchange_numbers(group, numbers, f"the sizes of {verb}")
         return Route(RowCounts(group, sent, came), verb)
 
     def send(self, *tensors: torch.Tensor, records: bool = False) -> list[torch.Tensor]:
