@@ -1,9 +1,9 @@
 """Compiled units of sharded models beside the same models uncompiled: `python -m benchmarks.compiled_units --help`.
 
 A step of a model like Llama with AdamW on four ranks: fully sharded, each rank with samples of its own, and tensor
-parallel; both also in shares of 3 : 2 : 2 : 1. Eager and compiled models take turns in one run. Printed are the times
-of a step and the processor time of all ranks for it, how many graphs were compiled on the rank that has most, and how
-many of these after the second step.
+parallel; both also in shares of 3 : 2 : 2 : 1. Eager models, models with compiled units and models in one graph
+(fullgraph=True) take turns in one run. Printed are the times of a step, for units also the processor time of all ranks,
+how many graphs were compiled on the rank that has most, and how many of these after the second step.
 """
 
 from __future__ import annotations
@@ -113,8 +113,10 @@ def measure(set_up: str, shape: Shape, compiler: str, blocks: int) -> Found:
     """On every rank."""
     warnings.simplefilter("ignore")
     graphs = Graphs(compiler)
-    contenders = {"eager": SET_UPS[set_up](shape), "compiled": SET_UPS[set_up](shape)}
+    contenders = {name: SET_UPS[set_up](shape) for name in ("eager", "compiled", "one graph")}
     shardwise.compile(contenders["compiled"].model, backend=graphs)
+    whole = contenders["one graph"]
+    whole.model = shardwise.compile(whole.model, fullgraph=True, backend=compiler)
     for graphs.step in range(WARM_UP):
         for one in contenders.values():
             one.step()
@@ -128,20 +130,24 @@ def measure(set_up: str, shape: Shape, compiler: str, blocks: int) -> Found:
 def show(found: dict[str, Found], shape: Shape, compiler: str, backend: str) -> None:
     what = f"{shape.layers} layers of {shape.width}, batch {shape.batch} x {shape.sequence}, AdamW"
     print(f"\nCompiled units ({compiler}): {what}, {RANKS} {backend} ranks\n")
-    head = ["", "eager", "compiled", "beside eager", "processor time beside eager", "graphs", "after the second step"]
-    lines = [head]
+    head = ["", "eager", "units", "beside eager", "processor time", "graphs", "after the second step"]
+    lines = [[*head, "one graph", "beside eager"]]
     for name, one in found.items():
-        times = [duration(one.seconds["eager"]), duration(one.seconds["compiled"])]
-        ratios = [f"{of['compiled'] / of['eager']:.2f}x" for of in (one.seconds, one.processor)]
-        lines.append([name, *times, *ratios, str(one.graphs), str(one.late)])
+        eager, units, whole = (one.seconds[each] for each in ("eager", "compiled", "one graph"))
+        spent = one.processor["compiled"] / one.processor["eager"]
+        line = [name, duration(eager), duration(units), f"{units / eager:.2f}x", f"{spent:.2f}x"]
+        lines.append([*line, str(one.graphs), str(one.late), duration(whole), f"{whole / eager:.2f}x"])
     print_lines(lines)
 
 
-def run(shape: Shape = SMALL, backend: str = "gloo", compiler: str = "inductor", blocks: int = 7) -> list[Row]:
+def run(
+    shape: Shape = SMALL, backend: str = "gloo", compiler: str = "inductor", blocks: int = 7, only: str = ""
+) -> list[Row]:
     """Measure on ranks of their own, and print what was found."""
     found = {
         name: run_on_ranks(RANKS, measure, name, shape, compiler, blocks, timeout=550, fresh=True, backend=backend)[0]
         for name in SET_UPS
+        if name.startswith(only)
     }
     show(found, shape, compiler, backend)
     return [
@@ -155,11 +161,12 @@ def main() -> None:
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--compiler", default="inductor", help="a backend of torch.compile")
     parser.add_argument("--blocks", type=int, default=7, help="of two steps each, of which the fastest counts")
+    parser.add_argument("--only", default="", help="set-ups whose name begins so")
     for one in fields(Shape):
         parser.add_argument(f"--{one.name}", type=int, default=getattr(SMALL, one.name))
     given = vars(parser.parse_args())
     shape = replace(SMALL, **{one.name: given[one.name] for one in fields(Shape)})
-    run(shape, given["backend"], given["compiler"], given["blocks"])
+    run(shape, given["backend"], given["compiler"], given["blocks"], given["only"])
 
 
 if __name__ == "__main__":

@@ -20,25 +20,37 @@ def seconds_per_call(work: Work, calls: int) -> float:
 
 
 def best_of(contenders: Mapping[str, Work], *, calls: int, repeats: int = 9) -> dict[str, float]:
-    """The fastest of several rounds for each contender; every round runs them all, so all meet the same noise."""
+    """The fastest of several rounds for each contender.
+
+    Every round runs them all, so all meet the same noise, and begins with another one, so none always follows the same.
+    """
     for work in contenders.values():
         seconds_per_call(work, max(calls // 10, 1))
     best = dict.fromkeys(contenders, float("inf"))
     gc.disable()
     try:
-        for _ in range(repeats):
-            for name, work in contenders.items():
+        for number in range(repeats):
+            for name, work in _beginning_with(number, contenders):
                 best[name] = min(best[name], seconds_per_call(work, calls))
     finally:
         gc.enable()
     return best
 
 
+def _beginning_with(number: int, contenders: Mapping[str, Work]) -> list[tuple[str, Work]]:
+    """All contenders in a circle."""
+    each = list(contenders.items())
+    first = number % len(each)
+    return each[first:] + each[:first]
+
+
 def least_processor_time(contenders: Mapping[str, Work], *, warm_up: int, steps: int) -> dict[str, float]:
     """The least processor time of a call of each contender; they take turns, after some calls that do not count."""
     best = dict.fromkeys(contenders, float("inf"))
     for number in range(warm_up + steps):
-        for name, work in contenders.items():
+        for name, work in _beginning_with(number, contenders):
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # else a step would wait for what the last one has queued
             begin = time.process_time()
             work()
             if number >= warm_up:
