@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from shardwise.compilation.full_graph.dynamic_sizes import DynamicSizes
+from shardwise.compilation.full_graph.early_transfers import with_early_transfers
 from shardwise.torch_private import load_private
 
 
@@ -26,8 +27,8 @@ def backend_of(
         patches = {} if mode in (None, "default") else dict(load_private("torch._inductor.list_mode_options")(mode))
         patches.update({name.replace("-", "_"): value for name, value in (options or {}).items()})
         given: dict[str, Any] = {"config_patches": patches} if patches else {}
-        if dynamic is not False:
-            given["inner_compile"] = DynamicSizes(load_private("torch._inductor.compile_fx.compile_fx_inner"))
+        compile = with_early_transfers(load_private("torch._inductor.compile_fx.compile_fx_inner"))
+        given["inner_compile"] = compile if dynamic is False else DynamicSizes(compile)
         return partial(found, **given)
     given = {"mode": mode if mode != "default" else None, "options": options}
     return partial(found, **kept) if (kept := {name: one for name, one in given.items() if one}) else found

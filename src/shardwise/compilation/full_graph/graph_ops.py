@@ -1,4 +1,4 @@
-"""The op of a graph by which data goes between ranks: `shardwise::transfer`.
+"""The op of a graph by which data goes between ranks: `shardwise::transfer`, or its halves `begin` and `finish`.
 
 Its last argument is a key. Under the key this process keeps a `Transfer`: what is to be done with the tensors, and the
 sizes of the results. The key is a digest of all that, so that equal keys mean equal transfers in any process, also
@@ -6,17 +6,20 @@ where a compiler keeps its results on disk.
 
 All transfers of a graph are chained by a token, a tensor without meaning that each takes and gives: ranks have
 different graphs, and the chain makes each of them send in the order in which the model was traced.
+
+A transfer may be in two halves (`early_transfers`). The first one gives memory for the results, which the second one
+fills. The second one also takes the operands, so that a compiler uses their memory for nothing else before.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,8 +28,9 @@ from torch.distributed import ProcessGroup
 
 from shardwise.autograd.buckets import LeafGradient, agreed_sum, sum_together
 from shardwise.comm.group import GroupState, group_state
-from shardwise.comm.transfer import TransferPlan, move
+from shardwise.comm.transfer import Moving, TransferPlan, empty_tensors, move
 from shardwise.comm.transfer.all_reduce import holding_of, sum_replicas
+from shardwise.comm.transfer.local_copies import Done
 from shardwise.errors import UnsupportedOpError
 from shardwise.layout import Layout
 from shardwise.ops.engine.steps import DrawRandom
@@ -86,8 +90,18 @@ class Move:
 
     def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Move now."""
-        options = {"dtype": self.dtype, "max_bytes": self.max_bytes, "fill": self.fill}
-        return move(self.plan, tensors, self.group, **options, verb="a transfer of a compiled graph").wait()
+        return self._begin(tensors, None).wait()
+
+    def begin(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Moving] | None:
+        """Begin to move: the memory of the results, and what is under way. None where the host must take part."""
+        if not self.plan.moved or self.max_bytes is not None:
+            return None
+        outs = empty_tensors(self.plan.dst, self.dtype, fill=None if self.plan.sums else self.fill)
+        return outs, self._begin(tensors, outs)
+
+    def _begin(self, tensors: list[torch.Tensor], outs: list[torch.Tensor] | None) -> Moving:
+        options = {"dtype": self.dtype, "max_bytes": self.max_bytes, "fill": self.fill, "lent": True}
+        return move(self.plan, tensors, self.group, outs=outs, **options, verb="a transfer of a compiled graph")
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,12 +194,14 @@ def _sizes(layout: Layout, dtype: torch.dtype) -> Sizes:
 # The op --------------------------------------------------------------------------------------------------------------
 
 _transfers: dict[str, tuple[Transfer, GroupState]] = {}  # by key, as long as their groups live
-_keys: WeakKeyDictionary[GroupState, set[str]] = WeakKeyDictionary()  # of the transfers of each group
+_keys: weakref.WeakKeyDictionary[GroupState, set[str]] = weakref.WeakKeyDictionary()  # of the transfers of each group
 _namespace: Any = custom_ops.Library("shardwise", "FRAGMENT")  # type: ignore[no-untyped-call] # torch's
 _namespace.define("transfer(Tensor token, Tensor[] tensors, str key) -> Tensor[]")
-_namespace.define(
-    "transfer_of_size(Tensor token, Tensor[] tensors, str form, SymInt[] extents, SymInt keys, int number) -> Tensor[]"
-)
+_namespace.define("begin(Tensor token, Tensor[] tensors, str key) -> Tensor[]")
+_namespace.define("finish(Tensor token, Tensor begun, Tensor(a!)[] outs, Tensor[] tensors) -> Tensor")
+OF_SIZE = "(Tensor token, Tensor[] tensors, str form, SymInt[] extents, SymInt keys, int number) -> Tensor[]"
+_namespace.define(f"transfer_of_size{OF_SIZE}")
+_namespace.define(f"begin_of_size{OF_SIZE}")
 
 
 def _keep(transfer: Transfer) -> str:
@@ -240,8 +256,41 @@ def _run_without_data(token: torch.Tensor, tensors: list[torch.Tensor], key: str
     return [token.new_empty(()), *[torch.empty(size, dtype=dtype, device=device) for size, dtype, device in sizes]]
 
 
+_under_way: dict[int, Moving] = {}  # by the address of the token that the first half gave, while the token lives
+
+
+def _begin(token: torch.Tensor, tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
+    transfer = found_transfer(key)
+    begun = transfer.begin([one.detach().contiguous() for one in tensors]) if isinstance(transfer, Move) else None
+    if begun is None:
+        made, *outs = _run(token, tensors, key)
+        moving: Moving = Done(outs)
+    else:
+        made, (outs, moving) = token.new_empty(()), begun
+    address = made.data_ptr()
+    _under_way[address] = moving
+    weakref.finalize(made, _drop, address, moving).atexit = False  # an error may come before the second half
+    return [made, *outs]
+
+
+def _drop(address: int, moving: Moving) -> None:
+    if _under_way.get(address) is moving:
+        del _under_way[address]
+
+
+def _finish(
+    token: torch.Tensor, begun: torch.Tensor, outs: list[torch.Tensor], tensors: list[torch.Tensor]
+) -> torch.Tensor:
+    _under_way.pop(begun.data_ptr()).wait()
+    return token.new_empty(())
+
+
 _namespace.impl("transfer", _run, "CompositeExplicitAutograd")
-custom_ops.register_fake("shardwise::transfer", _run_without_data, lib=_namespace)
+_namespace.impl("begin", _begin, "CompositeExplicitAutograd")
+_namespace.impl("finish", _finish, "CompositeExplicitAutograd")
+for _name in ("transfer", "begin"):
+    custom_ops.register_fake(f"shardwise::{_name}", _run_without_data, lib=_namespace)
+custom_ops.register_fake("shardwise::finish", lambda token, *rest: token.new_empty(()), lib=_namespace)
 
 
 # The same op in graphs for many sizes: which transfer it makes is one of a list, which the graph is given -----------
@@ -262,8 +311,17 @@ def transfer_list(keys: tuple[str, ...]) -> int:
 def _run_of_size(
     token: torch.Tensor, tensors: list[torch.Tensor], form: str, extents: list[int], keys: int, number: int
 ) -> list[torch.Tensor]:
-    key = _keys_of_lists[keys][number] if keys in _keys_of_lists else f"{number} of a list that has ended"
-    return _run(token, tensors, key)
+    return _run(token, tensors, _key_of(keys, number))
+
+
+def _begin_of_size(
+    token: torch.Tensor, tensors: list[torch.Tensor], form: str, extents: list[int], keys: int, number: int
+) -> list[torch.Tensor]:
+    return _begin(token, tensors, _key_of(keys, number))
+
+
+def _key_of(keys: int, number: int) -> str:
+    return _keys_of_lists[keys][number] if keys in _keys_of_lists else f"{number} of a list that has ended"
 
 
 def _run_of_size_without_data(
@@ -279,7 +337,9 @@ def _run_of_size_without_data(
 
 
 _namespace.impl("transfer_of_size", _run_of_size, "CompositeExplicitAutograd")
-custom_ops.register_fake("shardwise::transfer_of_size", _run_of_size_without_data, lib=_namespace)
+_namespace.impl("begin_of_size", _begin_of_size, "CompositeExplicitAutograd")
+for _name in ("transfer_of_size", "begin_of_size"):
+    custom_ops.register_fake(f"shardwise::{_name}", _run_of_size_without_data, lib=_namespace)
 
 
 class GraphTransfers:

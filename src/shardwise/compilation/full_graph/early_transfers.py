@@ -1,0 +1,205 @@
+"""Transfers of a graph that begin early and end late, so that kernels run while data is on its way.
+
+A transfer begins before the first use of what the one before it brings, if its operands can be there by then: so the
+next parameters of a fully sharded model are gathered while a layer computes. It is finished before its first use: so
+gradients are summed while the backward goes on. At most `MOST` are under way at once, which bounds their memory.
+
+The order in which transfers begin is that of the graph, as it is on all ranks. One that would be used at once stays as
+it is, one op.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwise.compilation.full_graph import graph_ops  # noqa: F401 # defines the ops
+from shardwise.torch_private import unset_fake_mode
+
+MOST = 2  # transfers that are under way at once
+MOST_MOVED = 16  # ops that come forward with a transfer, such as casts of its operands
+ops = torch.ops.shardwise
+VIEWS = {operator.getitem, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default}  # beside what says so
+HALVES: dict[Any, Any] = {  # the first half of each transfer
+    ops.transfer.default: ops.begin.default,
+    ops.transfer_of_size.default: ops.begin_of_size.default,
+}
+
+
+def with_early_transfers(compile: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiler of graphs, as ``compile``, whose transfers begin early."""
+
+    def compile_early(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        begin_early(module)
+        return compile(module, inputs, **options)
+
+    return compile_early
+
+
+def begin_early(module: fx.GraphModule) -> int:
+    """Change a graph of aten ops in place; gives how many transfers are in two halves now."""
+    graph = module.graph
+    transfers = [node for node in graph.nodes if node.target in HALVES]
+    for node in transfers:
+        _gather_results(graph, node)
+        _take_views_late(node)
+    for last, node in pairwise(transfers):
+        _bring_forward(graph, last, node)
+    split = _split(graph, transfers)
+    if transfers:
+        _chain(graph, transfers[0].args[0])
+        graph.lint()
+        module.recompile()
+    return split
+
+
+# Beginning earlier ----------------------------------------------------------------------------------------------------
+
+
+def _bring_forward(graph: fx.Graph, last: fx.Node, node: fx.Node) -> None:
+    """Let a transfer begin right before the first use of what the last one brings, if nothing keeps it."""
+    use, brought = _first_use(graph, last), set(_results(last)[1:])
+    if use > node:
+        return
+    moved, new = {node}, [node]
+    while new and len(moved) <= MOST_MOVED:
+        inputs = new.pop().all_input_nodes
+        if brought.intersection(inputs):
+            return
+        new += (later := {one for one in inputs if one >= use} - moved)
+        moved |= later
+    if new or not all(one is node or _may_move(one) for one in moved):
+        return
+    for one in sorted(moved):
+        use.prepend(one)
+    _gather_results(graph, node)
+
+
+def _take_views_late(node: fx.Node) -> None:
+    """Put views of what a transfer brings right before their first use, which is then that of the transfer."""
+    views: list[fx.Node] = []
+    new = _results(node)[1:]
+    while new:
+        found = [one for one in new.pop().users if _is_view(one) and one.users and one not in views]
+        new += found
+        views += found
+    for one in sorted(views, reverse=True):
+        min(one.users).prepend(one)
+
+
+def _may_move(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target in HALVES:
+        return False
+    return node.target is operator.getitem or not (node.is_impure() or _is_random(node.target))
+
+
+def _is_random(target: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+# Two halves -----------------------------------------------------------------------------------------------------------
+
+
+def _split(graph: fx.Graph, transfers: Sequence[fx.Node]) -> int:
+    """Put the second half of each transfer before its first use, where anything is computed between both."""
+    count = 0
+    under_way: list[fx.Node] = []
+    ends: dict[fx.Node, list[fx.Node]] = {}  # the first halves that end before a node
+    uses = {node: _first_use(graph, node) for node in transfers}
+    wanted = {node for node in transfers if _computes_between(node, uses[node])}
+    for node in list(graph.nodes):
+        for begun in [one for one in under_way if uses[one] is node]:
+            under_way.remove(begun)
+            ends.setdefault(node, []).append(begun)
+        if node in wanted:
+            if len(under_way) == MOST:
+                ends.setdefault(node, []).append(under_way.pop(0))
+            under_way.append(node)
+            count += 1
+    for node, begun in ((node, one) for node, several in ends.items() for one in several):
+        _finish(graph, begun, node)
+    return count
+
+
+def _computes_between(node: fx.Node, use: fx.Node) -> bool:
+    """Whether a kernel runs, or another transfer begins, after a node and before its first use."""
+    while (node := node.next) is not use:
+        if node.op == "call_function" and not _is_view(node):
+            return True
+    return False
+
+
+def _is_view(node: fx.Node) -> bool:
+    return node.target in VIEWS or bool(getattr(node.target, "is_view", False))
+
+
+def _finish(graph: fx.Graph, node: fx.Node, use: fx.Node) -> None:
+    """Let a transfer be a first half, and end before this use."""
+    arguments: Any = node.args
+    token, tensors, *rest = arguments
+    with graph.inserting_before(node):
+        tensors = [_in_own_memory(graph, one) for one in tensors]
+    node.target, node.args = HALVES[node.target], (token, tensors, *rest)
+    node.meta.pop("eager_input_vals", None)  # it takes its operands as they lie
+    begun, *outs = _results(node)
+    with graph.inserting_before(use):
+        made = graph.call_function(ops.finish.default, (begun, begun, outs, tensors))
+    with unset_fake_mode():  # sizes may be of a mode of their own
+        made.meta["val"] = begun.meta["val"].new_empty(())
+
+
+def _in_own_memory(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """What stands for the same memory wherever it is used: no view of a result, of which a compiler may make copies."""
+    value = node.meta["val"]
+    if node.op == "placeholder" or (value.is_contiguous() and not _is_view(node)):
+        return node
+    made = graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+    with unset_fake_mode():
+        made.meta["val"] = torch.empty_like(value, memory_format=torch.contiguous_format)
+    return made
+
+
+# The chain -----------------------------------------------------------------------------------------------------------
+
+
+def _chain(graph: fx.Graph, token: Any) -> None:
+    """Let all halves and whole transfers take and give the token in the order of the graph."""
+    last = None
+    for node in list(graph.nodes):
+        if node.target in HALVES or node.target in HALVES.values():
+            node.args = (token, *node.args[1:])
+            token = last = _results(node)[0]
+        elif node.target is ops.finish.default:
+            node.args = (token, *node.args[1:])
+            token = node
+        elif last is not None and token is not last:  # who waits for the last one waits for what has ended since
+            node.replace_input_with(last, token)
+
+
+def _gather_results(graph: fx.Graph, node: fx.Node) -> None:
+    """Put what takes the results of a transfer apart right behind it; there is something that takes the token."""
+    if not any(one.args[1] == 0 for one in _results(node)):
+        with graph.inserting_after(node):
+            token = graph.call_function(operator.getitem, (node, 0))
+        token.meta["val"] = node.meta["val"][0]
+    for one in reversed(_results(node)):
+        node.append(one)
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    """The token that a transfer gives, then what it brings and is used."""
+
+    def number(one: fx.Node) -> Any:
+        return one.args[1]
+
+    return sorted((one for one in node.users if one.target is operator.getitem), key=number)
+
+
+def _first_use(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The first node that takes anything that a transfer brings; the end of the graph if there is none."""
+    return min((user for one in _results(node)[1:] for user in one.users), default=graph.output_node())
