@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -44,6 +45,19 @@ def test_all_is_what_is_visible() -> None:
     }
     assert visible == set(shardwise.__all__)
     assert sorted(shardwise.__all__) == shardwise.__all__
+
+
+PUBLIC_VERBS = {"load"}  # shardwise.huggingface.load is named after shardwise.load: both read what save has written
+
+
+def test_a_name_has_one_concept() -> None:
+    """No class or public function has its name in two folders."""
+    folders: dict[str, set[Path]] = {}
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                folders.setdefault(node.name, set()).add(path.parent)
+    assert {name for name, each in folders.items() if len(each) > 1} == PUBLIC_VERBS
 
 
 def test_every_error_is_ours_and_a_builtin() -> None:

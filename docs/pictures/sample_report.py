@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 import shardwise
-from shardwise.report import Report, save
+from shardwise.report import Report, save_page
 
 FILE = Path(__file__).parent.parent / "_static" / "report.html"
 DEVICES, WEIGHTS, SAMPLES = "2xH100-80GB,2xA100-40GB", [2, 2, 1, 1], [6, 6, 2, 2]
@@ -79,7 +79,7 @@ def report() -> Report:
 
 def main() -> None:
     """Write it."""
-    save(report(), FILE)
+    save_page(report(), FILE)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from shardwise import ShardingSpec, zeros
 from shardwise.checkpoint import relay
 from shardwise.checkpoint.archive import StoredTensor, blocks
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.relay import Costs, rounds_of
+from shardwise.checkpoint.relay import ReadCosts, rounds_of
 from shardwise.layout import Layout
 from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
@@ -33,7 +33,7 @@ def small(patch: pytest.MonkeyPatch, *, block: int = 64, part: int = 128, most: 
     patch.setattr(relay, "WORTH", 1)
     patch.setattr(relay, "PART", part)
     patch.setattr(relay, "ROUND", most)
-    patch.setattr(Costs, "of", staticmethod(lambda storage, hosts: Costs(1.0, 1e9, hosts)))
+    patch.setattr(ReadCosts, "of", staticmethod(lambda storage, hosts: ReadCosts(1.0, 1e9, hosts)))
     blocks._blocks.cache_clear()
 
 
@@ -55,7 +55,8 @@ def test_each_byte_is_read_once(tmp_path: Path) -> None:
             dist.all_reduce(read)
             assert int(read) == plain.nbytes
             assert torch.equal(target, plain) if type(target) is torch.Tensor else holds(target, plain)
-            patch.setattr(Costs, "of", staticmethod(lambda storage, hosts: Costs(4.0, 4.0, hosts)))  # of a store
+            of_store = staticmethod(lambda storage, hosts: ReadCosts(4.0, 4.0, hosts))
+            patch.setattr(ReadCosts, "of", of_store)
 
 
 SOME: dict[str, ShardingSpec] = {

@@ -48,7 +48,7 @@ def test_strided_lazy_and_inference_tensors(tmp_path: Path, relayed: bool) -> No
     saved.wait()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(relay, "WORTH", 1 if relayed else 2**40)
-        patch.setattr(relay.Costs, "of", staticmethod(lambda storage, hosts: relay.Costs(9.0, 9.0, hosts)))
+        patch.setattr(relay.ReadCosts, "of", staticmethod(lambda storage, hosts: relay.ReadCosts(9.0, 9.0, hosts)))
         for verify in (True, False):
             for dtype in DTYPES:
                 for target in _targets(dtype):

@@ -58,7 +58,7 @@ def test_loads_of_some_ranks_and_of_different_tensors(tmp_path: Path) -> None:
     half = [dist.new_group([0, 1]), dist.new_group([2, 3])][me // 2]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(relay, "WORTH", 1)
-        patch.setattr(relay.Costs, "of", staticmethod(lambda storage, hosts: relay.Costs(9.0, 9.0, hosts)))
+        patch.setattr(relay.ReadCosts, "of", staticmethod(lambda storage, hosts: relay.ReadCosts(9.0, 9.0, hosts)))
         target = {"a": zeros(chunks(1, 0, 1, 2, 3), 16, 24, dtype=torch.float64)}
         shardwise.load(target, tmp_path, strict=False, process_group=half)
         assert torch.equal(target["a"].full_tensor(), WHOLE)

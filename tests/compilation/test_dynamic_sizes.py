@@ -22,7 +22,7 @@ import shardwise
 from shardwise.compilation.full_graph import graph_cache
 from shardwise.compilation.full_graph.backends import backend_of
 from shardwise.compilation.full_graph.dynamic_sizes import DynamicSizes
-from shardwise.compilation.full_graph.sized_graph import Columns
+from shardwise.compilation.full_graph.sized_graph import SizeColumns
 from shardwise.errors import UnsupportedOpError
 from shardwise.nn import shard_parameter
 from shardwise.testing import ranks
@@ -208,7 +208,7 @@ def test_sizes_by_themselves() -> None:
 @given(st.lists(st.lists(st.integers(0, 3), min_size=5, max_size=5), min_size=1, max_size=4), st.data())
 def test_columns(seen: list[list[int]], data: st.DataObject) -> None:
     """All integers that were seen fit; from the values of the columns and one graph, all others follow."""
-    columns = Columns.of([tuple(one) for one in seen])
+    columns = SizeColumns.of([tuple(one) for one in seen])
     for one in seen:
         assert columns.fit(one, seen[0])
         values = columns.values(one)

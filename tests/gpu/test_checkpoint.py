@@ -84,7 +84,7 @@ def test_what_is_read_once_and_sent(tmp_path: Path) -> None:
         patch.setattr(relay, "WORTH", 1)
         patch.setattr(relay, "ROUND", 2048)
         patch.setattr(relay, "PART", 512)
-        patch.setattr(relay.Costs, "of", staticmethod(lambda storage, hosts: relay.Costs(9.0, 9.0, hosts)))
+        patch.setattr(relay.ReadCosts, "of", staticmethod(lambda storage, hosts: relay.ReadCosts(9.0, 9.0, hosts)))
         patch.setattr(blocks, "BLOCK", 256)
         for device in ("cuda:0", "cpu"):
             rows, columns = (ChunkShardingSpec(dim, [f"rank:{rank}/{device}" for rank in range(4)]) for dim in (0, 1))

@@ -11,7 +11,7 @@ import pytest
 from tests.report.browser import Browser, found
 from tests.report.samples import large, small, tiny
 
-from shardwise.report import Memory, RankPart, Report, Run, notebook, save
+from shardwise.report import Memory, RankPart, Report, Run, notebook, save_page
 
 pytestmark = pytest.mark.skipif(found() is None, reason="neither Chromium nor Chrome is installed")
 
@@ -27,7 +27,7 @@ NAMELESS = """[...document.querySelectorAll('[tabindex], svg[role=img], input')]
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Pages of 4 and 1,024 ranks."""
     folder = tmp_path_factory.mktemp("pages")
-    return {make.__name__: save(make(), folder / f"{make.__name__}.html") for make in (small, large)}
+    return {make.__name__: save_page(make(), folder / f"{make.__name__}.html") for make in (small, large)}
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +222,7 @@ def test_ranks_without_details_say_so(browser: Browser, tmp_path: Path) -> None:
     """Of 1,024 different ranks, most have only their sums; the page names those that have more."""
     one = small().runs[1].parts[0]
     parts = [replace(one, ranks=(rank,)) for rank in range(1024)]
-    browser.open(save(Report("trace", [Run("measured", 1024, parts, [])]), tmp_path / "trace.html"), width=390)
+    browser.open(save_page(Report("trace", [Run("measured", 1024, parts, [])]), tmp_path / "trace.html"), width=390)
     assert browser.run("document.querySelectorAll('.chart.memory, .chart.timeline').length") == 2
     browser.type("#rank", "1000")
     assert browser.run("document.querySelectorAll('.chart.memory, .chart.timeline').length") == 0
@@ -245,7 +245,7 @@ def test_a_notebook_shows_the_page_in_a_frame(browser: Browser, tmp_path: Path) 
 def test_names_of_any_characters_are_text(browser: Browser, tmp_path: Path) -> None:
     """No element comes of them."""
     name = "</script><b>bold</b><img src=x onerror=alert(1)>"
-    browser.open(save(tiny(name), tmp_path / "hostile.html"), width=390)
+    browser.open(save_page(tiny(name), tmp_path / "hostile.html"), width=390)
     assert browser.run("document.querySelectorAll('main b, main img, header img').length") == 0
     assert browser.run("document.querySelector('h1').textContent") == name
     assert browser.run("document.documentElement.scrollWidth <= innerWidth")
@@ -253,9 +253,9 @@ def test_names_of_any_characters_are_text(browser: Browser, tmp_path: Path) -> N
 
 def test_what_is_empty_has_no_section(browser: Browser, tmp_path: Path) -> None:
     """A report of nothing is a title."""
-    browser.open(save(Report("nothing", []), tmp_path / "nothing.html"), width=390)
+    browser.open(save_page(Report("nothing", []), tmp_path / "nothing.html"), width=390)
     assert browser.run("document.querySelectorAll('main > section').length") == 0
     bare = RankPart((0,), "cpu", None, 0.0, 0, 0, 0, Memory((), {}, 0, 0.0, ()), (), ())
     report = Report("little", [Run("predicted", 1, [bare], [])], notes=["a note"])
-    browser.open(save(report, tmp_path / "little.html"), width=390)
+    browser.open(save_page(report, tmp_path / "little.html"), width=390)
     assert "a note" in text(browser, "#notes")

@@ -14,7 +14,7 @@ from shardwise.checkpoint.archive.reading import LocatedSlab
 from shardwise.checkpoint.archive.slabs import Slab, slabs_of
 from shardwise.checkpoint.local import Local
 from shardwise.checkpoint.ranks import Ranks
-from shardwise.checkpoint.relay import Costs, Relay, is_relayed
+from shardwise.checkpoint.relay import ReadCosts, Relay, is_relayed
 from shardwise.errors import CheckpointError
 
 Pair = tuple[str, torch.Tensor, StoredTensor]  # the name of a tensor in messages, the tensor, and what fills it
@@ -39,7 +39,7 @@ class Filling:
 
         Without ``relays`` every rank reads for itself.
         """
-        costs = Costs.of(archive.storage, hosts)
+        costs = ReadCosts.of(archive.storage, hosts)
         slabs: list[Slab] = []
         relayed: list[Relay] = []
         tensors: list[torch.Tensor] = []

@@ -32,7 +32,7 @@ SAMPLE = 8  # boxes by which the cost is judged, of many
 
 
 @dataclass(frozen=True)
-class Costs:
+class ReadCosts:
     """What it costs to read a byte, where sending one costs 1: for the first time on a host, and again.
 
     What a host has read of a file system it has in its memory, and all its ranks share that; an object store is asked
@@ -44,9 +44,9 @@ class Costs:
     hosts: int
 
     @staticmethod
-    def of(storage: Storage, hosts: int) -> Costs:
+    def of(storage: Storage, hosts: int) -> ReadCosts:
         """The costs of a storage that ranks of so many hosts read."""
-        return Costs(2.0, 0.35, hosts) if isinstance(storage, LocalStorage) else Costs(4.0, 4.0, hosts)
+        return ReadCosts(2.0, 0.35, hosts) if isinstance(storage, LocalStorage) else ReadCosts(4.0, 4.0, hosts)
 
     def directly(self, nbytes: float, read: float) -> float:
         """Of reading so many bytes in all where there are so many different ones."""
@@ -58,7 +58,7 @@ class Costs:
         return nbytes * self.first + sent
 
 
-def is_relayed(stored: StoredTensor, local: Local, ranks: Ranks, costs: Costs, *, verify: bool) -> bool:
+def is_relayed(stored: StoredTensor, local: Local, ranks: Ranks, costs: ReadCosts, *, verify: bool) -> bool:
     """Whether a tensor is cheaper to read once and send than to be read by each rank that needs it."""
     if ranks.group is None or len(ranks.all) == 1 or is_fake(ranks.group) or stored.nbytes < WORTH:
         return False

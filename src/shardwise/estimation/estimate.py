@@ -108,7 +108,7 @@ class Estimate:
 
     def save(self, path: str | os.PathLike[str], *others: Any) -> None:
         """Write a page of it: one HTML file that needs no other. Other estimates or traces are shown beside it."""
-        report.save(self.report(*others), Path(path))
+        report.save_page(self.report(*others), Path(path))
 
     def _repr_html_(self) -> str:
         return report.notebook(self.report())

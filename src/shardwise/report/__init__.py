@@ -3,7 +3,7 @@
 Pure: data in, HTML out. The page is one file that loads nothing from anywhere.
 
 - `data`: what a page shows, as frozen values; `Report.as_json` is what the page reads
-- `page`: `page`, `save` and `notebook` make HTML of a report from the files in `assets/`
+- `page`: `page`, `save_page` and `notebook` make HTML of a report from the files in `assets/`
 - `thinning`: long series and many spans cut down to what a screen can show
 - `boxes`: layouts and traffic of many ranks summed up to what is drawn
 - `shared`: texts and layouts that many records share, written once
@@ -24,7 +24,7 @@ from shardwise.report.data import (
     Run,
     Span,
 )
-from shardwise.report.page import notebook, page, save
+from shardwise.report.page import notebook, page, save_page
 
 __all__ = [
     "CATEGORIES",
@@ -41,5 +41,5 @@ __all__ = [
     "Span",
     "notebook",
     "page",
-    "save",
+    "save_page",
 ]

@@ -42,7 +42,7 @@ def page(report: Report) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
 
 
-def save(report: Report, path: str | Path) -> Path:
+def save_page(report: Report, path: str | Path) -> Path:
     """Writes the page to a file and gives its path."""
     path = Path(path)
     path.write_text(page(report), encoding="utf-8")

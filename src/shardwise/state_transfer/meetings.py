@@ -14,7 +14,7 @@ T = TypeVar("T")
 Work = Callable[[], tuple[T, Fields, bytes]]  # what a rank does, what all must say alike, and what it tells
 
 
-class Meeting(Protocol):
+class TransferMeeting(Protocol):
     """All ranks of a transfer, of one job or of two; they are numbered through."""
 
     ranks: Ranks  # of this job

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.errors import PropertyError, StateMismatchError
 from shardwise.state_transfer.planning import Options, Planned
-from shardwise.state_transfer.routes import Route
+from shardwise.state_transfer.routes import StateRoute
 from shardwise.state_transfer.sides import State, places_of
 
 MOST_WORK = 10_000  # steps to find out whether two tensors share memory: a few, but for strides that nobody has
@@ -86,7 +86,7 @@ def _filling(planned: Planned, span: _Span) -> object:
     return made, box.offsets.tolist(), box.sizes.tolist()
 
 
-def _is_itself(planned: Planned, route: Route, here: int) -> bool:
+def _is_itself(planned: Planned, route: StateRoute, here: int) -> bool:
     """Whether a route leads from memory of this rank to the same: then all of it stays here, for what a rank has itself
     is not sent to it."""
     boxes = [layout.at(layout.rows_on(here)) for layout in (route.plan.src, route.plan.dst)]

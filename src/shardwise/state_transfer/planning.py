@@ -20,9 +20,9 @@ from shardwise.comm.transfer.views import view_of
 from shardwise.errors import PropertyError, StateMismatchError
 from shardwise.layout.geometry import Boxes, IntArray
 from shardwise.state_transfer.expression import Expression, Take
-from shardwise.state_transfer.meetings import Meeting
+from shardwise.state_transfer.meetings import TransferMeeting
 from shardwise.state_transfer.recipe import Recipe, resolve
-from shardwise.state_transfer.routes import Plans, Route, routes_of
+from shardwise.state_transfer.routes import Plans, StateRoute, routes_of
 from shardwise.state_transfer.sides import Given, State, Tensor, given, joined, side_digest, words_of
 
 NOTHING = Load.of((), (), 0, 1, Limits(0, 0, 1, 1))
@@ -60,7 +60,7 @@ class Planned:
     given: tuple[Mapping[str, Given], Mapping[str, Given]]  # source and target, as they are here
     sources: Mapping[str, Tensor]
     targets: Mapping[str, Tensor]
-    routes: Sequence[Route]
+    routes: Sequence[StateRoute]
     made_of: Mapping[str, frozenset[str]]  # the sources of each target that is filled, but for second names
     gaps: Mapping[str, Boxes]  # of targets that have more than their sources: what is filled with zeros
     device_types: frozenset[str]  # on all ranks
@@ -126,7 +126,7 @@ class Planned:
 
 
 def planned(
-    meeting: Meeting, source: State, target: State, options: Options, require: Callable[[Planned], None]
+    meeting: TransferMeeting, source: State, target: State, options: Options, require: Callable[[Planned], None]
 ) -> Planned:
     """Tell the others what is here, and work out what goes where, which must be as required on every rank.
 
@@ -187,7 +187,7 @@ def _encoded(values: object) -> bytes:
     return json.dumps(values).encode()
 
 
-def _hosts(meeting: Meeting, names: Sequence[str]) -> IntArray | None:
+def _hosts(meeting: TransferMeeting, names: Sequence[str]) -> IntArray | None:
     """The host of each rank by number; None where all are on one."""
     known = {name: number for number, name in enumerate(dict.fromkeys(names))}
     if len(known) == 1:
@@ -209,7 +209,7 @@ def _planned(
     wanted = {name: tensor.size for name, tensor in targets.items()}
     expressions = resolve(options.recipe, options.rename, sizes, wanted, strict=options.strict)
     _require_castable(expressions, sources, targets)
-    routes: list[Route] = []
+    routes: list[StateRoute] = []
     plans: Plans = {}
     made_of: dict[str, frozenset[str]] = {}
     gaps: dict[str, Boxes] = {}
@@ -262,7 +262,7 @@ def _common(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     return reduce(torch.promote_types, dtypes)
 
 
-def _peers(routes: Sequence[Route], here: int) -> int:
+def _peers(routes: Sequence[StateRoute], here: int) -> int:
     """To and from how many others this rank sends and receives."""
     out = {rank for route in routes for rank in route.plan.sends(here).ranks} - {here}
     into = {rank for route in routes for rank in route.plan.receives(here).ranks} - {here}

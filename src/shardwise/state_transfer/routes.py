@@ -72,7 +72,7 @@ class Window:
 
 
 @dataclass(frozen=True, eq=False)
-class Route:
+class StateRoute:
     """A part of a source on its way to a part of a target."""
 
     source: str
@@ -95,7 +95,7 @@ def routes_of(
     into: Tensor,
     hosts: IntArray | None,
     plans: Plans,
-) -> list[Route]:
+) -> list[StateRoute]:
     """The routes into one target."""
     found = []
     for patch in patches:
@@ -113,5 +113,5 @@ def routes_of(
         plan = plans.get(both)
         if plan is None:
             plan = plans[both] = TransferPlan(*both, hosts=hosts)
-        found.append(Route(patch.source, target, patch, windows, plan, dtype))
+        found.append(StateRoute(patch.source, target, patch, windows, plan, dtype))
     return found

@@ -23,7 +23,7 @@ from shardwise.layout.pictures.picture import WIDTH
 from shardwise.state_transfer.delivery import Delivery
 from shardwise.state_transfer.explaining import RATE, explained, pictured
 from shardwise.state_transfer.jobs import OtherJob
-from shardwise.state_transfer.meetings import GroupMeeting, Meeting
+from shardwise.state_transfer.meetings import GroupMeeting, TransferMeeting
 from shardwise.state_transfer.memory import require_memory, require_unmoved
 from shardwise.state_transfer.planning import OnArrival, Options, Planned, loaded, planned
 from shardwise.state_transfer.recipe import Recipe
@@ -212,7 +212,7 @@ class StateTransfer:
         self._mover: int | None = None  # the thread that moves it now
         self.version = 0
 
-    def _begin(self, meeting: Meeting) -> None:
+    def _begin(self, meeting: TransferMeeting) -> None:
         """Plan the transfer with the ranks of a meeting."""
         source, target = self._states
         require = partial(require_memory, here=meeting.here, options=self._options)

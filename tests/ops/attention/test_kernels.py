@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.cases import assert_close
 
-from shardwise.ops.attention.kernels import CPU_FLASH, FORMULA, Block, Kernel, kernel_for
+from shardwise.ops.attention.kernels import CPU_FLASH, FORMULA, AttentionBlock, AttentionKernel, kernel_for
 from shardwise.ops.attention.merging import MergedResult
 from shardwise.ops.attention.visibility import ALL, TRIANGLE, Band
 
@@ -19,14 +19,14 @@ def values(*size: int, seed: int) -> torch.Tensor:
     return torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def block(band: Band, mask: torch.Tensor | None, rows: int = 6, columns: int = 6, heads: int = 4) -> Block:
+def block(band: Band, mask: torch.Tensor | None, rows: int = 6, columns: int = 6, heads: int = 4) -> AttentionBlock:
     """A block of tensors that do not lie in memory one behind another, with two heads of keys."""
     query = values(2, rows + 3, heads, 8, seed=0).transpose(1, 2)[:, :, 2 : rows + 2]
     both = values(2, columns + 2, 2, 16, seed=1).transpose(1, 2)[:, :, 1 : columns + 1]
-    return Block(query, both[..., :8], both[..., 8:], band, mask, 0.3)
+    return AttentionBlock(query, both[..., :8], both[..., 8:], band, mask, 0.3)
 
 
-def expected(one: Block) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(one: AttentionBlock) -> tuple[torch.Tensor, torch.Tensor]:
     """The result and the log-sum-exp by the plain formula."""
     times = one.query.shape[1] // one.key.shape[1]
     key, value = (x.repeat_interleave(times, 1) for x in (one.key, one.value))
@@ -42,7 +42,7 @@ def expected(one: Block) -> tuple[torch.Tensor, torch.Tensor]:
     return weights @ value, lse
 
 
-CASES: dict[str, Block] = {
+CASES: dict[str, AttentionBlock] = {
     "all": block(ALL, None, rows=5, columns=7),
     "one query": block(ALL, None, rows=1, columns=7),
     "triangle": block(TRIANGLE, None),
@@ -71,10 +71,10 @@ def test_formula_takes_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) 
         assert_kernel(FORMULA, one)
 
 
-def assert_kernel(by: Kernel, one: Block) -> None:
+def assert_kernel(by: AttentionKernel, one: AttentionBlock) -> None:
     """Forward and backward."""
     leaves = [x.detach().clone().requires_grad_() for x in one[:3]]
-    out, lse = expected(Block(*leaves, *one[3:]))
+    out, lse = expected(AttentionBlock(*leaves, *one[3:]))
     grad = values(*out.shape, seed=9)
     gradients = torch.autograd.grad(out, leaves, grad)
     found_out, found_lse = by.forward(one)
@@ -98,7 +98,9 @@ def test_merged_results_are_those_over_all_keys(case: str) -> None:
         low, high = (None if limit is None else limit - begin for limit in one.band)
         mask = one.mask
         mask = mask if mask is None or mask.shape[-1] == 1 else mask[..., begin:end]
-        part = Block(one.query, one.key[:, :, begin:end], one.value[:, :, begin:end], Band(low, high), mask, one.scale)
+        part = AttentionBlock(
+            one.query, one.key[:, :, begin:end], one.value[:, :, begin:end], Band(low, high), mask, one.scale
+        )
         merged.add(everything, *FORMULA.forward(part))
     found, total = merged.finish()
     assert_close(found, whole)
@@ -116,11 +118,11 @@ def test_half_precision_is_merged_in_float32() -> None:
     """Results of many blocks in bfloat16 are as near to the exact one as that of one block."""
     exact = [values(1, 2, 64, 16, seed=k) for k in range(3)]
     query, key, value = (x.to(torch.bfloat16) for x in exact)
-    whole, _ = expected(Block(*(x.double() for x in (query, key, value)), ALL, None, 0.25))
+    whole, _ = expected(AttentionBlock(*(x.double() for x in (query, key, value)), ALL, None, 0.25))
     merged = MergedResult(query, 16)
     everything = tuple(slice(0, n) for n in query.shape[:3])
     for begin in range(0, 64, 4):
-        few = Block(query, key[:, :, begin : begin + 4], value[:, :, begin : begin + 4], ALL, None, 0.25)
+        few = AttentionBlock(query, key[:, :, begin : begin + 4], value[:, :, begin : begin + 4], ALL, None, 0.25)
         merged.add(everything, *CPU_FLASH.forward(few))
     found = merged.finish()[0]
     assert found.dtype == torch.bfloat16

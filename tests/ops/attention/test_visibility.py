@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.ops.attention import visibility
-from shardwise.ops.attention.visibility import TRIANGLE, Block, Span, Visibility
+from shardwise.ops.attention.visibility import TRIANGLE, Span, Visibility, VisibleBlock
 
 
 def pairs(rule: Visibility, length: int) -> np.ndarray:
@@ -25,7 +25,7 @@ def pairs(rule: Visibility, length: int) -> np.ndarray:
     return seen
 
 
-def painted(blocks: list[Block], length: int) -> np.ndarray:
+def painted(blocks: list[VisibleBlock], length: int) -> np.ndarray:
     """How many blocks have each pair of a query and a key that it sees."""
     count = np.zeros((length, length), dtype=int)
     for (first, last), (begin, end), (low, high) in blocks:
@@ -81,9 +81,9 @@ def test_keys_that_are_seen(case: tuple[Visibility, int, Span, Span]) -> None:
 def test_causal_pieces_that_begin_together_are_one_triangle() -> None:
     """The kernels' own causal mask serves the diagonal, and nothing else is computed there."""
     causal = Visibility(behind=0)
-    assert list(causal.blocks((8, 16), (8, 16), 32)) == [Block((8, 16), (8, 16), TRIANGLE)]
+    assert list(causal.blocks((8, 16), (8, 16), 32)) == [VisibleBlock((8, 16), (8, 16), TRIANGLE)]
     assert list(causal.blocks((8, 16), (16, 24), 32)) == []
-    assert list(causal.blocks((16, 24), (0, 16), 32)) == [Block((16, 24), (0, 16))]
+    assert list(causal.blocks((16, 24), (0, 16), 32)) == [VisibleBlock((16, 24), (0, 16))]
 
 
 def test_masks_of_a_window_are_small() -> None:

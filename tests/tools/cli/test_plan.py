@@ -58,7 +58,7 @@ def written(folder: Path, **changes: Any) -> Path:
 def plan(tmp_path: Path) -> Path:
     """A file with a plan for two ranks."""
     path = tmp_path / "plan.json"
-    job = planned_job.Job("2xRTX4090", (6, 16), "adamw", None)
+    job = planned_job.PlannedJob("2xRTX4090", (6, 16), "adamw", None)
     planned_job.write_plan(str(path), Candidate("fully sharded", 1, (4, 2), (0.5, 0.5)), job)
     return path
 

@@ -17,6 +17,6 @@ def merge(paths: Sequence[str | Path], into: str | Path) -> None:
     """
     events = read(paths)
     if Path(into).suffix == ".html":
-        report.save(report_of("measured", [run_of(traced_ranks(events), "measured")]), into)
+        report.save_page(report_of("measured", [run_of(traced_ranks(events), "measured")]), into)
     else:
         write(into, events)

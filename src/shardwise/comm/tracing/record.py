@@ -87,7 +87,7 @@ class Trace:
         joins them, also to a page.
         """
         if Path(path).suffix == ".html":
-            report.save(self.report(*others), path)
+            report.save_page(self.report(*others), path)
         elif others:
             raise ReportError(f"only a page shows several runs: the path should end with .html, found '{path}'")
         else:

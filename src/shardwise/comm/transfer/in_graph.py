@@ -7,7 +7,7 @@ before anything is sent, so the code above them need not know that it is traced.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroup
@@ -52,14 +52,10 @@ def is_traced() -> bool:
     return transfer_ops.get() is not None
 
 
-def refuse_in_graph(what: str) -> None:
-    """Raise if a compiler traces: what this call sends depends on values, which a graph does not have."""
+VALUES_DECIDE = "which data goes to which rank depends on values, and a graph is made without values"
+
+
+def refuse_in_graph(what: str, why: str = VALUES_DECIDE) -> None:
+    """Raise if a compiler traces: by default since what this call sends depends on values."""
     if is_traced():
-        _refuse(what)
-
-
-def _refuse(what: str) -> NoReturn:
-    raise UnsupportedOpError(
-        f"{what} cannot be a part of one graph: which data goes to which rank depends on values, and a graph is made "
-        "without values. Compile without fullgraph, or keep this call out of the compiled function"
-    )
+        raise UnsupportedOpError(f"{what} cannot be a part of one graph: {why}")

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from shardwise.compilation.full_graph.graph_outline import GraphOutline
-from shardwise.compilation.full_graph.sized_graph import Columns, SizedGraph
+from shardwise.compilation.full_graph.sized_graph import SizeColumns, SizedGraph
 from shardwise.ops.engine.call_cache import FLAGS
 from shardwise.torch_private import load_private
 
@@ -80,7 +80,7 @@ class DynamicSizes:
         outline: GraphOutline,
         options: dict[str, Any],
     ) -> Code:
-        graph = SizedGraph(module, inputs, outline, Columns.of(alike.seen))
+        graph = SizedGraph(module, inputs, outline, SizeColumns.of(alike.seen))
         aligned = [k for k in options.get("static_input_idxs", ()) if outline.is_aligned[k]]
         static = [len(graph.sizes) + k for k in aligned]  # inputs come after the sizes
         given = {**options, "static_input_idxs": static}

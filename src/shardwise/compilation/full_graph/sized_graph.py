@@ -14,14 +14,14 @@ from shardwise.compilation.full_graph.graph_outline import GraphOutline, argumen
 from shardwise.torch_private import FakeTensorMode, load_private, pytree
 
 
-class Columns(NamedTuple):
+class SizeColumns(NamedTuple):
     """Which integers of a graph are the same for all sizes that were seen, and which of the others go together."""
 
     numbers: tuple[int | None, ...]  # for each integer that of its column; None if it is the same for all sizes
     first: tuple[int, ...]  # for each column, the place of its first integer
 
     @classmethod
-    def of(cls, seen: Sequence[tuple[int, ...]]) -> Columns:
+    def of(cls, seen: Sequence[tuple[int, ...]]) -> SizeColumns:
         """Of the integers of all sizes."""
         places: dict[tuple[int, ...], int] = {}
         for k, column in enumerate(zip(*seen, strict=True)):
@@ -45,7 +45,7 @@ class SizedGraph:
     """A graph with an integer of each column, and the number of a list of transfers, as its first inputs."""
 
     def __init__(
-        self, module: fx.GraphModule, inputs: Sequence[torch.Tensor], outline: GraphOutline, columns: Columns
+        self, module: fx.GraphModule, inputs: Sequence[torch.Tensor], outline: GraphOutline, columns: SizeColumns
     ) -> None:
         """Of a graph of one size, and its inputs."""
         self._outline, self._columns = outline, columns

@@ -19,7 +19,7 @@ FORWARD, BACKWARD, STEP, BEFORE = "forward", "backward", "optimizer step", "befo
 
 
 @dataclass(slots=True)
-class Block:
+class Allocation:
     """One allocation."""
 
     bytes: int
@@ -47,21 +47,21 @@ class Ledger:
     """All allocations of one rank, in order."""
 
     granularity: int = 1  # the allocator rounds sizes up to this many bytes
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[Allocation] = field(default_factory=list)
     now: int = 0  # bytes that are there
     start: int = 0  # bytes that were there before
     peak: int = 0
     peak_event: int = 0
     _events: list[tuple[int, int]] = field(default_factory=list)  # the block, and the bytes that came or went
 
-    def allocate(self, bytes_: int, phase: str, module: str, line: str, category: str = "") -> Block:
+    def allocate(self, bytes_: int, phase: str, module: str, line: str, category: str = "") -> Allocation:
         """One more block."""
-        block = Block(self._rounded(bytes_), phase, module, line, len(self._events), category)
+        block = Allocation(self._rounded(bytes_), phase, module, line, len(self._events), category)
         self.blocks.append(block)
         self._add(len(self.blocks) - 1, block.bytes)
         return block
 
-    def free(self, block: Block, number: int, phase: str) -> None:
+    def free(self, block: Allocation, number: int, phase: str) -> None:
         """A block is gone."""
         if block.died is None:
             block.died, block.died_in = len(self._events), phase
@@ -99,7 +99,7 @@ class Ledger:
         made = [Alive(*key, size, count) for key, (size, count) in found.items() if size]
         return sorted(made, key=lambda one: -one.bytes)
 
-    def _alive(self, event: int) -> Iterator[Block]:
+    def _alive(self, event: int) -> Iterator[Allocation]:
         return (block for block in self.blocks if block.born <= event and (block.died is None or block.died > event))
 
     def at(self, event: int) -> dict[str, int]:

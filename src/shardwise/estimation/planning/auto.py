@@ -29,7 +29,7 @@ from shardwise.estimation.planning.work import Work, work_of
 from shardwise.estimation.without_data.rank_run import Job, rank_runs
 from shardwise.estimation.without_data.stand_ins import restoring_state
 from shardwise.layout.pictures.words import bytes_text, ranks_text
-from shardwise.report import PlanRow, Report, notebook, save
+from shardwise.report import PlanRow, Report, notebook, save_page
 
 NEAR = 0.1  # how near to the bound a plan must be, for no other one to be looked at
 
@@ -85,7 +85,7 @@ class AutoPlan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a page of it: one HTML file that needs no other."""
-        save(self.report(), Path(path))
+        save_page(self.report(), Path(path))
 
     def _repr_html_(self) -> str:
         return notebook(self.report())

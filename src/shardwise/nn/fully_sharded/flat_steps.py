@@ -85,7 +85,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Run:
+class FlatRun:
     """Parameters of a memory that lie one behind another."""
 
     memory: FlatMemory
@@ -111,7 +111,7 @@ class Run:
         return (stretches[0][0], stretches[-1][1]) if stretches else (0, 0)
 
 
-def _runs(parameters: Sequence[torch.Tensor], *, by_matrix: bool) -> list[Run]:
+def _runs(parameters: Sequence[torch.Tensor], *, by_matrix: bool) -> list[FlatRun]:
     """The runs of those parameters of a group that have flat gradients; of matrices, those that lie on one rank."""
     chosen: dict[FlatMemory, set[int]] = {}
     for parameter in parameters:
@@ -119,16 +119,16 @@ def _runs(parameters: Sequence[torch.Tensor], *, by_matrix: bool) -> list[Run]:
         memory = None if found is None else found[0]()
         if memory is not None:
             chosen.setdefault(memory, set()).add(found[1])
-    runs: list[Run] = []
+    runs: list[FlatRun] = []
     for memory, wanted in chosen.items():
         flat = [number in wanted and memory.has_flat_grad(one) for number, one in enumerate(memory.parameters)]
         if by_matrix:
             matrices = [one for is_flat, one in zip(flat, memory.parameters, strict=True) if is_flat and _is_whole(one)]
-            runs += [Run(memory, (one,), is_matrix=True) for one in matrices]
+            runs += [FlatRun(memory, (one,), is_matrix=True) for one in matrices]
             continue
         for is_flat, some in groupby(zip(flat, memory.parameters, strict=True), lambda pair: pair[0]):
             if is_flat:
-                runs.append(Run(memory, tuple(one for _, one in some)))
+                runs.append(FlatRun(memory, tuple(one for _, one in some)))
     return runs
 
 
@@ -145,13 +145,13 @@ class FlatOptimizer:
         self._kind: Any = type(outer)
         self._outer: Any = weakref.proxy(outer)
         self._inner: Any = None
-        self._runs: list[list[Run]] = []
+        self._runs: list[list[FlatRun]] = []
         self._tensors: list[list[torch.Tensor]] = []  # of the inner optimizer, for each run
         self._given: dict[int, dict[str, Any]] = {}  # by parameter, the states that the outer optimizer was given
         self._versions: dict[tuple[int, str], int] = {}  # of numbers among them, when they were last written here
         self._hidden: list[list[torch.Tensor]] | None = None  # the parameters of all groups, while a step skips some
 
-    def step(self, runs: list[list[Run]]) -> None:
+    def step(self, runs: list[list[FlatRun]]) -> None:
         """Step these runs of each group, and let the outer optimizer skip them."""
         is_ready = self._inner is not None and runs == self._runs and self._is_current()
         if not is_ready and not self._begin(runs):
@@ -180,7 +180,7 @@ class FlatOptimizer:
 
     # States ----------------------------------------------------------------------------------------------------------
 
-    def _share_numbers(self, run: Run, state: dict[str, Any]) -> None:
+    def _share_numbers(self, run: FlatRun, state: dict[str, Any]) -> None:
         """Bring numbers, such as the count of steps, to each parameter, which has its own."""
         for name, value in state.items():
             for one in run.parameters:
@@ -209,7 +209,7 @@ class FlatOptimizer:
         parameters = (one for group in self._runs for run in group for one in run.parameters)
         return all(self._has(one, self._given.get(id(one.sharded), {"": None})) for one in parameters)
 
-    def _begin(self, runs: list[list[Run]]) -> bool:
+    def _begin(self, runs: list[list[FlatRun]]) -> bool:
         """Make an inner optimizer with the states that the outer one has. Gives whether it could."""
         before = [[self._flat_state(run) for run in group] for group in runs]
         self._given = {}
@@ -230,7 +230,7 @@ class FlatOptimizer:
                     self._inner.state[tensor] = state
         return True
 
-    def _flat_state(self, run: Run) -> dict[str, Any] | None:
+    def _flat_state(self, run: FlatRun) -> dict[str, Any] | None:
         """The states of parameters one behind another as one; None where they have no common one."""
         states = [self._outer.state.get(one.sharded, {}) for one in run.parameters]
         if any(state.keys() != states[0].keys() for state in states):
@@ -274,7 +274,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def _joined(run: Run, values: list[Any]) -> tuple[Any] | None:
+def _joined(run: FlatRun, values: list[Any]) -> tuple[Any] | None:
     """One state for all parameters of a run."""
     if all(isinstance(value, ShardedTensor) for value in values):
         if any(value._layout != one.sharded._layout for value, one in zip(values, run.parameters, strict=True)) or any(
@@ -292,7 +292,7 @@ def _joined(run: Run, values: list[Any]) -> tuple[Any] | None:
     return (values[0],) if all(value == values[0] for value in values) else None
 
 
-def _part(run: Run, one: FlatParameter, value: Any, tensor: torch.Tensor) -> Any:
+def _part(run: FlatRun, one: FlatParameter, value: Any, tensor: torch.Tensor) -> Any:
     """What a state of a run is for one of its parameters."""
     if not isinstance(value, torch.Tensor):
         return value

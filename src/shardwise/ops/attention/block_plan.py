@@ -49,7 +49,7 @@ class BlockTask(NamedTuple):
     band: Band
 
 
-class Round(NamedTuple):
+class AttentionRound(NamedTuple):
     """Keys that come together, and the blocks with them."""
 
     plan: TransferPlan | None  # None for the keys that lie here anyway
@@ -60,7 +60,7 @@ class Round(NamedTuple):
 class BlockPlan:
     """All rounds; the same number of them on every rank."""
 
-    rounds: tuple[Round, ...]
+    rounds: tuple[AttentionRound, ...]
 
     @property
     def moved(self) -> int:
@@ -113,14 +113,14 @@ def make_block_plan(query: Layout, key: Layout, sizes: AttentionSizes, rank: int
     keys = [_KeyBox(_Part(*box[:2]), box[2], owner) for box, owner in zip(_spans(key), key.ranks.tolist(), strict=True)]
     needs = _needs(query, group, key.size[2], sizes)
     transport = _transport(key, sizes)
-    rounds = [Round(None, tuple(_tasks(query, group, key.size[2], sizes, rank, _own_pieces(keys, key, rank))))]
+    rounds = [AttentionRound(None, tuple(_tasks(query, group, key.size[2], sizes, rank, _own_pieces(keys, key, rank))))]
     for layout in _round_layouts(query, needs, keys, transport, sizes):
         plan = make_plan(transport, layout)
         pieces = [
             _Piece(number, _Part(box[0], box[2]), box[1][0], box[1])
             for number, box in enumerate(_spans(layout.chosen(np.array(layout.rows_on(rank), dtype=np.int64))))
         ]
-        rounds.append(Round(plan, tuple(_tasks(query, group, key.size[2], sizes, rank, pieces))))
+        rounds.append(AttentionRound(plan, tuple(_tasks(query, group, key.size[2], sizes, rank, pieces))))
     return BlockPlan(tuple(rounds))
 
 

@@ -19,9 +19,9 @@ from shardwise.autograd.anchors import anchor_gradient, input_anchor, output_anc
 from shardwise.comm.transfer import Moving, TransferPlan, move
 from shardwise.comm.transfer.sums import accumulation_dtype
 from shardwise.comm.transfer.wire import failing_together
-from shardwise.ops.attention.block_plan import BlockPlan, BlockTask, Round
+from shardwise.ops.attention.block_plan import AttentionRound, BlockPlan, BlockTask
 from shardwise.ops.attention.dropout import DropoutFactors, Size
-from shardwise.ops.attention.kernels import Block, kernel_for
+from shardwise.ops.attention.kernels import AttentionBlock, kernel_for
 from shardwise.ops.attention.merging import MergedResult
 from shardwise.ops.attention.visibility import Span
 from shardwise.ops.engine.steps import OpSummary, Tensors, agree_on_op, without_autocast
@@ -97,7 +97,7 @@ _attended: Callable[..., tuple[torch.Tensor, ...]] = _Attended.apply  # which to
 class _Arrived(NamedTuple):
     """A round whose keys and values are here, for each piece a tensor of samples, heads, positions and width."""
 
-    round: Round
+    round: AttentionRound
     keys: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
 
@@ -151,7 +151,7 @@ class _Run:
             self._take_back(returning, own)
             return [one.to(self._step.dtype) for one in (*own.queries, *own.keys, *own.values)]
 
-    def _block(self, task: BlockTask, arrived: _Arrived) -> Block:
+    def _block(self, task: BlockTask, arrived: _Arrived) -> AttentionBlock:
         mask, factors = self._mask, None
         times = self._queries[task.query].shape[1] // (task.heads[1] - task.heads[0])
         heads = task.heads[0] * times, task.heads[1] * times
@@ -162,7 +162,7 @@ class _Run:
             mask = mask[tuple(slice(None) if size == 1 else slice(*span) for size, span in spans)]
         query = self._queries[task.query][task.in_query]
         key, value = arrived.keys[task.piece][task.in_piece], arrived.values[task.piece][task.in_piece]
-        return Block(query, key, value, task.band, mask, self._step.scale, factors)
+        return AttentionBlock(query, key, value, task.band, mask, self._step.scale, factors)
 
     # Keys, values and their gradients on their way --------------------------------------------------------------------
 

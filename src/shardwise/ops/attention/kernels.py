@@ -22,7 +22,7 @@ SCORES = 1 << 22  # that the formula has at once, at most
 Factors = Callable[[slice], torch.Tensor]
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """Queries, keys and values of a block, each of samples, heads, positions and width, and what queries see."""
 
     query: torch.Tensor
@@ -34,17 +34,17 @@ class Block(NamedTuple):
     factors: Factors | None = None  # of dropout, for some of the queries
 
 
-class Kernel(Protocol):
+class AttentionKernel(Protocol):
     """Computes blocks."""
 
-    def forward(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, block: AttentionBlock) -> tuple[torch.Tensor, torch.Tensor]:
         """The result, and the log-sum-exp of scores: -inf for a query that sees no key of the block."""
 
-    def backward(self, block: Block, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
+    def backward(self, block: AttentionBlock, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
         """Gradients, from the gradient of the result and from result and log-sum-exp over all keys."""
 
 
-def kernel_for(block: Block) -> Kernel:
+def kernel_for(block: AttentionBlock) -> AttentionKernel:
     """The kernel for a block: decided by dtype, device, sizes and masks, never by values."""
     query, value = block.query, block.value
     has_mask = block.mask is not None or block.band not in (ALL, TRIANGLE)
@@ -74,7 +74,7 @@ def _has_flash(device: torch.device) -> bool:
 # Masks ---------------------------------------------------------------------------------------------------------------
 
 
-def _visible(block: Block) -> torch.Tensor | None:
+def _visible(block: AttentionBlock) -> torch.Tensor | None:
     """What is added to scores: 0 where a query sees a key, -inf elsewhere; None where it sees all."""
     made = None
     if block.mask is not None:
@@ -125,7 +125,7 @@ def _summed(grad: torch.Tensor, heads: int) -> torch.Tensor:
 class _CpuFlash:
     """Torch's flash attention on a CPU: any mask, one head of keys for each head of queries."""
 
-    def forward(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, block: AttentionBlock) -> tuple[torch.Tensor, torch.Tensor]:
         query, heads = block.query, block.query.shape[1]
         mask, causal = self._mask(block)
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -138,7 +138,7 @@ class _CpuFlash:
         )
         return out, _seeing(lse, mask)
 
-    def backward(self, block: Block, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
+    def backward(self, block: AttentionBlock, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
         query, heads, groups = block.query, block.query.shape[1], block.key.shape[1]
         mask, causal = self._mask(block)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -155,7 +155,7 @@ class _CpuFlash:
         )
         return dq, _summed(dk, groups), _summed(dv, groups)
 
-    def _mask(self, block: Block) -> tuple[torch.Tensor | None, bool]:
+    def _mask(self, block: AttentionBlock) -> tuple[torch.Tensor | None, bool]:
         if block.mask is None and block.band == TRIANGLE:
             return None, True
         return _visible(block), False
@@ -164,13 +164,13 @@ class _CpuFlash:
 class _CudaFlash:
     """Torch's flash attention on CUDA: no mask, groups of heads as they are."""
 
-    def forward(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, block: AttentionBlock) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(
             block.query, block.key, block.value, 0.0, block.band == TRIANGLE, scale=block.scale
         )
         return out, lse
 
-    def backward(self, block: Block, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
+    def backward(self, block: AttentionBlock, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
         query, key = block.query, block.key
         nothing = torch.empty(2, dtype=torch.uint64, device=query.device)  # the state of dropout, which is off
         gradients: Gradients = aten._scaled_dot_product_flash_attention_backward(
@@ -184,7 +184,7 @@ class _CudaFlash:
 class _CudaEfficient:
     """Torch's memory-efficient attention on CUDA, also in float32; its log-sum-exp has rows in multiples of 32."""
 
-    def forward(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, block: AttentionBlock) -> tuple[torch.Tensor, torch.Tensor]:
         query, heads = block.query, block.query.shape[1]
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
             *(query, _repeated(block.key, heads), _repeated(block.value, heads), None, True),
@@ -193,7 +193,7 @@ class _CudaEfficient:
         )
         return out, lse[..., : query.shape[-2]]
 
-    def backward(self, block: Block, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
+    def backward(self, block: AttentionBlock, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
         query, heads, groups = block.query, block.query.shape[1], block.key.shape[1]
         rows = query.shape[-2]
         padded = lse.new_full((*lse.shape[:-1], -(-rows // 32) * 32), math.inf)
@@ -210,7 +210,7 @@ class _CudaEfficient:
 class _Formula:
     """Products and a softmax, for a few queries at a time; in float32 at least."""
 
-    def forward(self, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, block: AttentionBlock) -> tuple[torch.Tensor, torch.Tensor]:
         outs, sums = [], []
         for rows in _few_rows(block):
             scores = _scores(block, rows)
@@ -222,7 +222,7 @@ class _Formula:
             sums.append(lse.flatten(1, 2))
         return torch.cat(outs, -2).to(block.query.dtype), torch.cat(sums, -1)
 
-    def backward(self, block: Block, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
+    def backward(self, block: AttentionBlock, grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
         key, value = _wide(block.key).unsqueeze(2), _wide(block.value).unsqueeze(2)
         dqs, dk, dv = [], torch.zeros_like(key[:, :, 0]), torch.zeros_like(value[:, :, 0])
         for rows in _few_rows(block):
@@ -251,18 +251,18 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
     return lse.masked_fill(lse == -math.inf, 0.0)
 
 
-def _grouped(tensor: torch.Tensor, block: Block) -> torch.Tensor:
+def _grouped(tensor: torch.Tensor, block: AttentionBlock) -> torch.Tensor:
     """Heads of queries by the head of keys that serves them."""
     return torch.unflatten(tensor, 1, (block.key.shape[1], -1))
 
 
-def _few_rows(block: Block) -> Iterator[slice]:
+def _few_rows(block: AttentionBlock) -> Iterator[slice]:
     (samples, heads, rows, _), columns = block.query.shape, block.key.shape[-2]
     step = max(SCORES // max(samples * heads * columns, 1), 1)
     return (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
 
 
-def _scores(block: Block, rows: slice) -> torch.Tensor:
+def _scores(block: AttentionBlock, rows: slice) -> torch.Tensor:
     """The scores of some queries: samples, heads of keys, heads of queries of each, queries, keys."""
     query = _grouped(_wide(block.query[..., rows, :]), block)
     scores = query @ _wide(block.key).unsqueeze(2).transpose(-1, -2) * block.scale

@@ -29,7 +29,7 @@ ALL = Band(None, None)
 TRIANGLE = Band(None, 0)  # up to its own place: what causal kernels compute
 
 
-class Block(NamedTuple):
+class VisibleBlock(NamedTuple):
     """Queries and keys by position, and which of these keys the queries see."""
 
     queries: Span
@@ -62,7 +62,7 @@ class Visibility:
                 found.append(seen)
         return found
 
-    def blocks(self, queries: Span, keys: Span, length: int) -> Iterator[Block]:
+    def blocks(self, queries: Span, keys: Span, length: int) -> Iterator[VisibleBlock]:
         """The blocks into which these queries and keys fall; none of keys that no query sees."""
         for part, document in self._by_document(queries, length):
             seen = _meet(self._seen(part, document), keys)
@@ -92,10 +92,10 @@ class Visibility:
         end = document[1] if self.behind is None else min(queries[1] + self.behind, document[1])
         return begin, end
 
-    def _banded(self, queries: Span, keys: Span) -> Iterator[Block]:
+    def _banded(self, queries: Span, keys: Span) -> Iterator[VisibleBlock]:
         """The blocks of queries and keys of one document."""
         if self._sees_all(queries, keys):
-            yield Block(queries, keys)
+            yield VisibleBlock(queries, keys)
         elif self.before is None and self.behind == 0:
             yield from _causal(queries, keys)
         elif self.before is None and self.behind is None:
@@ -110,7 +110,7 @@ class Visibility:
         none_behind = self.behind is None or keys[1] - 1 <= queries[0] + self.behind
         return none_before and none_behind
 
-    def _in_window(self, queries: Span, keys: Span) -> Iterator[Block]:
+    def _in_window(self, queries: Span, keys: Span) -> Iterator[VisibleBlock]:
         """A few queries: what all of them see, and the edges of the window on both sides."""
         (first, end), (begin, stop) = queries, _meet(self._seen(queries, keys), keys)
         if begin >= stop:
@@ -123,9 +123,9 @@ class Visibility:
             if span[0] < span[1]:
                 yield from self._edge(queries, span)
 
-    def _edge(self, queries: Span, keys: Span) -> Iterator[Block]:
+    def _edge(self, queries: Span, keys: Span) -> Iterator[VisibleBlock]:
         if self._sees_all(queries, keys):
-            yield Block(queries, keys)
+            yield VisibleBlock(queries, keys)
             return
         shift = queries[0] - keys[0]  # of a query's place among the keys
         low = None if self.before is None or keys[0] >= queries[1] - 1 - self.before else shift - self.before
@@ -134,20 +134,20 @@ class Visibility:
         if band == TRIANGLE:
             yield from _causal(queries, keys)
         else:
-            yield Block(queries, keys, band)
+            yield VisibleBlock(queries, keys, band)
 
 
-def _causal(queries: Span, keys: Span) -> Iterator[Block]:
+def _causal(queries: Span, keys: Span) -> Iterator[VisibleBlock]:
     """Each query sees the keys up to its own position: at most two rectangles and a square of which half is seen."""
     before = keys[0], min(queries[0], keys[1])
     if before[0] < before[1]:
-        yield Block(queries, before)
+        yield VisibleBlock(queries, before)
     begin, end = max(queries[0], keys[0]), min(queries[1], keys[1])
     if begin >= end:
         return
-    yield Block((begin, end), (begin, end), TRIANGLE if end - begin > 1 else ALL)
+    yield VisibleBlock((begin, end), (begin, end), TRIANGLE if end - begin > 1 else ALL)
     if end < queries[1]:
-        yield Block((end, queries[1]), (begin, end))
+        yield VisibleBlock((end, queries[1]), (begin, end))
 
 
 def _meet(one: Span, other: Span) -> Span:
@@ -155,6 +155,6 @@ def _meet(one: Span, other: Span) -> Span:
 
 
 @lru_cache(maxsize=4096)
-def blocks_of(visibility: Visibility, queries: Span, keys: Span, length: int) -> tuple[Block, ...]:
+def blocks_of(visibility: Visibility, queries: Span, keys: Span, length: int) -> tuple[VisibleBlock, ...]:
     """The same blocks, kept."""
     return tuple(visibility.blocks(queries, keys, length))

@@ -16,6 +16,7 @@ from shardwise.autograd.transfers import Way, moved_tensors
 from shardwise.comm.agreement import in_op, in_step_sharing
 from shardwise.comm.group import Fields, is_member, without_data
 from shardwise.comm.transfer import make_plan
+from shardwise.comm.transfer.in_graph import refuse_in_graph
 from shardwise.comm.value_digest import digest
 from shardwise.errors import ProcessGroupError
 from shardwise.layout import Layout
@@ -25,7 +26,13 @@ from shardwise.ops.engine.plain_operand import shared_plain
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.dispatch import op_name, unsupported
 from shardwise.tensor.movement import copy_into, require_movable
-from shardwise.tensor.random import default_generator, draws_per_rank, require_equal_state, state_digest
+from shardwise.tensor.random import (
+    STATES_COMPARED,
+    default_generator,
+    draws_per_rank,
+    require_equal_state,
+    state_digest,
+)
 from shardwise.torch_private import OpOverload, pytree
 
 
@@ -70,7 +77,11 @@ def compute_gathered(
     full_args, full_kwargs = pytree.tree_unflatten(leaves, tree)
     everywhere = Layout.whole(sharded[0].shape, places)
     compute = functools.partial(op, *full_args, **full_kwargs)
-    result = _drawing_alike(seed, sharded[0].device, group, everywhere, compute) if _may_draw(op) else compute()
+    if _may_draw(op):
+        refuse_in_graph(f"'{op_name(op)}' on whole operands, which may draw random numbers,", STATES_COMPARED)
+        result = _drawing_alike(seed, sharded[0].device, group, everywhere, compute)
+    else:
+        result = compute()
     for number in written:
         target = originals[number]
         if isinstance(target, ShardedTensorBase):

@@ -12,6 +12,7 @@ from shardwise.tensor.random.flat import UNROLL, bernoulli_by_vectors
 from shardwise.tensor.random.generators import (
     NORMAL,
     SMALL,
+    STATES_COMPARED,
     UNIFORM,
     Draw,
     default_generator,
@@ -24,6 +25,7 @@ from shardwise.tensor.random.tiles import tile_seed, tile_shape, tiles_of
 __all__ = [
     "NORMAL",
     "SMALL",
+    "STATES_COMPARED",
     "UNIFORM",
     "UNROLL",
     "Draw",

@@ -14,6 +14,7 @@ from shardwise.comm.transfer.in_graph import refuse_in_graph
 
 LARGE = 1 << 26  # elements that every CPU rank draws for a new tensor, to have the numbers of a plain one
 SMALL = 1 << 20  # the same for tensors that are drawn in every step, such as the mask of a dropout
+STATES_COMPARED = "ranks compare the states of their generators, which a graph does not have"
 
 
 class Draw(NamedTuple):
@@ -37,7 +38,7 @@ DIGEST = 8  # bytes
 
 def default_generator(device: torch.device) -> torch.Generator | None:
     """Torch's generator of a device; None where tensors have no data."""
-    refuse_in_graph("drawing random numbers for an op that is no dropout and no random fill")
+    refuse_in_graph("drawing random numbers for an op that is no dropout and no random fill", STATES_COMPARED)
     if without_data() or device.type == "meta":
         return None
     if device.type == "cpu":

@@ -12,14 +12,14 @@ from shardwise.estimation.devices import Device, devices_of
 from shardwise.estimation.planning import AutoPlan, Candidate, auto
 from shardwise.layout.pictures.words import bytes_text, count_text, lengths_text, numbered, percent
 from shardwise.tools.cli.console import Column, Console, names, numbers
-from shardwise.tools.cli.planned_job import Job, make_model, require_folder, require_no_other_file, write_plan
+from shardwise.tools.cli.planned_job import PlannedJob, make_model, require_folder, require_no_other_file, write_plan
 
 MOST = 20  # plans in the table
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Run the command."""
-    job = Job(options.devices, options.batch, options.optimizer, options.precision)
+    job = PlannedJob(options.devices, options.batch, options.optimizer, options.precision)
     devices = devices_of(job.devices)
     require_folder(options.report, options.write)
     require_no_other_file(options.write)
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _title(model: nn.Module, devices: Sequence[Device], job: Job) -> str:
+def _title(model: nn.Module, devices: Sequence[Device], job: PlannedJob) -> str:
     count = sum(one.numel() for one in model.parameters())
     dtypes = ", ".join(dict.fromkeys(str(one.dtype).removeprefix("torch.") for one in model.parameters()))
     samples, length = job.batch

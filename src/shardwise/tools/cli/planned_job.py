@@ -20,7 +20,7 @@ VERSION = 1  # of the file format
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """The devices of the ranks, the batch of all of them, and how it is trained."""
 
     devices: str
@@ -32,7 +32,7 @@ class Job:
         """As the planner takes them."""
         return vars(self)
 
-    def changed(self, **given: Any) -> Job:
+    def changed(self, **given: Any) -> PlannedJob:
         """With other values, where these are given."""
         return replace(self, **{name: value for name, value in given.items() if value is not None})
 
@@ -57,7 +57,7 @@ def require_folder(*paths: str | None) -> None:
 # Files ---------------------------------------------------------------------------------------------------------------
 
 
-def write_plan(path: str, candidate: Candidate, job: Job) -> None:
+def write_plan(path: str, candidate: Candidate, job: PlannedJob) -> None:
     """Write a plan, with the job that it was made for."""
     about = {"version": VERSION, "shardwise": shardwise.__version__}
     Path(path).write_text(json.dumps({**about, "job": vars(job), "plan": candidate.as_json()}, indent=1) + "\n")
@@ -72,7 +72,7 @@ def require_no_other_file(path: str | None) -> None:
             raise UsageError(f"'{path}' is there, and is no plan: give the path of a new file") from None
 
 
-def read_plan(path: str) -> tuple[Candidate, Job]:
+def read_plan(path: str) -> tuple[Candidate, PlannedJob]:
     """The plan of a file, and the job that it was made for."""
     words = _read(path)
     if words["version"] != VERSION:
@@ -80,7 +80,7 @@ def read_plan(path: str) -> tuple[Candidate, Job]:
             f"the version of the plan '{path}' is {words['version']!r}, and this shardwise reads {VERSION}"
         )
     try:
-        job = Job(**{**words["job"], "batch": tuple(words["job"]["batch"])})
+        job = PlannedJob(**{**words["job"], "batch": tuple(words["job"]["batch"])})
         return Candidate.from_json(words["plan"]), job
     except (KeyError, TypeError, ValueError, PlanError) as error:
         raise UsageError(f"the plan '{path}' is incomplete: {error}") from error
