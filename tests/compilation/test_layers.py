@@ -13,6 +13,7 @@ from tests.compilation.test_full_graph import assert_same_gradients, batch, whol
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwise import shard
 from shardwise.nn import shard_parameter
 from shardwise.testing import ranks
 
@@ -76,3 +77,48 @@ def test_ids_that_the_table_has_not() -> None:
     assert compiled(torch.tensor([1, 7])).shape == (2, 4)
     with pytest.raises((RuntimeError, IndexError), match="index out of range"):
         compiled(torch.tensor([1, 8]))
+
+
+@ranks(2)
+def test_activations_that_are_written_in_place() -> None:
+    """By ops without a rule of their own for it, of the same layout and of another one."""
+    rows = batch()
+    mask = rows > 0
+
+    def function(x: Any, mask: Any) -> Any:
+        made = x * 2
+        made.masked_fill_(mask, 3.0).clamp_(max=2.5)
+        made.copy_(made.clone().cos() * x.sin())
+        return made
+
+    plain = rows.clone().requires_grad_()
+    function(plain, mask).pow(2).sum().backward()
+    for layout in (chunks(0, 0, 1), chunks(1, 1, 0), chunks(0, 1)):  # in the last, a rank holds nothing
+        x = shard(rows, layout).requires_grad_()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        found = compiled(x, shard(mask, chunks(0, 0, 1)))
+        assert_close(whole(found), function(plain, mask).detach(), str(layout))
+        found.pow(2).sum().backward()
+        assert_close(whole(x.grad), plain.grad, str(layout))
+
+
+@ranks(2)
+def test_grouped_products() -> None:
+    """The groups are known when the graph runs; small integers up to 256, so that all sums are exact."""
+    torch.manual_seed(0)
+    tokens, weight = torch.randint(-4, 5, (12, 16)).bfloat16(), torch.randint(-4, 5, (3, 16, 16)).bfloat16()
+    gradient = torch.randint(-4, 5, (12, 16)).bfloat16()
+    compiled = torch.compile(torch._grouped_mm, fullgraph=True, backend="aot_eager")
+    for dim in (1, 2):
+        for ends in ([4, 4, 12], [0, 8, 12]):
+            offsets = torch.tensor(ends, dtype=torch.int32)
+            rows, cut = tokens.clone().requires_grad_(), shard(weight, dim).requires_grad_()
+            found = compiled(rows, cut, offsets)
+            found.backward(gradient)
+            expected, whole_weight = tokens.clone().requires_grad_(), weight.clone().requires_grad_()
+            groups = zip([0, *ends[:-1]], ends, whole_weight, strict=True)
+            made = torch.cat([expected[begin:end] @ one for begin, end, one in groups])
+            made.backward(gradient)
+            assert torch.equal(whole(found), made.detach())
+            assert torch.equal(whole(rows.grad), expected.grad)
+            assert torch.equal(whole(cut.grad), whole_weight.grad)

@@ -21,6 +21,7 @@ from shardwise.comm.agreement import Step, in_op, in_step, in_step_sharing, step
 from shardwise.comm.group import Fields, cached_per_group, group_ranks, is_member, locate_all, or_default, rank_array
 from shardwise.comm.tracing import record
 from shardwise.comm.transfer import Moving, empty_tensors, make_plan, move, relabel
+from shardwise.comm.transfer.in_graph import is_traced
 from shardwise.errors import ProcessGroupError, PropertyError, SpecError
 from shardwise.layout import Layout, Places
 from shardwise.layout.metadata import TensorProperties
@@ -296,7 +297,9 @@ def reshard(tensor: ShardedTensor, how: ShardingLike, dims: Any = None, weights:
 
 
 def _overlap(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors may lie in the same memory."""
+    """Whether tensors may lie in the same memory; those of a graph have none, and may."""
+    if is_traced():
+        return True
     memory = {local.untyped_storage().data_ptr() for local in some if local.numel()}
     return any(local.numel() and local.untyped_storage().data_ptr() in memory for local in others)
 

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from shardwise import settings
+from shardwise.comm.transfer.in_graph import is_traced
 from shardwise.comm.transfer.sums import NARROW
 from shardwise.errors import PropertyError
 from shardwise.ops.engine.call import Call
@@ -231,7 +232,8 @@ class _Grouped(Call):
             return x.new_empty(x.shape[0], weight.shape[2])
         step = 16 // x.dtype.itemsize
         strides = [*x.stride(), *weight.stride()]
-        if x.is_cuda and x.dtype != torch.float64 and all(one == 1 or one % step == 0 for one in strides):
+        known = x.dtype == torch.bfloat16 if is_traced() else x.is_cuda and x.dtype != torch.float64
+        if known and all(one == 1 or one % step == 0 for one in strides):
             return super().run(operands, **changes)
         return _by_group(x, weight, offsets.tolist())
 
