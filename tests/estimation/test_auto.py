@@ -20,6 +20,7 @@ from shardwise import plans
 from shardwise.errors import PlanError
 from shardwise.estimation.devices import Device, Rate
 from shardwise.estimation.planning import Candidate, estimate_candidate
+from shardwise.estimation.planning.auto import best_of
 from shardwise.estimation.planning.probes import Costs, Line
 from shardwise.estimation.planning.shares import SPARE, _without_stdout, best_shares, least_seconds
 from shardwise.testing import ranks
@@ -163,6 +164,16 @@ def test_a_chosen_plan_trains_as_the_plain_model() -> None:
             torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=name)
     with pytest.raises(PlanError, match="this plan is for 2 ranks, and the world has 4"):
         Candidate("replicated", 1, (1, 1), None).apply(nn.Linear(2, 2))
+
+
+def test_of_plans_that_are_alike_the_one_with_more_memory_free_is_chosen() -> None:
+    """And the faster one is told of; a difference of more than 5 % counts."""
+    fast = Candidate("replicated", 1, (4, 4), None, seconds=1.0, needed=(80, 60), memory=(100, 100), fits=True)
+    lean = replace(fast, kind="fully sharded", seconds=1.04, needed=(50, 40))
+    slow = replace(lean, seconds=1.06, needed=(10, 10))
+    assert best_of([fast, lean, slow]) == (lean, "as fast as replicated but for 4%, with more memory free")
+    assert best_of([slow, fast]) == (fast, "the fastest that fits")
+    assert best_of([replace(lean, seconds=1.0), fast])[0].kind == "fully sharded"
 
 
 # Shares ---------------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from shardwise.estimation.without_data.stand_ins import restoring_state
 from shardwise.layout.pictures.words import bytes_text, ranks_text
 from shardwise.report import PlanRow, Report, notebook, save_page
 
+ALIKE = 0.05  # predicted times that differ by less say nothing about which plan is faster
 NEAR = 0.1  # how near to the bound a plan must be, for no other one to be looked at
 
 
@@ -49,7 +50,7 @@ class AutoPlan:
 
     @property
     def chosen(self) -> Candidate:
-        """The fastest one that fits."""
+        """The fastest one that fits; of those that are alike, the one that leaves most memory free."""
         return self.candidates[0]
 
     @property
@@ -119,6 +120,8 @@ def auto(
 ) -> AutoPlan:
     """The way to train a model on these devices that is predicted to be the fastest of those that fit.
 
+    Of ways whose times differ by less than 5%, it is the one that leaves most memory free.
+
     It compares the model replicated, fully sharded, tensor parallel, and both of the latter together, each with as many
     samples and such a share of the states on every device as makes the step shortest. Nothing is computed, and the
     devices need not be there; the model may be on ``meta``::
@@ -144,10 +147,24 @@ def auto(
     candidates = [one for one, _ in search.judged]
     if not any(one.fits for one in candidates):
         raise PlanError(_nothing_fits(search, recompute))
-    ordered = sorted(candidates, key=lambda one: (not one.fits, one.seconds))
-    best = ordered[0]
-    told = [replace(best, reason="the fastest that fits"), *(_compared(one, best) for one in ordered[1:])]
+    best, why = best_of([one for one in candidates if one.fits])
+    others = sorted((one for one in candidates if one is not best), key=lambda one: (not one.fits, one.seconds))
+    told = [replace(best, reason=why), *(_compared(one, best) for one in others)]
     return AutoPlan(told, search.bound, work, search.devices, search.rejected)
+
+
+def best_of(fitting: Sequence[Candidate]) -> tuple[Candidate, str]:
+    """The fastest of candidates that fit, or one that is alike and leaves more memory free; and why."""
+    fastest = min(fitting, key=lambda one: one.seconds)
+    best = min((one for one in fitting if one.seconds <= (1 + ALIKE) * fastest.seconds), key=_fullest)
+    if _fullest(best) == _fullest(fastest):
+        return fastest, "the fastest that fits"
+    return best, f"as fast as {fastest.name} but for {best.seconds / fastest.seconds - 1:.0%}, with more memory free"
+
+
+def _fullest(one: Candidate) -> float:
+    """The part of its memory that the fullest device needs."""
+    return max(needed / there for needed, there in zip(one.needed, one.memory, strict=True))
 
 
 def estimate_candidate(
