@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import ALL, assert_close, assert_holds, chunks
+from tests.cases import ALL, CUTS, assert_close, assert_holds, chunks
 from tests.ops.tables import BATCHES, OPTIONS, table, ways
 from torch import nn
 from torch.nn import functional
@@ -31,7 +31,7 @@ def penalised(ids: Any, leaf: Any, options: dict[str, Any], *, direct: bool) -> 
     return [*first, second, leaf.grad]
 
 
-@pytest.mark.parametrize("spec", ALL)
+@pytest.mark.parametrize("spec", CUTS)
 @ranks(4)
 def test_gradients_of_gradients(spec: str) -> None:
     """Of ids that every rank has and of each rank's own, with every option that can be differentiated twice."""

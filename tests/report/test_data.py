@@ -26,7 +26,7 @@ from shardwise.report import (
     Span,
     notebook,
     page,
-    save,
+    save_page,
 )
 from shardwise.report.boxes import MOST_BOXES, drawn_boxes, rank_ranges, traffic_blocks
 from shardwise.report.data import MOST_DETAILED
@@ -165,7 +165,7 @@ def test_no_name_can_leave_its_place() -> None:
 
 def test_a_page_is_saved_and_loads_nothing(tmp_path: Path) -> None:
     """One file; its policy forbids requests, and no address is in it but that of a namespace."""
-    path = save(small(), tmp_path / "step.html")
+    path = save_page(small(), tmp_path / "step.html")
     text = path.read_text(encoding="utf-8")
     assert text == page(small())
     assert "default-src 'none'" in text
