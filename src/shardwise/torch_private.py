@@ -284,6 +284,7 @@ LATER: dict[str, str] = {
     "torch.distributed.checkpoint._traverse.set_element": "flatten state dicts for the drop-in",
     "torch.distributed.checkpoint._traverse.traverse_state_dict": "flatten state dicts for the drop-in",
     "torch._dynamo.backends.registry.lookup_backend": "compile graphs by the backends of torch.compile",
+    "torch._inductor.config": "keep the order of ops in compiled graphs",
     "torch._inductor.list_mode_options": "compile graphs by the backends of torch.compile",
     "torch._dynamo.eval_frame.reset_code": "free what was compiled for a model that is gone",
     "torch._functorch.config": "compile graphs whose backward may run again",

@@ -197,6 +197,54 @@ def test_a_first_half_without_a_second_one_is_let_go_of() -> None:
     train(plain, model, compiled, [2, 2])
 
 
+@ranks(2)
+def test_a_transfer_ends_before_its_operand_is_written() -> None:
+    """For it may be sent until then, as it lies."""
+    early = Early()
+
+    def function(t: Any, w: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        moved = t.redistribute(1)
+        product = w @ w
+        t.add_(1)
+        return moved, product
+
+    backend = aot_autograd(fw_compiler=early, inference_compiler=early, keep_inference_input_mutations=True)
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    whole, w = torch.arange(24.0).reshape(4, 6), torch.ones(3, 3)
+    t = shardwise.shard(whole.clone(), 0)
+    with torch.no_grad():
+        moved, product = compiled(t, w)
+    assert torch.equal(moved.full_tensor(), whole)
+    assert torch.equal(t.full_tensor(), whole + 1)
+    assert torch.equal(product, w @ w)
+    targets = [node.target for node in early.graphs[0].nodes]
+    finish, write = targets.index(ops.finish.default), targets.index(torch.ops.aten.copy_.default)
+    assert targets.index(torch.ops.aten.mm.default) < finish < write
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@ranks(2)
+def test_inductor_reads_results_behind_the_second_half() -> None:
+    """Also without gradients, where inductor moves ops to their users, and by ops of several results."""
+
+    def function(x: Any, w: torch.Tensor) -> tuple[Any, ...]:
+        moved = x.redistribute(None)
+        product = (w @ w + 1) @ w
+        values, places = moved.sort(1)
+        return values + 1, places, product, *x.redistribute(1).max(0)
+
+    x, w = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), torch.ones(8, 8)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("ignore", category=DeprecationWarning)  # inductor's own imports
+        compiled = torch.compile(function, fullgraph=True)
+        values, places, product, most, at = compiled(shardwise.shard(x, 0), w)
+    assert torch.equal(values.full_tensor(), x.sort(1).values + 1)
+    assert torch.equal(places.full_tensor(), x.sort(1).indices)
+    assert torch.equal(product, (w @ w + 1) @ w)
+    assert torch.equal(most.full_tensor(), x.max(0).values)
+    assert torch.equal(at.full_tensor(), x.max(0).indices)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @ranks(2)
 def test_inductor_keeps_the_order_and_the_memory() -> None:

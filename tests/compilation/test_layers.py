@@ -103,6 +103,25 @@ def test_activations_that_are_written_in_place() -> None:
 
 
 @ranks(2)
+def test_copies_of_another_layout_without_gradients() -> None:
+    """What is written is moved first; the result, and an argument that is written."""
+    rows, others = batch(seed=1), batch(seed=2)
+
+    def function(x: Any, y: Any) -> Any:
+        made = x * 2
+        made.copy_(y)
+        y.copy_(x)
+        return made
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for _ in range(2):
+            x, y = shard(rows, chunks(0, 0, 1)), shard(others, chunks(1, 1, 0))
+            assert_close(whole(compiled(x, y)), others, "the result")
+            assert_close(whole(y), rows, "the argument")
+
+
+@ranks(2)
 def test_grouped_products() -> None:
     """The groups are known when the graph runs; small integers up to 256, so that all sums are exact."""
     torch.manual_seed(0)

@@ -171,7 +171,7 @@ def test_of_plans_that_are_alike_the_one_with_more_memory_free_is_chosen() -> No
     fast = Candidate("replicated", 1, (4, 4), None, seconds=1.0, needed=(80, 60), memory=(100, 100), fits=True)
     lean = replace(fast, kind="fully sharded", seconds=1.04, needed=(50, 40))
     slow = replace(lean, seconds=1.06, needed=(10, 10))
-    assert best_of([fast, lean, slow]) == (lean, "as fast as replicated but for 4%, with more memory free")
+    assert best_of([fast, lean, slow]) == (lean, "4.0% slower than replicated, but leaves more memory free")
     assert best_of([slow, fast]) == (fast, "the fastest that fits")
     assert best_of([replace(lean, seconds=1.0), fast])[0].kind == "fully sharded"
 

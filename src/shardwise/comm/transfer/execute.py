@@ -60,7 +60,11 @@ def move(
     """
     ops = transfer_ops.get()
     if ops is not None:
-        return Done(ops.move(plan, tensors, process_group, dtype=dtype, max_bytes=max_bytes, fill=fill))
+        made = ops.move(plan, tensors, process_group, dtype=dtype, max_bytes=max_bytes, fill=fill)
+        with torch.no_grad():
+            for out, one in zip(outs or (), made, strict=outs is not None):
+                out.copy_(one)
+        return Done(made if outs is None else outs)
     begun = _begin_traced(plan, dtype.itemsize) if record.running and plan.moved and tell is None else None
     moving: Moving
     sent = max_bytes is None if without_data() else not is_fake(process_group)

@@ -1,11 +1,12 @@
 """Transfers of a graph that begin early and end late, so that kernels run while data is on its way.
 
-A transfer begins before the first use of what the one before it brings, if its operands can be there by then: so the
-next parameters of a fully sharded model are gathered while a layer computes. It is finished before its first use: so
-gradients are summed while the backward goes on. At most `MOST` are under way at once, which bounds their memory.
+A transfer begins before the first use of the last transfer's results, if its operands do not depend on them: so the
+next parameters of a fully sharded model are gathered while a layer computes. It ends before the first use of its own
+results, and before the graph writes into an input: so gradients are summed while the backward goes on. At most `MOST`
+are under way at once, which bounds their memory.
 
-The order in which transfers begin is that of the graph, as it is on all ranks. One that would be used at once stays as
-it is, one op.
+The order in which transfers begin is that of the graph, as it is on all ranks. A transfer whose results are used at
+once stays one op.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import torch
 from torch import fx
 
 from shardwise.compilation.full_graph import graph_ops  # noqa: F401 # defines the ops
-from shardwise.torch_private import unset_fake_mode
+from shardwise.torch_private import load_private, unset_fake_mode
 
 MOST = 2  # transfers that are under way at once
-MOST_MOVED = 16  # ops that come forward with a transfer, such as casts of its operands
+MOST_HOISTED = 16  # ops that are hoisted with a transfer, such as casts of its operands
 ops = torch.ops.shardwise
 VIEWS = {operator.getitem, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default}  # beside what says so
 HALVES: dict[Any, Any] = {  # the first half of each transfer
@@ -32,11 +33,13 @@ HALVES: dict[Any, Any] = {  # the first half of each transfer
 
 
 def with_early_transfers(compile: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiler of graphs, as ``compile``, whose transfers begin early."""
+    """A compiler of graphs, as inductor's ``compile``, whose transfers begin early."""
 
     def compile_early(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         begin_early(module)
-        return compile(module, inputs, **options)
+        # Inductor would move `finish` behind readers of the results: only its place in the graph says that it is first.
+        with load_private("torch._inductor.config").patch(reorder_for_locality=False):
+            return compile(module, inputs, **options)
 
     return compile_early
 
@@ -46,10 +49,10 @@ def begin_early(module: fx.GraphModule) -> int:
     graph = module.graph
     transfers = [node for node in graph.nodes if node.target in HALVES]
     for node in transfers:
-        _gather_results(graph, node)
+        _unpack_directly(graph, node)
         _take_views_late(node)
     for last, node in pairwise(transfers):
-        _bring_forward(graph, last, node)
+        _hoist(graph, last, node)
     split = _split(graph, transfers)
     if transfers:
         _chain(graph, transfers[0].args[0])
@@ -61,13 +64,13 @@ def begin_early(module: fx.GraphModule) -> int:
 # Beginning earlier ----------------------------------------------------------------------------------------------------
 
 
-def _bring_forward(graph: fx.Graph, last: fx.Node, node: fx.Node) -> None:
-    """Let a transfer begin right before the first use of what the last one brings, if nothing keeps it."""
+def _hoist(graph: fx.Graph, last: fx.Node, node: fx.Node) -> None:
+    """Move a transfer directly before the first use of the last one's results, unless an operand depends on them."""
     use, brought = _first_use(graph, last), set(_results(last)[1:])
     if use > node:
         return
     moved, new = {node}, [node]
-    while new and len(moved) <= MOST_MOVED:
+    while new and len(moved) <= MOST_HOISTED:
         inputs = new.pop().all_input_nodes
         if brought.intersection(inputs):
             return
@@ -77,11 +80,11 @@ def _bring_forward(graph: fx.Graph, last: fx.Node, node: fx.Node) -> None:
         return
     for one in sorted(moved):
         use.prepend(one)
-    _gather_results(graph, node)
+    _unpack_directly(graph, node)
 
 
 def _take_views_late(node: fx.Node) -> None:
-    """Put views of what a transfer brings right before their first use, which is then that of the transfer."""
+    """Move views of a transfer's results directly before their first use, which is then that of the transfer."""
     views: list[fx.Node] = []
     new = _results(node)[1:]
     while new:
@@ -93,9 +96,11 @@ def _take_views_late(node: fx.Node) -> None:
 
 
 def _may_move(node: fx.Node) -> bool:
-    if node.op != "call_function" or node.target in HALVES:
-        return False
-    return node.target is operator.getitem or not (node.is_impure() or _is_random(node.target))
+    """Whether a node is pure; functions outside of aten may be collectives, whose order is that of all ranks."""
+    if node.target is operator.getitem:
+        return True
+    is_aten = node.op == "call_function" and getattr(node.target, "namespace", "") in ("aten", "prims")
+    return is_aten and not (node.is_impure() or _is_random(node.target))
 
 
 def _is_random(target: Any) -> bool:
@@ -106,14 +111,14 @@ def _is_random(target: Any) -> bool:
 
 
 def _split(graph: fx.Graph, transfers: Sequence[fx.Node]) -> int:
-    """Put the second half of each transfer before its first use, where anything is computed between both."""
+    """Split transfers in two halves where anything is computed between both, and place the second ones."""
     count = 0
     under_way: list[fx.Node] = []
     ends: dict[fx.Node, list[fx.Node]] = {}  # the first halves that end before a node
-    uses = {node: _first_use(graph, node) for node in transfers}
-    wanted = {node for node in transfers if _computes_between(node, uses[node])}
+    latest = {node: _latest_end(graph, node) for node in transfers}
+    wanted = {node for node in transfers if _computes_between(node, latest[node])}
     for node in list(graph.nodes):
-        for begun in [one for one in under_way if uses[one] is node]:
+        for begun in [one for one in under_way if latest[one] is node]:
             under_way.remove(begun)
             ends.setdefault(node, []).append(begun)
         if node in wanted:
@@ -122,13 +127,30 @@ def _split(graph: fx.Graph, transfers: Sequence[fx.Node]) -> int:
             under_way.append(node)
             count += 1
     for node, begun in ((node, one) for node, several in ends.items() for one in several):
-        _finish(graph, begun, node)
+        _end_before(graph, begun, node)
     return count
 
 
-def _computes_between(node: fx.Node, use: fx.Node) -> bool:
-    """Whether a kernel runs, or another transfer begins, after a node and before its first use."""
+def _latest_end(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The node before which a transfer must have ended: the first use of its results, or a write into an input.
+
+    The input may be an operand, or share its memory.
+    """
+    use = _first_use(graph, node)
     while (node := node.next) is not use:
+        if _writes(node):
+            return node
+    return use
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _computes_between(node: fx.Node, end: fx.Node) -> bool:
+    """Whether a kernel runs, or another transfer begins, after a node and before another one."""
+    while (node := node.next) is not end:
         if node.op == "call_function" and not _is_view(node):
             return True
     return False
@@ -138,27 +160,27 @@ def _is_view(node: fx.Node) -> bool:
     return node.target in VIEWS or bool(getattr(node.target, "is_view", False))
 
 
-def _finish(graph: fx.Graph, node: fx.Node, use: fx.Node) -> None:
-    """Let a transfer be a first half, and end before this use."""
+def _end_before(graph: fx.Graph, node: fx.Node, end: fx.Node) -> None:
+    """Replace a transfer by its first half, and put the second half before another node."""
     arguments: Any = node.args
     token, tensors, *rest = arguments
     with graph.inserting_before(node):
         tensors = [_in_own_memory(graph, one) for one in tensors]
     node.target, node.args = HALVES[node.target], (token, tensors, *rest)
-    node.meta.pop("eager_input_vals", None)  # it takes its operands as they lie
+    node.meta.pop("eager_input_vals", None)  # operands may have any strides
     begun, *outs = _results(node)
-    with graph.inserting_before(use):
+    with graph.inserting_before(end):
         made = graph.call_function(ops.finish.default, (begun, begun, outs, tensors))
     with unset_fake_mode():  # sizes may be of a mode of their own
         made.meta["val"] = begun.meta["val"].new_empty(())
 
 
 def _in_own_memory(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """What stands for the same memory wherever it is used: no view of a result, of which a compiler may make copies."""
+    """A node with the same memory in both halves: a compiler may make a copy of a view for each of its users."""
     value = node.meta["val"]
     if node.op == "placeholder" or (value.is_contiguous() and not _is_view(node)):
         return node
-    made = graph.call_function(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+    made = graph.call_function(ops.own_memory.default, (node,))
     with unset_fake_mode():
         made.meta["val"] = torch.empty_like(value, memory_format=torch.contiguous_format)
     return made
@@ -177,12 +199,12 @@ def _chain(graph: fx.Graph, token: Any) -> None:
         elif node.target is ops.finish.default:
             node.args = (token, *node.args[1:])
             token = node
-        elif last is not None and token is not last:  # who waits for the last one waits for what has ended since
+        elif last is not None and token is not last:  # the results of the graph depend on the last second half
             node.replace_input_with(last, token)
 
 
-def _gather_results(graph: fx.Graph, node: fx.Node) -> None:
-    """Put what takes the results of a transfer apart right behind it; there is something that takes the token."""
+def _unpack_directly(graph: fx.Graph, node: fx.Node) -> None:
+    """Move the `getitem` nodes of a transfer directly behind it; there is one of the token."""
     if not any(one.args[1] == 0 for one in _results(node)):
         with graph.inserting_after(node):
             token = graph.call_function(operator.getitem, (node, 0))

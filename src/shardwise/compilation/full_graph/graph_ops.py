@@ -199,6 +199,7 @@ _namespace: Any = custom_ops.Library("shardwise", "FRAGMENT")  # type: ignore[no
 _namespace.define("transfer(Tensor token, Tensor[] tensors, str key) -> Tensor[]")
 _namespace.define("begin(Tensor token, Tensor[] tensors, str key) -> Tensor[]")
 _namespace.define("finish(Tensor token, Tensor begun, Tensor(a!)[] outs, Tensor[] tensors) -> Tensor")
+_namespace.define("own_memory(Tensor tensor) -> Tensor")  # a clone that compilers do not remove
 OF_SIZE = "(Tensor token, Tensor[] tensors, str form, SymInt[] extents, SymInt keys, int number) -> Tensor[]"
 _namespace.define(f"transfer_of_size{OF_SIZE}")
 _namespace.define(f"begin_of_size{OF_SIZE}")
@@ -291,6 +292,14 @@ _namespace.impl("finish", _finish, "CompositeExplicitAutograd")
 for _name in ("transfer", "begin"):
     custom_ops.register_fake(f"shardwise::{_name}", _run_without_data, lib=_namespace)
 custom_ops.register_fake("shardwise::finish", lambda token, *rest: token.new_empty(()), lib=_namespace)
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+_namespace.impl("own_memory", _clone, "CompositeExplicitAutograd")
+custom_ops.register_fake("shardwise::own_memory", _clone, lib=_namespace)
 
 
 # The same op in graphs for many sizes: which transfer it makes is one of a list, which the graph is given -----------

@@ -31,7 +31,7 @@ from shardwise.estimation.without_data.stand_ins import restoring_state
 from shardwise.layout.pictures.words import bytes_text, ranks_text
 from shardwise.report import PlanRow, Report, notebook, save_page
 
-ALIKE = 0.05  # predicted times that differ by less say nothing about which plan is faster
+TIME_TOLERANCE = 0.05  # predicted times that differ by no more do not tell which plan is faster
 NEAR = 0.1  # how near to the bound a plan must be, for no other one to be looked at
 
 
@@ -120,7 +120,7 @@ def auto(
 ) -> AutoPlan:
     """The way to train a model on these devices that is predicted to be the fastest of those that fit.
 
-    Of ways whose times differ by less than 5%, it is the one that leaves most memory free.
+    Of ways that take at most 5% longer, it is the one that leaves most memory free.
 
     It compares the model replicated, fully sharded, tensor parallel, and both of the latter together, each with as many
     samples and such a share of the states on every device as makes the step shortest. Nothing is computed, and the
@@ -156,13 +156,13 @@ def auto(
 def best_of(fitting: Sequence[Candidate]) -> tuple[Candidate, str]:
     """The fastest of candidates that fit, or one that is alike and leaves more memory free; and why."""
     fastest = min(fitting, key=lambda one: one.seconds)
-    best = min((one for one in fitting if one.seconds <= (1 + ALIKE) * fastest.seconds), key=_fullest)
-    if _fullest(best) == _fullest(fastest):
+    best = min((one for one in fitting if one.seconds <= (1 + TIME_TOLERANCE) * fastest.seconds), key=_memory_fraction)
+    if _memory_fraction(best) == _memory_fraction(fastest):
         return fastest, "the fastest that fits"
-    return best, f"as fast as {fastest.name} but for {best.seconds / fastest.seconds - 1:.0%}, with more memory free"
+    return best, f"{best.seconds / fastest.seconds - 1:.1%} slower than {fastest.name}, but leaves more memory free"
 
 
-def _fullest(one: Candidate) -> float:
+def _memory_fraction(one: Candidate) -> float:
     """The part of its memory that the fullest device needs."""
     return max(needed / there for needed, there in zip(one.needed, one.memory, strict=True))
 
@@ -289,7 +289,8 @@ def _judged(start: Candidate, shares: Shares, costs: Sequence[Costs], devices: S
 
 def _compared(one: Candidate, best: Candidate) -> Candidate:
     if one.fits:
-        return replace(one, reason=f"it fits, and takes {one.seconds / best.seconds:.2f} × as long")
+        but = ", but leaves less memory free" if one.seconds < best.seconds else ""
+        return replace(one, reason=f"it fits, and takes {one.seconds / best.seconds:.2f} × as long{but}")
     rank, lacking = max(one.lacking.items(), key=lambda pair: pair[1], default=(0, 0))
     return replace(one, reason=f"rank {rank} lacks {bytes_text(lacking)}")
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from shardwise import settings
-from shardwise.comm.transfer.in_graph import is_traced
+from shardwise.comm.transfer.in_graph import is_traced, refuse_in_graph
 from shardwise.comm.transfer.sums import NARROW
 from shardwise.errors import PropertyError
 from shardwise.ops.engine.call import Call
@@ -235,6 +235,7 @@ class _Grouped(Call):
         known = x.dtype == torch.bfloat16 if is_traced() else x.is_cuda and x.dtype != torch.float64
         if known and all(one == 1 or one % step == 0 for one in strides):
             return super().run(operands, **changes)
+        refuse_in_graph(f"a grouped product of {x.dtype}", "torch traces those of bfloat16 in rows of whole 16 bytes")
         return _by_group(x, weight, offsets.tolist())
 
 
