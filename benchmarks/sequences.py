@@ -1,11 +1,11 @@
 """Sequences in pieces: `python -m benchmarks.sequences --help`.
 
-A step of a model like Llama with AdamW on one long sequence, in two pieces on each of four ranks, causal. Beside it
-runs torch's own context parallel: its ring attention with the same cut, DistributedDataParallel for the gradients.
-Torch dispatches its ring for kernels of CUDA only, so on gloo it is called with the kernel for CPUs, the same one that
-shardwise calls. Both take turns in one run. `--backend nccl` takes CUDA's flash kernel and bfloat16. Measured beside
-are the peak of memory of a rank and that of the whole sequence on one rank, of a Llama of transformers whose sequence
-no number of ranks divides, and how far its gradients are from the whole one's in float64.
+A step of a model like Llama with AdamW on one long sequence, causal, in two pieces on each of four ranks, and in one
+piece. Beside it runs torch's own context parallel: its ring attention in two pieces, DistributedDataParallel for the
+gradients. Torch dispatches its ring for kernels of CUDA only, so on gloo it is called with the kernel for CPUs, the
+same one that shardwise calls. All take turns in one run. `--backend nccl` takes CUDA's kernels, bfloat16 and a larger
+model. Measured beside are the peak of memory of a rank and that of the whole sequence on one rank, of a Llama of
+transformers whose sequence no number of ranks divides, and how far its gradients are from the whole one's in float64.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ from benchmarks.timing import both_together
 from benchmarks.transfers import status
 from shardwise.testing import run_on_ranks
 
-EVEN = Shape(layers=2, width=256, batch=1, sequence=4096)
+SHAPES = {
+    "gloo": Shape(layers=2, width=256, batch=1, sequence=4096),
+    "nccl": Shape(layers=2, width=1024, batch=1, sequence=16384),
+}
 LENGTH, WORDS = 4099, 4096
 MIB = 2**20
 aten = torch.ops.aten
@@ -125,8 +128,8 @@ def stepping(model: nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]
     return step
 
 
-def ours(shape: Shape) -> Callable[[], None]:
-    plan = shardwise.plans.context_parallel(parameters=None)
+def ours(shape: Shape, pieces: int = 2) -> Callable[[], None]:
+    plan = shardwise.plans.context_parallel(parameters=None, pieces=pieces)
     model = shardwise.shard_module(start(shape), plan)
     ids, labels = plan.cut(tokens(shape))
     return stepping(model, lambda: loss_of(model, ids, labels))
@@ -148,7 +151,7 @@ def theirs(shape: Shape) -> Callable[[], None]:
 def measure(shape: Shape, blocks: int) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of a step, and of the processors of all ranks, on every rank."""
     torch.set_num_threads(1)
-    made = {"shardwise": ours(shape), "torch": theirs(shape)}
+    made = {"shardwise": ours(shape), "one piece": ours(shape, 1), "torch": theirs(shape)}
     contenders = {name: partial(synchronised, step) for name, step in made.items()}
     for step in contenders.values():
         for _ in range(3):
@@ -236,14 +239,14 @@ def whole(shape: Shape) -> Callable[[], None]:
     return stepping(model, lambda: loss_of(model, ids, labels))
 
 
-def run(shape: Shape = EVEN, ranks: int = 4, blocks: int = 7, backend: str = "gloo") -> list[Row]:
+def run(shape: Shape = SHAPES["gloo"], ranks: int = 4, blocks: int = 7, backend: str = "gloo") -> list[Row]:
     """Measure on ranks of their own, and print what was found; gives what is held to a budget."""
     seconds, spent = run_on_ranks(ranks, measure, shape, blocks, timeout=550, fresh=True, backend=backend)[0]
     what = f"{shape.layers} layers of {shape.width}, {shape.batch} x {shape.sequence} tokens, {ranks} {backend} ranks"
     print(f"\nSequences in pieces: {what}\n")
     for what, found in {"a step": seconds, "time of all processors": spent}.items():
-        print(f"  {what}: " + ", ".join(f"{name} {duration(one)}" for name, one in found.items()), end="")
-        print(f"; {found['shardwise'] / found['torch']:.2f}x torch's ring")
+        shown = [f"{name} {duration(one)} ({one / found['torch']:.2f}x torch's ring)" for name, one in found.items()]
+        print(f"  {what}: " + ", ".join(shown))
     step = Row(f"step on a sequence in pieces, {ranks} {backend} ranks", seconds, "≤ 1.0 torch", ("torch", 1.0))
     if backend == "nccl":
         odd = replace(shape, sequence=shape.sequence + 3)
@@ -272,9 +275,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=7, help="steps, of which the fastest counts")
     for one in fields(Shape):
-        parser.add_argument(f"--{one.name}", type=int, default=getattr(EVEN, one.name))
+        parser.add_argument(f"--{one.name}", type=int)
     given = vars(parser.parse_args())
-    shape = replace(EVEN, **{one.name: given[one.name] for one in fields(Shape)})
+    said = {one.name: given[one.name] for one in fields(Shape) if given[one.name] is not None}
+    shape = replace(SHAPES[given["backend"]], **said)
     run(shape, given["ranks"], given["blocks"], given["backend"])
 
 

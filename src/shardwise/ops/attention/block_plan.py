@@ -112,7 +112,7 @@ def make_block_plan(query: Layout, key: Layout, sizes: AttentionSizes, rank: int
         return None
     keys = [_KeyBox(_Part(*box[:2]), box[2], owner) for box, owner in zip(_spans(key), key.ranks.tolist(), strict=True)]
     needs = _needs(query, group, key.size[2], sizes)
-    transport = _transport(key, sizes)
+    transport = transport_layout(key, sizes.width)
     rounds = [AttentionRound(None, tuple(_tasks(query, group, key.size[2], sizes, rank, _own_pieces(keys, key, rank))))]
     for layout in _round_layouts(query, needs, keys, transport, sizes):
         plan = make_plan(transport, layout)
@@ -187,12 +187,12 @@ def _without(spans: Sequence[Span], taken: Sequence[Span]) -> list[Span]:
 # Rounds --------------------------------------------------------------------------------------------------------------
 
 
-def _transport(key: Layout, sizes: AttentionSizes) -> Layout:
-    """The layout of keys and values as they travel."""
+def transport_layout(key: Layout, width: int) -> Layout:
+    """The layout of keys, and of what travels with each, on their way: samples, positions, heads and width."""
     order, boxes = [0, 2, 1, 3], key.boxes
     extents = boxes.sizes[:, order].copy()
-    extents[:, 3] = sizes.width
-    size = [key.size[0], key.size[2], key.size[1], sizes.width]
+    extents[:, 3] = width
+    size = [key.size[0], key.size[2], key.size[1], width]
     return Layout.of(size, Boxes(boxes.offsets[:, order], extents), key.places)
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.group import is_member
-from shardwise.comm.transfer import make_plan
 from shardwise.layout import Layout
 from shardwise.layout.geometry import Boxes
 from shardwise.ops.attention.block_plan import AttentionSizes, BlockPlan, make_block_plan
@@ -18,7 +17,7 @@ from shardwise.ops.attention.in_pieces import AttendInPieces
 from shardwise.ops.attention.visibility import Visibility
 from shardwise.ops.engine.compute import assemble, result_frame
 from shardwise.ops.engine.recorder import run_step, use_in_place
-from shardwise.ops.engine.steps import MoveLocals, OpSummary, Tensors, TieAnchors
+from shardwise.ops.engine.steps import OpSummary, Tensors, TieAnchors
 from shardwise.tensor import ShardedTensorBase
 from shardwise.tensor.frame import Frame
 
@@ -43,7 +42,7 @@ def plan_in_pieces(
     one_dtype = query.dtype == key.dtype == value.dtype and query.dtype.is_floating_point
     if not same_samples or not one_dtype or not key.numel() or not value.shape[3]:
         return None
-    if any(one._layout.cuts(3) or one.is_meta for one in operands) or not _cut_alike(key._layout, value._layout):
+    if any(one._layout.cuts(3) or one.is_meta for one in operands) or not cut_alike(key._layout, value._layout):
         return None
     sizes = AttentionSizes(key.shape[3] + value.shape[3], key.dtype.itemsize, mask is not None, visibilities)
     return make_block_plan(query._layout, key._layout, sizes, dist.get_rank())
@@ -63,7 +62,7 @@ def attend_in_pieces(
     group = query._frame.process_group
     assert group is not None
     records = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
-    (queries, first), (keys, second), (values, third) = map(_local, (query, key, value))
+    (queries, first), (keys, second), (values, third) = map(local_operand, (query, key, value))
     anchors = [*first, *second, *third]
     anchor = run_step(TieAnchors(), *anchors)[0] if records and anchors else None
     step = AttendInPieces(
@@ -81,34 +80,20 @@ def attend_in_pieces(
         dropout,
     )
     outs = run_step(step, anchor, mask, *queries, *keys, *values)
-    frame = _result_frame(query, value.shape[3])
+    frame = result_frame_of(query, value.shape[3])
     made = assemble(type(query), frame, outs[: len(queries)], [*anchors, *outs[len(queries) :]], records)
     made._moved = plan.moved > 0
     return made
 
 
-def moved_like(result: ShardedTensorBase, query: ShardedTensorBase, summary: OpSummary) -> ShardedTensorBase:
-    """A result that was computed elsewhere, where its queries lie. Every rank of the group takes part."""
-    group, frame = query._frame.process_group, _result_frame(query, result.shape[3])
-    assert group is not None
-    records = torch.is_grad_enabled() and result.requires_grad
-    step = MoveLocals(make_plan(result._layout, frame.layout), group, summary, records, result.dtype)
-    anchor = result._anchored()
-    outs = run_step(step, anchor, *result._local_tensors())
-    count = len(frame.rows)
-    anchors = [*([] if anchor is None else [anchor]), *outs[count:]]
-    made = assemble(type(query), frame, outs[:count], anchors, records)
-    made._moved = True
-    return made
-
-
-def _result_frame(query: ShardedTensorBase, width: int) -> Frame:
+def result_frame_of(query: ShardedTensorBase, width: int) -> Frame:
+    """Of a result in the layout of the queries."""
     if width == query.shape[3]:
         return query._frame
     return result_frame(_with_width(query._layout, width), query.dtype, query._frame.process_group)
 
 
-def _local(operand: ShardedTensorBase) -> tuple[Tensors, Tensors]:
+def local_operand(operand: ShardedTensorBase) -> tuple[Tensors, Tensors]:
     """The local tensors of an operand, and its anchor, if it has one."""
     if operand._layout.has_replicas:
         tensors = use_in_place(operand)
@@ -119,12 +104,12 @@ def _local(operand: ShardedTensorBase) -> tuple[Tensors, Tensors]:
     return tensors[:count], tensors[count:]
 
 
-def _cut_alike(one: Layout, other: Layout) -> bool:
-    """Whether two tensors are cut at the same places, on the same ranks, but for their width."""
+def cut_alike(one: Layout, other: Layout, dims: tuple[int, ...] = (0, 1, 2)) -> bool:
+    """Whether two tensors are cut at the same places along some dims, on the same ranks."""
     if len(one) != len(other) or not np.array_equal(one.ranks, other.ranks):
         return False
     pairs = (one.boxes.offsets, other.boxes.offsets), (one.boxes.sizes, other.boxes.sizes)
-    return all(np.array_equal(a[:, :3], b[:, :3]) for a, b in pairs)
+    return all(np.array_equal(a[:, dims], b[:, dims]) for a, b in pairs)
 
 
 def _with_width(layout: Layout, width: int) -> Layout:

@@ -117,25 +117,27 @@ class _Computation:
         operand, target = self.call.operands[number], self.schedule.operands[number]
         if not isinstance(operand, ShardedTensorBase):
             return self._split_plain(operand, number)
+        rows: Sequence[int] = range(len(self.rows))  # of the local tensors, for each cell
+        caches = not may_alias_operand(self.call.op)
         if not self.schedule.in_place[number]:
+            target, row_of = deduplicated(target) if caches else (target, None)
+            if row_of is not None:
+                local = target.rows_on(dist.get_rank())
+                rows = [local.index(int(row_of[row])) for row in self.rows]
+        if target != operand._layout:
             assert self.group is not None
             record = torch.is_grad_enabled() and operand.requires_grad
-            caches = not may_alias_operand(self.call.op)
-            target, row_of = deduplicated(target) if caches else (target, None)
             plan = make_plan(operand._layout, target)
             step = RedistributeOperand(plan, self.group, op_summary(self.call), record, caches)
             tensors = redistribute_operand(step, operand)
-            if row_of is not None:
-                rows = target.rows_on(dist.get_rank())
-                self.anchors += tensors[len(rows) :]
-                return [tensors[rows.index(int(row_of[row]))] for row in self.rows]
         elif number != self.written and operand._layout.has_replicas:
             tensors = use_in_place(operand)
         else:  # the tensors themselves, no views
             anchor, tensors = operand._anchored(), operand._local_tensors()
             tensors = tensors if anchor is None else [*tensors, anchor]
-        self.anchors += tensors[len(self.rows) :]
-        return tensors[: len(self.rows)]
+        count = len(target.rows_on(dist.get_rank() if dist.is_initialized() else -1))
+        self.anchors += tensors[count:]
+        return [tensors[k] for k in rows]
 
     def _split_plain(self, operand: torch.Tensor, number: int) -> Tensors:
         """The part of a plain operand, which is the same on every rank, for each local cell."""

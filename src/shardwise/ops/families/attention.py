@@ -7,6 +7,7 @@ softmax have rules of their own.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +16,8 @@ import torch
 
 from shardwise import settings
 from shardwise.errors import UnsupportedOpError
-from shardwise.ops.attention.block_plan import BlockPlan
-from shardwise.ops.attention.ops import attend_in_pieces, moved_like, plan_in_pieces
+from shardwise.ops.attention.by_heads import attend_by_heads, prefers_heads
+from shardwise.ops.attention.ops import attend_in_pieces, plan_in_pieces
 from shardwise.ops.attention.visibility import Visibility
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import compute, op_summary
@@ -95,26 +96,14 @@ def _in_pieces(call: Call) -> Any:
     plan = plan_in_pieces(query, key, value, mask, (Visibility(behind=0 if call["is_causal"] else None),))
     if plan is None or not (query.shape[1] == key.shape[1] or call["enable_gqa"]):
         return NotImplemented
-    if not call["dropout_p"] and _prefers_heads(plan, query, key, value):
-        result = compute(call, _rule(call, heads_alone=True))
-        if result is not NotImplemented:
-            return moved_like(result, query, op_summary(call))
+    if not call["dropout_p"] and prefers_heads(plan, query, key, value):
+        return attend_by_heads(functools.partial(_by_heads, call), query, key, value, op_summary(call))
     return attend_in_pieces(plan, query, key, value, mask, call["scale"], op_summary(call), call["dropout_p"])
 
 
-# Whole sequences of a few heads take half to four fifths of the processor time of pieces of all heads, as measured on
-# gloo: few large blocks, and nothing to merge. That makes up for so much more that is sent.
-MORE_FOR_HEADS = 1.5
-
-
-def _prefers_heads(plan: BlockPlan, query: Any, key: Any, value: Any) -> bool:
-    """Whether whole sequences are cheaper, of which each rank gets as many heads, and whose result goes back."""
-    ranks = query._frame.process_group.size()
-    if key.shape[1] % ranks or any(one._layout.cuts(0) or one._layout.cuts(1) for one in (query, key, value)):
-        return False
-    result = query.numel() // query.shape[3] * value.shape[3]
-    elements = query.numel() + key.numel() + value.numel() + result
-    return plan.moved > 0 and elements * (ranks - 1) / ranks <= MORE_FOR_HEADS * plan.moved
+def _by_heads(call: Call, query: Any, key: Any, value: Any) -> Any:
+    cut = Call(call.op, (), {**call.arguments, "query": query, "key": key, "value": value})
+    return compute(cut, _rule(cut, heads_alone=True), moves=False)
 
 
 def _formula(call: Call) -> Any:
