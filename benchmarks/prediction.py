@@ -2,7 +2,8 @@
 
 The devices are measured first. On gloo, four ranks of one thread each: `--devices devices.json` takes measured ones. On
 NCCL (`--backend nccl`) the peaks are those of CUDA's allocator, also those of twelve larger set-ups; ranks share the
-GPUs that there are.
+GPUs that there are. A machine that others use changes: with `--again`, the devices are measured before and after the
+steps, and printed is what is predicted of both.
 """
 
 from __future__ import annotations
@@ -108,19 +109,35 @@ def print_parts(needs: Any, queued: float) -> None:
     print("  " + ", ".join(f"{name} {seconds * 1e3:.1f} ms" for name, seconds in parts.items()), flush=True)
 
 
+def measure_devices(path: Path) -> str:
+    """Measure the devices of all ranks, as a user does; gives the file."""
+    command(["doctor", "--measure", str(path), "--ranks", str(RANKS)])
+    return str(path)
+
+
+def compare_again(steps: dict[tuple[str, int], float], options: argparse.Namespace, paths: list[str]) -> None:
+    """Print how far predictions are off that are made of each measurement of the devices."""
+    print(f"\n{'way':18}{'rows':>6}{'measured':>12}{'before':>9}{'after':>9}")
+    for (way, rows), seconds in steps.items():
+        given = way, options.width, rows, "cpu"
+        found = [shardwise.estimate(set_up, *given, devices=path, ranks=RANKS).seconds for path in paths]
+        print(f"{way:18}{rows:6}{seconds * 1e3:9.1f} ms" + "".join(f"{one / seconds - 1:+9.0%}" for one in found))
+
+
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--devices", help="a file that `shardwise doctor --measure` wrote")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--parts", action="store_true", help="print also what the predicted times consist of")
+    parser.add_argument("--again", action="store_true", help="measure the devices after the steps, too")
+    parser.add_argument("--times", action="store_true", help="only the times of steps, no peaks of other set-ups")
     options = parser.parse_args()
     device = "cuda" if options.backend == "nccl" else "cpu"
     with tempfile.TemporaryDirectory() as folder:
-        path = options.devices or str(Path(folder) / "devices.json")
-        if not options.devices:
-            command(["doctor", "--measure", path, "--ranks", str(RANKS)])
+        path = options.devices or measure_devices(Path(folder) / "devices.json")
+        steps: dict[tuple[str, int], float] = {}
         print(f"{'way':18}{'rows':>6}{'measured':>12}{'predicted':>12}{'off by':>9}", end="")
         print(f"{'peak':>14}{'predicted':>14}{'off by':>9}")
         for way in WAYS:
@@ -129,6 +146,7 @@ def main() -> None:
                 needs = shardwise.estimate(set_up, *given[:3], "cpu", devices=path, ranks=RANKS)
                 found = run_on_ranks(RANKS, measured, *given, backend=options.backend, timeout=600, fresh=True)
                 seconds, queued, peak = (max(each) for each in zip(*found, strict=True))
+                steps[way, rows] = seconds
                 line = f"{way:18}{rows:6}{seconds * 1e3:9.1f} ms{needs.seconds * 1e3:9.1f} ms"
                 line += f"{needs.seconds / seconds - 1:+9.0%}"
                 if peak:
@@ -136,7 +154,9 @@ def main() -> None:
                 print(line, flush=True)
                 if options.parts:
                     print_parts(needs, queued)
-        if device == "cuda":
+        if options.again:
+            compare_again(steps, options, [path, measure_devices(Path(folder) / "again.json")])
+        if device == "cuda" and not options.times:
             compare_peaks(path)
 
 

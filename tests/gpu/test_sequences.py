@@ -38,7 +38,7 @@ def test_each_kernel(kernel: str) -> None:
                 values(SAMPLES, HEADS, WORDS, WIDTH, dtype=dtype, seed=0),
                 *(values(SAMPLES, GROUPS, WORDS, WIDTH, dtype=dtype, seed=seed) for seed in (1, 2)),
             ]
-            block = kernels.Block(*given, kernels.ALL, None, 1.0)
+            block = kernels.AttentionBlock(*given, kernels.ALL, None, 1.0)
             assert kernels.kernel_for(block) is by
             exact = [one.detach().double().requires_grad_() for one in given]
             weight = values(SAMPLES, HEADS, WORDS, WIDTH, dtype=dtype, seed=3).detach()

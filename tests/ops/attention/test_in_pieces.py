@@ -171,7 +171,9 @@ def test_whole_sequences_of_some_heads() -> None:
             one.grad = None
         with trace() as seen:
             found = scaled_dot_product_attention(*tried, is_causal=True)
-        assert [one.kind for one in seen.events] == ["exchange"] * 2  # queries, keys and values together, and the result
+        assert [one.kind for one in seen.events] == [
+            "exchange"
+        ] * 2  # queries, keys and values together, and the result
         (found**2).sum().backward()
         assert found.sharding.ranks.tolist() == [0, 1, 2, 3]
         assert found.sharding.cuts(2)
