@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from datetime import timedelta
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardwise import check
 from shardwise.comm.group import tagged_messages
-from shardwise.comm.group.message_threads import PendingMessages
+from shardwise.comm.group.message_threads import MessageThreads, PendingMessages
 from shardwise.errors import TransferError
 from shardwise.testing import ranks
 
@@ -59,3 +62,28 @@ def test_a_rank_waits_no_longer_than_the_group_allows(allowed: float) -> None:
             )
     assert clock.now == pytest.approx(100.0 + allowed)
     assert max(np.diff(looks), default=0.0) <= tagged_messages.AT_MOST + 1e-9
+
+
+class Work:
+    """A message that has come."""
+
+    def wait(self, _: timedelta) -> None:
+        """Is over at once."""
+
+
+def test_memory_of_messages_is_free_when_a_wait_ends() -> None:
+    """The thread that has waited for them drops them first, however threads take turns."""
+    threads, interval = MessageThreads(), sys.getswitchinterval()
+    threads.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(300):
+            job = PendingMessages(None, [(Work(), 0, torch.empty(1))])
+            memory = weakref.ref(job)
+            threads.wait_for(job)
+            job.done.acquire()
+            del job
+            assert memory() is None
+    finally:
+        sys.setswitchinterval(interval)
+        threads.end()

@@ -107,16 +107,17 @@ class MessageThreads:
                     self.start()
             messages.run()
             self.pending.discard(messages)
+            done = messages.done
+            del messages  # whoever waits may count on the memory being free then
             with self._lock:
                 is_spare = self._free >= MOST_FREE
                 if is_spare:
                     self._threads -= 1
                 else:
                     self._free += 1
-            messages.done.release()
+            done.release()
             if is_spare:
                 return
-            del messages  # and its memory
 
     def end(self) -> None:
         """Drop pending messages, and stop the threads."""
