@@ -64,10 +64,16 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
         self._parameters: dict[int, torch.Tensor] = {}
         self._results, self._is_resolving = ResultCache(self), False
         self._phase = FORWARD
+        self.settles = False  # whether nobody will read the account of the step
         self.models: dict[int, torch.nn.Module] = {}  # those that were called, and not by another one
         self.layouts: dict[bytes, Layout] = {}  # of arguments of modules
 
     # What is told ----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: nothing is compiled in a step without data, and what keeps compilers out takes time at each op."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """An op on fake tensors."""
@@ -89,29 +95,33 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
                 self._is_resolving = False
             if key is not None:
                 self._results.keep(key, tensors, out)
-        self._note(func, args, kwargs, out)
+        self._note(func, args, kwargs, out, None if key is None else tensors)
         return out
 
-    def _note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _note(self, func: Any, args: Any, kwargs: Any, out: Any, given: list[torch.Tensor] | None) -> None:
+        """An op was called; all tensors among its arguments, if known, have no data and are not on meta."""
         op, results = op_of(func), tensors_in(out)
         outs = [one for one in results if not _is_meta(one)]
         if not outs and not op.is_mutable:
             return
-        arguments = tensors_in((*args, *kwargs.values()))
-        given = [one for one in arguments if not _is_meta(one)]
-        module, line = self._where()
+        arguments = tensors_in((*args, *kwargs.values())) if given is None else given
+        if given is None:
+            given = [one for one in arguments if not _is_meta(one)]
         for tensor in given:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:
                 self._allocate(storage, BEFORE, "", "", OTHER)
-        is_view = not op.is_mutable
-        for tensor in outs:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._known:
+        new = [one for one in map(torch.Tensor.untyped_storage, outs) if one._cdata not in self._known]
+        if self.settles and not new:
+            return
+        module, line = self._where()
+        for storage in new:
+            if storage._cdata not in self._known:  # several results may share it
                 phase, category = self._phase_now()
                 self._allocate(storage, phase, module, line, category)
-                is_view = False
-        if is_view:
+        if self.settles:
+            return
+        if not new and not op.is_mutable:  # a view
             self.tape.entries.append(Kernel(op.name, module, line, VIEW))
             return
         if self._is_gpu:
@@ -212,9 +222,13 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
 
     # The course of a step --------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """From now on, a new account: what is there was there before."""
+    def begin_step(self, *, settles: bool = False) -> None:
+        """From now on, a new account: what is there was there before.
+
+        If the step only settles down, nobody will read its account: only memory is noted, for what stays of it.
+        """
         self.end_step()
+        self.settles = settles
         self.ledger, self.tape, self.positions = Ledger(self.ledger.granularity), Tape(), []
         self.trace.restart(self.tape)
         for known in list(self._known.values()):

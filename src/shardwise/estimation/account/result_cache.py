@@ -11,7 +11,7 @@ import torch
 
 from shardwise.torch_private import FakeTensor, FakeTensorMode, make_subclass, refuse_data_access
 
-LITERALS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+LITERALS = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 MISSING = object()
 CPU = torch.device("cpu")
 MOST = 50_000  # results that are kept
@@ -66,7 +66,7 @@ class ResultCache:
             parts += (kind, len(value))
             for one in value:
                 self._add(parts, one, tensors)
-        elif isinstance(value, LITERALS):
+        elif kind in LITERALS:
             parts += (kind, value)
         else:
             raise _UnknownError

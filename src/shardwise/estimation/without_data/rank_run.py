@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from shardwise.comm.tracing.record import recording
@@ -63,16 +64,18 @@ class RankRun:
     stopped: BaseException | None = None  # values decided what comes next
 
 
-def run_as(rank: int, job: Job) -> RankRun:
-    """Take the step as this rank, and note everything in the last one of several."""
+def run_as(rank: int, job: Job, *, settles: bool = True) -> RankRun:
+    """Take the step as this rank, and note everything in the last one of several; in all, unless the others settle."""
     with acting_as(rank, job) as (account, (function, args, kwargs)):
         stopped = None
         try:
-            _take_steps(account, function, args, kwargs, job.steps)
+            _take_steps(account, function, args, kwargs, job.steps, settles)
         except FAKE_TENSOR_ERRORS as error:
             stopped = error
         account.end_step()
-        return RankRun(rank, account, list(account.models.values()), _amounts(account, job.ranks), stopped)
+        if stopped is None or not account.settles:
+            return RankRun(rank, account, list(account.models.values()), _amounts(account, job.ranks), stopped)
+    return run_as(rank, job, settles=False)  # the step that stops is the one that is told
 
 
 @contextmanager
@@ -88,7 +91,8 @@ def acting_as(rank: int, job: Job) -> Iterator[tuple[Accounting, list[Any]]]:
         account.trace.machines = job.machines
         as_gpu = autocast_of(device), gpu_kernels_of(device)
         usable = taking_lists(), converting_modules(), copying_modules(), making_meshes(), answering_for_batches()
-        for context in (account, recording(account.trace), *as_gpu, account.watching(), *usable):
+        eager = torch.compiler.set_stance("force_eager")  # nothing is compiled without data
+        for context in (eager, account, recording(account.trace), *as_gpu, account.watching(), *usable):
             stack.enter_context(context)
         stand_ins = StandInsOfRank(account, groups, job.ranks)
         with account.setting_up():
@@ -97,17 +101,19 @@ def acting_as(rank: int, job: Job) -> Iterator[tuple[Accounting, list[Any]]]:
         yield account, found
 
 
-def _take_steps(account: Accounting, function: Callable[..., Any], args: Any, kwargs: Any, steps: int) -> None:
+def _take_steps(
+    account: Accounting, function: Callable[..., Any], args: Any, kwargs: Any, steps: int, settles: bool
+) -> None:
     """A function that gives a function has set up a step; else it is the step."""
-    account.begin_step()
+    account.begin_step(settles=settles and steps > 1)
     with account.setting_up() if steps > 1 else nullcontext():  # else this may be the step that is told
         found = function(*args, **kwargs)
     is_set_up = callable(found) and not isinstance(found, nn.Module)
     step = found if is_set_up else lambda: function(*args, **kwargs)
     steps -= not is_set_up
     del found
-    for _ in range(steps):
-        account.begin_step()
+    for left in reversed(range(steps)):
+        account.begin_step(settles=settles and left > 0)
         step()
 
 
