@@ -254,5 +254,5 @@ def test_inductor_keeps_the_order_and_the_memory() -> None:
         plain = plain_model(3)
         model = shardwise.fully_shard(copy.deepcopy(plain), weights=[3, 1])
         compiled = torch.compile(model, fullgraph=True)
-        for sizes in ([4, 3], [6, 2], [9, 3]):
-            train(plain, model, compiled, sizes)
+        for _ in range(2):
+            train(plain, model, compiled, [4, 3])

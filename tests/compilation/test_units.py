@@ -173,10 +173,10 @@ def assert_same_steps(plain: nn.Module, model: nn.Module, graphs: Graphs, sizes:
 
 
 @pytest.mark.parametrize("compiler", ["eager", INDUCTOR])
-@ranks(4)
+@ranks(2)
 def test_backends(compiler: str) -> None:
     """Whatever compiles the graphs; the first block, whose input is plain, has graphs of its own."""
-    plain, model = twins(Pair)
+    plain, model = twins(Pair, (3, 2))
     graphs = Graphs(compiler)
     assert_same_steps(plain, shardwise.compile(model, backend=graphs), graphs)
     assert 0 < len(graphs.steps) <= 12

@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import assert_close, boxes, chunks, places
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import shardwise
 from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardedTensor, ShardingSpec
 from shardwise.comm.tracing import trace
+from shardwise.errors import UnsupportedOpError
 from shardwise.ops.attention import block_plan, dropout, kernels
 from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
@@ -171,9 +173,8 @@ def test_whole_sequences_of_some_heads() -> None:
             one.grad = None
         with trace() as seen:
             found = scaled_dot_product_attention(*tried, is_causal=True)
-        assert [one.kind for one in seen.events] == [
-            "exchange"
-        ] * 2  # queries, keys and values together, and the result
+        kinds = [one.kind for one in seen.events]
+        assert kinds == ["exchange"] * 2  # of queries, keys and values together, and of the result
         (found**2).sum().backward()
         assert found.sharding.ranks.tolist() == [0, 1, 2, 3]
         assert found.sharding.cuts(2)
@@ -195,14 +196,34 @@ def test_gradient_of_one_operand() -> None:
     assert tried[0].grad is None
 
 
-@ranks(2)
-def test_twice_differentiated() -> None:
-    """As torch's kernels, it refuses to be differentiated twice, on every rank."""
-    tensors = [shardwise.shard(values(1, 1, 6, 4, seed=k), 2).requires_grad_() for k in range(3)]
-    found = scaled_dot_product_attention(*tensors).sum()
-    (grad,) = torch.autograd.grad(found, tensors[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+@pytest.mark.parametrize("power", [1, 2])
+@ranks(4)
+def test_twice_differentiated(power: int) -> None:
+    """As torch's kernels, it refuses to be differentiated twice, on every rank: also where the gradient of the result
+    is a constant, and on ranks without a piece."""
+    spec = pieces(4, (3, 0), (4, 3), width=4)
+    tensors = [shard_tensor(values(2, 4, 7, 4, seed=k), spec).requires_grad_() for k in range(3)]
+    with sdpa_kernel(SDPBackend.MATH):
+        found = scaled_dot_product_attention(*tensors, is_causal=True).pow(power).sum()
+        (grad,) = torch.autograd.grad(found, tensors[:1], create_graph=True)
+        with pytest.raises(UnsupportedOpError, match="cannot be differentiated twice"):
+            grad.pow(2).sum().backward()
+
+
+@pytest.mark.parametrize("empty", [[0, 0, 0, 0], [2, 0, 10, 8], [2, 4, 10, 0], [2, 4, 0, 8], [0, 4, 10, 8]])
+@ranks(4)
+def test_empty_boxes(empty: list[int]) -> None:
+    """Of whatever sizes: no samples, heads, positions or width; one rank has such a box, and one has none."""
+    spec = boxes(([0, 0, 0, 0], [2, HEADS, 10, WIDTH], 0), ([0, 0, 0, 0], empty, 1), ([0, 0, 10, 0], [2, 4, 3, 8], 2))
+    for form in ("all keys", "causal"):
+        plain = [values(2, HEADS, LENGTH, WIDTH, seed=k).requires_grad_() for k in range(3)]
+        tried = [shard_tensor(one.detach(), spec).requires_grad_() for one in plain]
+        expected, found = (scaled_dot_product_attention(*each, **FORMS[form]) for each in (plain, tried))
+        assert_close(found.detach().full_tensor(), expected.detach(), form)
+        for each in (expected, found):
+            each.pow(2).sum().backward()
+        for one, other in zip(tried, plain, strict=True):
+            assert_close(one.grad.full_tensor(), other.grad, f"gradient, {form}")
 
 
 @pytest.mark.parametrize("form", ["causal", "mask of truths"])

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from shardwise.autograd.anchors import anchor_gradient, input_anchor, output_anchor
 from shardwise.comm.transfer import Moving, TransferPlan, move
 from shardwise.comm.transfer.sums import accumulation_dtype
 from shardwise.comm.transfer.wire import failing_together
+from shardwise.errors import UnsupportedOpError
 from shardwise.ops.attention.block_plan import AttentionRound, BlockPlan, BlockTask
 from shardwise.ops.attention.dropout import DropoutFactors, Size
 from shardwise.ops.attention.kernels import AttentionBlock, kernel_for
@@ -80,17 +80,40 @@ class _Attended(torch.autograd.Function):
         return made, *outs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """The gradients of queries, keys and values."""
         step: AttendInPieces = ctx.step
-        _, mask, *saved = ctx.saved_tensors
+        anchor, mask, *saved = ctx.saved_tensors
         count = step.queries + 2 * step.keys
         outs, sums = saved[count : count + step.queries], saved[count + step.queries :]
         made = _Run(step, mask, ctx.factors, saved[:count]).backward(grads[1:], outs, sums)
-        return None, None, None, anchor_gradient(ctx, 3, grads[0]), *made
+        to_anchor = anchor_gradient(ctx, 3, grads[0])
+        if torch.is_grad_enabled():
+            to_anchor, *made = _differentiated_once(anchor, to_anchor, *made)
+        return None, None, None, to_anchor, *made
 
 
+class _DifferentiatedOnce(torch.autograd.Function):
+    """Gradients that are not recorded, though a graph of them is wanted: to differentiate them again is an error.
+
+    Torch's ``once_differentiable`` takes them for constants where the gradients of the results are constants.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *grads: torch.Tensor | None) -> Any:
+        """The same gradients, of anchors, too: so every rank comes to the backward, also one without pieces."""
+        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Every rank comes here."""
+        raise UnsupportedOpError(
+            "attention over a sequence in pieces cannot be differentiated twice, as torch's fused kernels cannot: cut "
+            "samples or heads instead of the sequence, or leave out create_graph=True"
+        )
+
+
+_differentiated_once: Callable[..., Any] = _DifferentiatedOnce.apply  # which torch declares without types
 _attended: Callable[..., tuple[torch.Tensor, ...]] = _Attended.apply  # which torch declares without types
 
 

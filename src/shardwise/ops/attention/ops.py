@@ -44,6 +44,8 @@ def plan_in_pieces(
         return None
     if any(one._layout.cuts(3) or one.is_meta for one in operands) or not cut_alike(key._layout, value._layout):
         return None
+    if any((one._layout.boxes.sizes[:, (1, 3)] == 0).any() for one in operands):
+        return None  # an empty box without heads or width: all others have pieces of the sequence, maybe none
     sizes = AttentionSizes(key.shape[3] + value.shape[3], key.dtype.itemsize, mask is not None, visibilities)
     return make_block_plan(query._layout, key._layout, sizes, dist.get_rank())
 
