@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cases import ALL, PLAIN, assert_close, chunks, places
+from tests.cases import ALL, PLAIN, assert_close, boxes, chunks, places
 from tests.compilation.graphs import Counter, transfers
 from torch import nn
 from torch.nn import functional
@@ -193,6 +193,26 @@ def test_the_loss_within_the_graph() -> None:
     assert_close(whole(losses[1].detach()), losses[0].detach())
     assert_same_gradients(model, plain)
     assert counter.counts == (1, 1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@ranks(4)
+def test_ranks_without_operands_send_in_the_backward(causal: bool) -> None:
+    """Not in the forward, where compilers put what depends on no gradient: two ranks have no piece of the sequence."""
+    spec = boxes(([0, 0, 0, 0], [1, 4, 5, 8], 3), ([0, 0, 5, 0], [1, 4, 10, 8], 0), ([0, 0, 15, 0], [1, 4, 1, 8], 3))
+
+    def attend(*tensors: Any) -> Any:
+        return functional.scaled_dot_product_attention(*tensors, is_causal=causal)
+
+    torch.manual_seed(0)
+    plain = [torch.randn(1, 4, 16, 8, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    tried = [shard_tensor(one.detach(), spec).requires_grad_() for one in plain]
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    for run, tensors in ((attend, plain), (compiled, tried)):
+        found = run(*tensors)
+        (found * found).sum().backward()
+    for one, other in zip(tried, plain, strict=True):
+        assert_close(one.grad.full_tensor(), other.grad)
 
 
 @ranks(2)

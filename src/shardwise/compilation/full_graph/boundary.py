@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from shardwise.comm.transfer.all_reduce import holding_of
-from shardwise.compilation.full_graph.graph_ops import GraphTransfers, LeafSums, ReplicaSums
+from shardwise.compilation.full_graph.graph_ops import GraphTransfers
+from shardwise.compilation.full_graph.graph_transfer import LeafSums, ReplicaSums
 from shardwise.compilation.full_graph.input_forms import InputForm
 from shardwise.layout import Layout
 from shardwise.ops.engine.plain_operand import everywhere, set_stand_in
@@ -93,18 +94,21 @@ def _local(leaf: _SharedLeaf, grads: list[torch.Tensor], rank: int) -> list[torc
 
 
 class _End(torch.autograd.Function):
-    """The same tensors, so that the backward of each reaches the anchor."""
+    """The same tensors, so that the backward of each reaches the anchor; with their gradients the backward begins."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, transfers: GraphTransfers, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
         """The tensors."""
+        ctx.transfers = transfers
         ctx.save_for_backward(anchor)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """The same gradients."""
-        return torch.zeros_like(ctx.saved_tensors[0]), *grads
+        anchor: torch.Tensor = ctx.saved_tensors[0]
+        ctx.transfers.begin_backward(next((grad for grad in grads if grad.device == anchor.device), grads[0]))
+        return None, torch.zeros_like(anchor), *grads
 
 
 _begin: Callable[..., tuple[torch.Tensor, ...]] = _Begin.apply  # which torch declares without types
@@ -158,6 +162,6 @@ def leave_graph(transfers: GraphTransfers, tensors: Sequence[torch.Tensor]) -> l
     outs = list(tensors)
     numbers = [k for k, tensor in enumerate(outs) if tensor.requires_grad]
     if numbers and transfers.anchor is not None and torch.is_grad_enabled():
-        for k, tensor in zip(numbers, _end(transfers.anchor, *[outs[k] for k in numbers]), strict=True):
+        for k, tensor in zip(numbers, _end(transfers, transfers.anchor, *[outs[k] for k in numbers]), strict=True):
             outs[k] = tensor
     return outs

@@ -1,8 +1,7 @@
 """The op of a graph by which data goes between ranks: `shardwise::transfer`, or its halves `begin` and `finish`.
 
-Its last argument is a key. Under the key this process keeps a `Transfer`: what is to be done with the tensors, and the
-sizes of the results. The key is a digest of all that, so that equal keys mean equal transfers in any process, also
-where a compiler keeps its results on disk.
+Its last argument is a key. Under the key this process keeps a `Transfer` (`graph_transfer`): what is to be done with
+the tensors, and the sizes of the results.
 
 All transfers of a graph are chained by a token, a tensor without meaning that each takes and gives: ranks have
 different graphs, and the chain makes each of them send in the order in which the model was traced.
@@ -13,183 +12,22 @@ fills. The second one also takes the operands, so that a compiler uses their mem
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import library as custom_ops
 from torch.distributed import ProcessGroup
 
-from shardwise.autograd.buckets import LeafGradient, agreed_sum, sum_together
 from shardwise.comm.group import GroupState, group_state
-from shardwise.comm.transfer import Moving, TransferPlan, empty_tensors, move
-from shardwise.comm.transfer.all_reduce import holding_of, sum_replicas
+from shardwise.comm.transfer import Moving, TransferPlan
 from shardwise.comm.transfer.local_copies import Done
+from shardwise.compilation.full_graph.graph_transfer import Move, RandomDraw, ReplicaSums, Transfer
 from shardwise.errors import UnsupportedOpError
 from shardwise.layout import Layout
 from shardwise.ops.engine.steps import DrawRandom
-
-Sizes = list[tuple[list[int], torch.dtype, torch.device]]
-
-
-class Transfer(Protocol):
-    """What one op of a graph does."""
-
-    @property
-    def key(self) -> str:
-        """Equal for transfers that do the same."""
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        """Whose ranks take part."""
-
-    def sizes(self) -> Sizes:
-        """Of the results on this rank."""
-
-    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The results. Every rank of the group calls it."""
-
-
-def _key(name: str, group: ProcessGroup | None, *parts: Any) -> str:
-    """A name that can be read, and a digest of everything."""
-    members = None if group is None else (group.group_name, dist.get_process_group_ranks(group))
-    digest = hashlib.blake2b(digest_size=12)
-    for part in (members, *parts):
-        digest.update(part if isinstance(part, bytes) else repr(part).encode())
-    return f"{name} {digest.hexdigest()}"
-
-
-@dataclass(frozen=True, eq=False)
-class Move:
-    """A plan that is carried out."""
-
-    plan: TransferPlan
-    group: ProcessGroup
-    dtype: torch.dtype
-    max_bytes: int | None
-    fill: Any
-
-    @cached_property
-    def key(self) -> str:
-        """Of the plan and the options."""
-        plan = self.plan
-        hosts = None if plan.hosts is None else plan.hosts.tobytes()
-        options = plan.sums, plan.forward is None, hosts, self.dtype, self.max_bytes, self.fill
-        name = "add up" if plan.sums else "move"
-        return _key(f"{name} {tuple(plan.src.size)}", self.group, plan.src.digest, plan.dst.digest, *options)
-
-    def sizes(self) -> Sizes:
-        """Of the destination."""
-        return _sizes(self.plan.dst, self.dtype)
-
-    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Move now."""
-        return self._begin(tensors, None).wait()
-
-    def begin(self, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Moving] | None:
-        """Begin to move: the memory of the results, and what is under way. None where the host must take part."""
-        if not self.plan.moved or self.max_bytes is not None:
-            return None
-        outs = empty_tensors(self.plan.dst, self.dtype, fill=None if self.plan.sums else self.fill)
-        return outs, self._begin(tensors, outs)
-
-    def _begin(self, tensors: list[torch.Tensor], outs: list[torch.Tensor] | None) -> Moving:
-        options = {"dtype": self.dtype, "max_bytes": self.max_bytes, "fill": self.fill, "lent": True}
-        return move(self.plan, tensors, self.group, outs=outs, **options, verb="a transfer of a compiled graph")
-
-
-@dataclass(frozen=True, eq=False)
-class ReplicaSums:
-    """Sums over the replicas of one layout."""
-
-    layout: Layout
-    group: ProcessGroup
-    dtype: torch.dtype
-
-    @cached_property
-    def key(self) -> str:
-        """Of the layout."""
-        return _key(f"sum {tuple(self.layout.size)}", self.group, self.layout.digest, self.dtype)
-
-    def sizes(self) -> Sizes:
-        """Those of the local tensors."""
-        return _sizes(self.layout, self.dtype)
-
-    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Add up now."""
-        said = agreed_sum(self.group, self.layout.outline, self.dtype)
-        return sum_replicas(self.layout, tensors, self.group, dtype=self.dtype, **said)
-
-
-@dataclass(frozen=True, eq=False)
-class LeafSums:
-    """Sums over the replicas of many leaves, sent together. No rank holds two replicas of one box."""
-
-    layouts: tuple[Layout, ...]
-    group: ProcessGroup
-    dtype: torch.dtype
-
-    @cached_property
-    def key(self) -> str:
-        """Of all layouts."""
-        digests = [layout.digest for layout in self.layouts]
-        return _key(f"sum of {len(digests)} gradients", self.group, *digests, self.dtype)
-
-    def sizes(self) -> Sizes:
-        """Those of the local tensors of all leaves."""
-        return [one for layout in self.layouts for one in _sizes(layout, self.dtype)]
-
-    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Add up now."""
-        rank, size = dist.get_rank(), self.group.size()
-        rest, gradients, order = iter(range(len(tensors))), [], []
-        for layout in self.layouts:
-            holding = holding_of(layout, rank, size)
-            numbers = [next(rest) for _ in layout.rows_on(rank)]
-            order += [numbers[k] for (k,) in holding.numbers]  # of tensors by box
-            local = [tensors[numbers[k]] for (k,) in holding.numbers]
-            gradients.append(LeafGradient(holding, layout.outline, local, local))
-        sums = sum_together(gradients, self.group, self.dtype)
-        return [sums[order.index(k)] for k in range(len(tensors))]
-
-
-@dataclass(frozen=True, eq=False)
-class RandomDraw:
-    """Random numbers for the boxes of a frame; nothing is sent, but the generators of all ranks advance alike."""
-
-    draw: DrawRandom
-
-    @property
-    def group(self) -> ProcessGroup | None:
-        """Of the frame."""
-        return self.draw.frame.process_group
-
-    @cached_property
-    def key(self) -> str:
-        """Of the frame and the distribution."""
-        draw, frame = self.draw.draw, self.draw.frame
-        what = draw.function.__name__, draw.args, draw.most, draw.chunks, self.draw.order, frame.dtype, frame.device
-        return _key(f"draw {tuple(frame.size)}", frame.process_group, frame.layout.digest, what)
-
-    def sizes(self) -> Sizes:
-        """Of the boxes."""
-        return _sizes(self.draw.frame.layout, self.draw.frame.dtype)
-
-    def run(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Draw now."""
-        return self.draw()
-
-
-def _sizes(layout: Layout, dtype: torch.dtype) -> Sizes:
-    rows = layout.rows_on(dist.get_rank())
-    return [(layout.extent(row), dtype, layout.place(row).device) for row in rows]
-
 
 # The op --------------------------------------------------------------------------------------------------------------
 
@@ -233,11 +71,15 @@ def found_transfer(key: str) -> Transfer:
     return _transfers[key][0]
 
 
+def _new_token(token: torch.Tensor) -> torch.Tensor:
+    return token.new_empty((), dtype=torch.float32)
+
+
 def _run(token: torch.Tensor, tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
     outs = found_transfer(key).run([tensor.detach().contiguous() for tensor in tensors])
     # A compiler takes each result for memory of its own, from the beginning of its storage.
     taken = {_memory(tensor) for tensor in tensors}
-    return [token.new_empty(()), *[_own_memory(out, taken) for out in outs]]
+    return [_new_token(token), *[_own_memory(out, taken) for out in outs]]
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -254,7 +96,7 @@ def _own_memory(out: torch.Tensor, taken: set[int]) -> torch.Tensor:
 
 def _run_without_data(token: torch.Tensor, tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
     sizes = found_transfer(key).sizes()
-    return [token.new_empty(()), *[torch.empty(size, dtype=dtype, device=device) for size, dtype, device in sizes]]
+    return [_new_token(token), *[torch.empty(size, dtype=dtype, device=device) for size, dtype, device in sizes]]
 
 
 _under_way: dict[int, Moving] = {}  # by the address of the token that the first half gave, while the token lives
@@ -267,7 +109,7 @@ def _begin(token: torch.Tensor, tensors: list[torch.Tensor], key: str) -> list[t
         made, *outs = _run(token, tensors, key)
         moving: Moving = Done(outs)
     else:
-        made, (outs, moving) = token.new_empty(()), begun
+        made, (outs, moving) = _new_token(token), begun
     address = made.data_ptr()
     _under_way[address] = moving
     weakref.finalize(made, _drop, address, moving).atexit = False  # an error may come before the second half
@@ -283,7 +125,7 @@ def _finish(
     token: torch.Tensor, begun: torch.Tensor, outs: list[torch.Tensor], tensors: list[torch.Tensor]
 ) -> torch.Tensor:
     _under_way.pop(begun.data_ptr()).wait()
-    return token.new_empty(())
+    return _new_token(token)
 
 
 _namespace.impl("transfer", _run, "CompositeExplicitAutograd")
@@ -291,7 +133,7 @@ _namespace.impl("begin", _begin, "CompositeExplicitAutograd")
 _namespace.impl("finish", _finish, "CompositeExplicitAutograd")
 for _name in ("transfer", "begin"):
     custom_ops.register_fake(f"shardwise::{_name}", _run_without_data, lib=_namespace)
-custom_ops.register_fake("shardwise::finish", lambda token, *rest: token.new_empty(()), lib=_namespace)
+custom_ops.register_fake("shardwise::finish", lambda token, *rest: _new_token(token), lib=_namespace)
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -337,7 +179,7 @@ def _run_of_size_without_data(
     token: torch.Tensor, tensors: list[torch.Tensor], form: str, extents: list[Any], keys: Any, number: int
 ) -> list[torch.Tensor]:
     """A result for each part of the form, such as ``2 float32 cpu``: so many of the extents, a dtype and a device."""
-    outs, rest = [token.new_empty(())], iter(extents)
+    outs, rest = [_new_token(token)], iter(extents)
     for part in filter(None, form.split(";")):
         dims, dtype, device = part.split(" ")
         size = [next(rest) for _ in range(int(dims))]
@@ -358,11 +200,20 @@ class GraphTransfers:
 
     def __init__(self) -> None:
         self.anchor: torch.Tensor | None = None
+        self._behind: torch.Tensor | None = None  # what the next transfer takes in place of the token
         self.keys: list[str] = []  # in order: what all ranks compare
 
     def begin(self, token: torch.Tensor) -> None:
         """Begin to trace, maybe again: compilers trace a function several times."""
-        self.token, self.anchor, self.keys = token.detach(), None, []
+        self.token, self.anchor, self.keys, self._behind = token.detach(), None, [], None
+
+    def begin_backward(self, gradient: torch.Tensor) -> None:
+        """The next transfer takes this gradient of a result for its token, and so is a part of the backward.
+
+        A rank that brings nothing to the transfers of the backward would send its part of them in the forward, for
+        that is where compilers put what depends on no gradient.
+        """
+        self._behind = gradient.detach()
 
     def add(self, transfer: Transfer, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results of a transfer, which becomes an op of the graph."""
@@ -370,7 +221,8 @@ class GraphTransfers:
         self.keys.append(key)
         outs: list[torch.Tensor]
         with torch.no_grad():
-            self.token, *outs = torch.ops.shardwise.transfer(self.token, list(tensors), key)
+            token, self._behind = self.token if self._behind is None else self._behind, None
+            self.token, *outs = torch.ops.shardwise.transfer(token, list(tensors), key)
         return outs
 
     def move(
