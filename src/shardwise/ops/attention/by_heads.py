@@ -6,7 +6,6 @@ the queries that share a key, the key and its value.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +28,10 @@ MORE_FOR_HEADS = 1.5
 
 
 def prefers_heads(plan: BlockPlan, query: Any, key: Any, value: Any) -> bool:
-    """Whether whole sequences are cheaper than pieces, for which there is a plan."""
+    """Whether whole sequences are cheaper than pieces, for which there is a plan.
+
+    Queries, keys and values must have their pieces in the same order, since they travel as one tensor.
+    """
     ranks = query._frame.process_group.size()
     if key.shape[1] % ranks or any(one._layout.cuts(0) or one._layout.cuts(1) for one in (query, key, value)):
         return False
@@ -40,20 +42,10 @@ def prefers_heads(plan: BlockPlan, query: Any, key: Any, value: Any) -> bool:
     return plan.moved > 0 and elements * (ranks - 1) / ranks <= MORE_FOR_HEADS * plan.moved
 
 
-def attend_by_heads(
-    attend: Callable[..., Any], query: Any, key: Any, value: Any, summary: OpSummary
-) -> ShardedTensorBase:
-    """The result in the layout of the queries; ``attend`` computes it where heads are cut and sequences whole.
-
-    Every rank of the group takes part.
-    """
-    return _returned(attend(*_cut_by_heads(query, key, value, summary)), query, summary)
-
-
-def _cut_by_heads(
+def cut_by_heads(
     query: ShardedTensorBase, key: ShardedTensorBase, value: ShardedTensorBase, summary: OpSummary
 ) -> Heads:
-    """The same tensors, of which each rank has as many heads."""
+    """The same tensors, of which each rank has as many heads. Every rank of the group takes part."""
     operands, group = (query, key, value), query._frame.process_group
     assert group is not None
     records = torch.is_grad_enabled() and any(one.requires_grad for one in operands)
@@ -88,8 +80,8 @@ def _by_key(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     return tensor.transpose(1, 2).reshape(samples, positions, heads, every // heads * width)
 
 
-def _returned(result: ShardedTensorBase, query: ShardedTensorBase, summary: OpSummary) -> ShardedTensorBase:
-    """The result where its queries lie."""
+def moved_like(result: ShardedTensorBase, query: ShardedTensorBase, summary: OpSummary) -> ShardedTensorBase:
+    """The result where its queries lie. Every rank of the group takes part."""
     group, frame = query._frame.process_group, result_frame_of(query, result.shape[3])
     assert group is not None
     records = torch.is_grad_enabled() and result.requires_grad

@@ -117,13 +117,13 @@ class _Computation:
         operand, target = self.call.operands[number], self.schedule.operands[number]
         if not isinstance(operand, ShardedTensorBase):
             return self._split_plain(operand, number)
-        rows: Sequence[int] = range(len(self.rows))  # of the local tensors, for each cell
+        used: Sequence[int] = range(len(self.rows))  # the number of the local tensor that each cell takes
         caches = not may_alias_operand(self.call.op)
         if not self.schedule.in_place[number]:
             target, row_of = deduplicated(target) if caches else (target, None)
             if row_of is not None:
                 local = target.rows_on(dist.get_rank())
-                rows = [local.index(int(row_of[row])) for row in self.rows]
+                used = [local.index(int(row_of[row])) for row in self.rows]
         if target != operand._layout:
             assert self.group is not None
             record = torch.is_grad_enabled() and operand.requires_grad
@@ -137,7 +137,7 @@ class _Computation:
             tensors = tensors if anchor is None else [*tensors, anchor]
         count = len(target.rows_on(dist.get_rank() if dist.is_initialized() else -1))
         self.anchors += tensors[count:]
-        return [tensors[k] for k in rows]
+        return [tensors[k] for k in used]
 
     def _split_plain(self, operand: torch.Tensor, number: int) -> Tensors:
         """The part of a plain operand, which is the same on every rank, for each local cell."""

@@ -7,7 +7,6 @@ softmax have rules of their own.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from shardwise import settings
 from shardwise.errors import UnsupportedOpError
-from shardwise.ops.attention.by_heads import attend_by_heads, prefers_heads
+from shardwise.ops.attention.by_heads import cut_by_heads, moved_like, prefers_heads
 from shardwise.ops.attention.ops import attend_in_pieces, plan_in_pieces
 from shardwise.ops.attention.visibility import Visibility
 from shardwise.ops.engine.call import Call
@@ -97,13 +96,12 @@ def _in_pieces(call: Call) -> Any:
     if plan is None or not (query.shape[1] == key.shape[1] or call["enable_gqa"]):
         return NotImplemented
     if not call["dropout_p"] and prefers_heads(plan, query, key, value):
-        return attend_by_heads(functools.partial(_by_heads, call), query, key, value, op_summary(call))
+        cut = dict(zip(FORMULA[:3], cut_by_heads(query, key, value, op_summary(call)), strict=True))
+        by_heads = Call(call.op, (), {**call.arguments, **cut})
+        result = compute(by_heads, _rule(by_heads, heads_alone=True), moves=False)
+        assert result is not NotImplemented, "each rank has all that it needs for its heads"
+        return moved_like(result, query, op_summary(call))
     return attend_in_pieces(plan, query, key, value, mask, call["scale"], op_summary(call), call["dropout_p"])
-
-
-def _by_heads(call: Call, query: Any, key: Any, value: Any) -> Any:
-    cut = Call(call.op, (), {**call.arguments, "query": query, "key": key, "value": value})
-    return compute(cut, _rule(cut, heads_alone=True), moves=False)
 
 
 def _formula(call: Call) -> Any:
