@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from shardwise.tensor import ShardedTensorBase
 from shardwise.torch_private import FAKE_TENSOR_ERRORS
 
 STEPS = 2  # a step settles down in the first ones: states are made, and units are tried on local samples
+YOUNG = 50_000  # new objects after which garbage is looked for
 CLOSE = 200  # ranks are alike if they differ by less than one part in so many
 
 
@@ -145,8 +147,19 @@ def rank_runs(job: Job) -> list[tuple[RankRun, list[int]]]:
 
     The time of a run is that of any device: where only that differs, one run does for both.
     """
-    with restoring_state():
+    with restoring_state(), _collecting_rarely():
         return _rank_runs(job)
+
+
+@contextmanager
+def _collecting_rarely() -> Iterator[None]:
+    """Within this context, garbage is looked for rarely: an account is many small objects, none of them garbage."""
+    before = gc.get_threshold()
+    gc.set_threshold(YOUNG, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _rank_runs(job: Job) -> list[tuple[RankRun, list[int]]]:
