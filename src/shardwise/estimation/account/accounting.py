@@ -72,7 +72,7 @@ class Accounting(FakeTensorMode):  # type: ignore[no-untyped-call] # torch's
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False: nothing is compiled in a step without data, and what keeps compilers out takes time at each op."""
+        """Asked by a torch that keeps compilers out of modes, which takes time at each op: nothing is compiled here."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

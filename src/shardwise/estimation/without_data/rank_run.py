@@ -155,7 +155,7 @@ def rank_runs(job: Job) -> list[tuple[RankRun, list[int]]]:
 def _collecting_rarely() -> Iterator[None]:
     """Within this context, garbage is looked for rarely: an account is many small objects, none of them garbage."""
     before = gc.get_threshold()
-    gc.set_threshold(YOUNG, *before[1:])
+    gc.set_threshold(before[0] and max(before[0], YOUNG), *before[1:])  # 0: it is not looked for at all
     try:
         yield
     finally:
