@@ -7,12 +7,11 @@ them. A step is forward, loss and backward; printed are the time of a step, and 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +20,13 @@ from torch import Tensor, nn
 
 import shardwise
 from benchmarks.llama import Llama, Shape, loss_of
+from benchmarks.shape_options import chosen_shape, parser_for
 from benchmarks.table import duration, print_lines
 from benchmarks.timing import best_together
 from benchmarks.training import SHARES, device_here, dtensor_tensor_parallel, our_tensor_parallel, whole
 from shardwise.testing import run_on_ranks
+
+SHAPES = {"gloo": Shape(), "nccl": Shape(layers=4, width=1024, head=64, batch=4, sequence=256)}
 
 
 @dataclass(frozen=True)
@@ -136,16 +138,12 @@ def run(shape: Shape, group: str, ranks: int, backend: str, repeats: int) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser = parser_for(__doc__, SHAPES)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--compiler", default="inductor", help="a backend of torch.compile")
     parser.add_argument("--repeats", type=int, default=9, help="of which the fastest counts")
-    for one in fields(Shape):
-        parser.add_argument(f"--{one.name}", type=int, default=getattr(Shape(), one.name))
-    given = vars(parser.parse_args())
-    shape = Shape(**{one.name: given[one.name] for one in fields(Shape)})
-    run(shape, given["backend"], given["ranks"], given["compiler"], given["repeats"])
+    given = parser.parse_args()
+    run(chosen_shape(given, SHAPES), given.backend, given.ranks, given.compiler, given.repeats)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ how many graphs were compiled on the rank that has most, and how many of these a
 
 from __future__ import annotations
 
-import argparse
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,13 +20,17 @@ from torch import Tensor, nn
 
 import shardwise
 from benchmarks.llama import Llama, Shape, loss_of
+from benchmarks.shape_options import chosen_shape, parser_for
 from benchmarks.table import Row, duration, print_lines
 from benchmarks.timing import both_together
 from benchmarks.training import SHARES, device_here, our_tensor_parallel
 from shardwise.testing import run_on_ranks
 
 RANKS = 4
-SMALL = Shape(layers=2, width=256, batch=16, sequence=64)
+SHAPES = {
+    "gloo": Shape(layers=2, width=256, batch=16, sequence=64),
+    "nccl": Shape(layers=4, width=1024, head=64, batch=64, sequence=256),
+}
 STEPS = 2  # in a block of measured ones
 WARM_UP = 4  # steps, of which the first two may compile
 
@@ -141,7 +144,7 @@ def show(found: dict[str, Found], shape: Shape, compiler: str, backend: str) -> 
 
 
 def run(
-    shape: Shape = SMALL, backend: str = "gloo", compiler: str = "inductor", blocks: int = 7, only: str = ""
+    shape: Shape = SHAPES["gloo"], backend: str = "gloo", compiler: str = "inductor", blocks: int = 7, only: str = ""
 ) -> list[Row]:
     """Measure on ranks of their own, and print what was found."""
     found = {
@@ -157,16 +160,12 @@ def run(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser = parser_for(__doc__, SHAPES)
     parser.add_argument("--compiler", default="inductor", help="a backend of torch.compile")
     parser.add_argument("--blocks", type=int, default=7, help="of two steps each, of which the fastest counts")
     parser.add_argument("--only", default="", help="set-ups whose name begins so")
-    for one in fields(Shape):
-        parser.add_argument(f"--{one.name}", type=int, default=getattr(SMALL, one.name))
-    given = vars(parser.parse_args())
-    shape = replace(SMALL, **{one.name: given[one.name] for one in fields(Shape)})
-    run(shape, given["backend"], given["compiler"], given["blocks"], given["only"])
+    given = parser.parse_args()
+    run(chosen_shape(given, SHAPES), given.backend, given.compiler, given.blocks, given.only)
 
 
 if __name__ == "__main__":

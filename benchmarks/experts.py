@@ -10,11 +10,10 @@ bytes that tokens take; the processor time of a step tells the work of a rank wh
 
 from __future__ import annotations
 
-import argparse
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import shardwise
 from benchmarks.fully_sharded import device_here, synchronised
 from benchmarks.llama import Llama, Shape, loss_of
+from benchmarks.shape_options import chosen_shape, parser_for
 from benchmarks.table import Row, duration, print_lines
 from benchmarks.timing import best_of, least_processor_time
 from shardwise import plans
@@ -48,6 +48,9 @@ class MixtureShape(Shape):
     sequence: int = 64
     experts: int = 8
     choices: int = 2
+
+
+SHAPES = {"gloo": MixtureShape(), "nccl": MixtureShape(width=1024, sequence=256)}
 
 
 class Experts(nn.Module):
@@ -272,9 +275,8 @@ def sent_by_layer(one: Contender, shape: MixtureShape) -> dict[str, float]:
     }
 
 
-def run(shape: MixtureShape | None = None, backend: str = "gloo", ranks: int = 4, blocks: int = 5) -> list[Row]:
+def run(shape: MixtureShape = SHAPES["gloo"], backend: str = "gloo", ranks: int = 4, blocks: int = 5) -> list[Row]:
     """Measure on ranks of their own, and print what was found; gives what is held to a budget."""
-    shape = MixtureShape() if shape is None else shape
     found, sent = run_on_ranks(ranks, measure, shape, blocks, timeout=550, fresh=True, backend=backend)[0]
     what = f"{shape.layers} layers of {shape.width}, {shape.experts} experts, {shape.choices} a token"
     print(f"\nExperts on ranks: {what}, batch {shape.batch} x {shape.sequence}, AdamW, {ranks} {backend} ranks\n")
@@ -300,15 +302,11 @@ def run(shape: MixtureShape | None = None, backend: str = "gloo", ranks: int = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser = parser_for(__doc__, SHAPES)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=5, help="of three steps each, of which the fastest counts")
-    for one in fields(MixtureShape):
-        parser.add_argument(f"--{one.name}", type=int, default=one.default)
-    given = vars(parser.parse_args())
-    shape = replace(MixtureShape(), **{one.name: given[one.name] for one in fields(MixtureShape)})
-    run(shape, given["backend"], given["ranks"], given["blocks"])
+    given = parser.parse_args()
+    run(chosen_shape(given, SHAPES), given.backend, given.ranks, given.blocks)
 
 
 if __name__ == "__main__":

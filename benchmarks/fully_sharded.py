@@ -8,12 +8,11 @@ GPU the peak of memory above parameters and states.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gc
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,12 +22,16 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise
 from benchmarks.llama import Llama, Shape, loss_of
+from benchmarks.shape_options import chosen_shape, parser_for
 from benchmarks.table import Row, duration, print_lines
 from benchmarks.timing import best_of
 from benchmarks.wire import watched
 from shardwise.testing import run_on_ranks
 
-SMALL = Shape(layers=4, width=256, batch=20, sequence=32)  # a batch that 4 ranks and 5 shares divide
+SHAPES = {  # of batches that 4 ranks and 5 shares divide
+    "gloo": Shape(layers=4, width=256, batch=20, sequence=32),
+    "nccl": Shape(layers=4, width=1024, head=64, batch=20, sequence=128),
+}
 SHARES = (2, 1, 1, 1)
 STEPS = 3
 
@@ -199,7 +202,7 @@ def show(found: dict[str, Found], shape: Shape, backend: str, ranks: int) -> Non
     print_lines(lines)
 
 
-def run(shape: Shape = SMALL, backend: str = "gloo", ranks: int = 4, blocks: int = 7) -> list[Row]:
+def run(shape: Shape = SHAPES["gloo"], backend: str = "gloo", ranks: int = 4, blocks: int = 7) -> list[Row]:
     """Measure on ranks of their own, and print what was found; gives what is held to a budget."""
     found: dict[str, Found] = run_on_ranks(ranks, measure, shape, blocks, timeout=550, fresh=True, backend=backend)[0]
     show(found, shape, backend, ranks)
@@ -225,15 +228,11 @@ def run(shape: Shape = SMALL, backend: str = "gloo", ranks: int = 4, blocks: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser = parser_for(__doc__, SHAPES)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=7, help="of three steps each, of which the fastest counts")
-    for one in fields(Shape):
-        parser.add_argument(f"--{one.name}", type=int, default=getattr(SMALL, one.name))
-    given = vars(parser.parse_args())
-    shape = replace(SMALL, **{one.name: given[one.name] for one in fields(Shape)})
-    run(shape, given["backend"], given["ranks"], given["blocks"])
+    given = parser.parse_args()
+    run(chosen_shape(given, SHAPES), given.backend, given.ranks, given.blocks)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ transformers whose sequence no number of ranks divides, and how far its gradient
 
 from __future__ import annotations
 
-import argparse
 import copy
 import ctypes
 import gc
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwise
 from benchmarks.fully_sharded import device_here, synchronised
 from benchmarks.llama import Llama, Shape, loss_of
+from benchmarks.shape_options import chosen_shape, parser_for
 from benchmarks.table import Row, duration
 from benchmarks.timing import both_together
 from benchmarks.transfers import status
@@ -270,16 +270,11 @@ def run(shape: Shape = SHAPES["gloo"], ranks: int = 4, blocks: int = 7, backend:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser = parser_for(__doc__, SHAPES)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=7, help="steps, of which the fastest counts")
-    for one in fields(Shape):
-        parser.add_argument(f"--{one.name}", type=int)
-    given = vars(parser.parse_args())
-    said = {one.name: given[one.name] for one in fields(Shape) if given[one.name] is not None}
-    shape = replace(SHAPES[given["backend"]], **said)
-    run(shape, given["ranks"], given["blocks"], given["backend"])
+    given = parser.parse_args()
+    run(chosen_shape(given, SHAPES), given.ranks, given.blocks, given.backend)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,12 @@ uneven   as tensor, but of the heads and features the ranks have parts as 3 : 2 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import gc
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwise
 from benchmarks.llama import Llama, Shape, loss_of
+from benchmarks.shape_options import chosen_shape, parser_for
 from benchmarks.table import Row, duration, print_lines
 from benchmarks.timing import Work, best_of
 from benchmarks.wire import watched
@@ -42,7 +42,7 @@ PLANS = ("tensor", "batch", "uneven")
 BY_ROWS, BY_COLUMNS = ("q", "k", "v", "gate", "up"), ("o", "down")
 MODULE = {name: f"blocks.*.{'attention' if name in 'qkvo' else 'feed_forward'}.{name}" for name in BY_ROWS + BY_COLUMNS}
 RANKS = 4
-SMALL = Shape()
+SHAPES = {"gloo": Shape(), "nccl": Shape()}
 SHARES = (3, 2, 2, 1)  # of heads and features, in the uneven plan
 RATE = 0.1
 LIMIT = ("DTensor", 0.8)  # most of its time
@@ -277,7 +277,7 @@ def show_training(trained: Trained) -> None:
         print(f"  {name} raises {why}")
 
 
-def run(plan: str, shape: Shape = SMALL, backend: str = "gloo", blocks: int = 7) -> Row:
+def run(plan: str, shape: Shape = SHAPES["gloo"], backend: str = "gloo", blocks: int = 7) -> Row:
     """Measure a plan on ranks of their own, and print what was found."""
     trained = run_on_ranks(RANKS, train, plan, shape, blocks, timeout=550, fresh=True, backend=backend)[0]
     show_training(trained)
@@ -286,16 +286,12 @@ def run(plan: str, shape: Shape = SMALL, backend: str = "gloo", blocks: int = 7)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_for(__doc__, SHAPES)
     parser.add_argument("--plan", choices=PLANS, action="append", help="one or more; all if none is given")
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--blocks", type=int, default=7, help="of three steps each, of which the fastest counts")
-    for one in fields(Shape):
-        parser.add_argument(f"--{one.name}", type=int, default=one.default)
-    given = vars(parser.parse_args())
-    shape = replace(SMALL, **{one.name: given[one.name] for one in fields(Shape)})
-    for plan in given["plan"] or PLANS:
-        run(plan, shape, given["backend"], given["blocks"])
+    given = parser.parse_args()
+    for plan in given.plan or PLANS:
+        run(plan, chosen_shape(given, SHAPES), given.backend, given.blocks)
 
 
 if __name__ == "__main__":
