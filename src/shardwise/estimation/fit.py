@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 Capacity = int | str
 Capacities = Capacity | Mapping[str | int, Capacity]
 
+RUNTIME = "memory that libraries keep"  # which no plan changes
 HELP = {  # for the category that has most at the peak
     ACTIVATIONS: "recompute activations (torch.utils.checkpoint around each block), or fewer samples at once",
     STATES: "share the states out over more ranks (shardwise.fully_shard), or take an optimizer with fewer states",
@@ -99,9 +100,10 @@ def fit_of(parts: Iterable[RankEstimate], given: Capacities | None, world: int) 
         sizes: dict[int, list[int]] = {}
         for rank in part.ranks:
             sizes.setdefault(memory.get(rank, part.device.memory), []).append(rank)
-        most = max(part.at_peak, key=lambda name: part.at_peak[name])
+        held = {**part.at_peak, RUNTIME: part.device.reserved}
+        most = max(held, key=lambda name: held[name])
         for size, ranks in sizes.items():
-            found.append(RankFit(ranks, part.device.name, part.peak, size, most, part.at_peak[most]))
+            found.append(RankFit(ranks, part.device.name, part.peak, size, most, held[most]))
     return Fit(found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ from shardwise.layout.pictures.words import bytes_text, ranks_text
 from shardwise.report import PlanRow, Report, notebook, save_page
 
 TIME_TOLERANCE = 0.05  # predicted times that differ by no more do not tell which plan is faster
+EIGHTH = 8  # of an even share of samples
 NEAR = 0.1  # how near to the bound a plan must be, for no other one to be looked at
+LEAST_TOLD = 0.005  # what is printed as 0%
 
 
 @dataclass(frozen=True)
@@ -239,14 +242,16 @@ class _Search:
         """Why a way need not be looked at; empty if it must."""
         best = min((one for one, _ in self.judged if one.fits), key=lambda one: one.seconds, default=None)
         if best is not None and best.seconds <= (bound := self._bound_of(start)) * (1 + NEAR):
-            return f"it cannot be faster than {best.name} by more than {best.seconds / bound - 1:.0%}"
+            more = best.seconds / bound - 1
+            return f"it cannot be faster than {best.name}" + (f" by more than {more:.0%}" if more >= LEAST_TOLD else "")
         for one, costs in self.judged:
             if start.kind == REPLICATED and one.kind == FULLY_SHARDED:
                 states, least = costs[0].states, min(device.memory for device in self.devices)
                 if states > least:
                     return f"parameters, gradients and states alone need {bytes_text(int(states))} on each rank"
             if best is not None and one.kind == FULLY_SHARDED and one.recompute == start.recompute:
-                needed, there = costs[0].memory.each * self.work.samples, sum(one.memory)
+                memory, there = costs[0].memory, sum(one.memory)
+                needed = memory.of(self.work.samples) - memory.of(0)
                 if needed > there:  # of samples on ranks that share layers, each has a part at best
                     return f"activations alone need {bytes_text(int(needed))}, and all ranks have {bytes_text(there)}"
         return ""
@@ -266,12 +271,26 @@ def _row_sizes(devices: Sequence[Device]) -> list[int]:
 
 
 def _shares(start: Candidate, probes: Probes, work: Work, devices: Sequence[Device]) -> tuple[Shares, list[Costs]]:
-    firsts = [devices[rank] for rank in range(0, len(devices), start.row)]
-    known = {device: probes.costs(device) for device in dict.fromkeys(firsts)}
-    costs = [known[device] for device in firsts]
-    apart = start.kind != TENSOR_PARALLEL
+    costs, memory = probes.costs(), [device.memory for device in devices[:: start.row]]
     shared = start.kind in (FULLY_SHARDED, MIXED)
-    return best_shares(costs, [device.memory for device in firsts], work.samples, shared=shared, apart=apart), costs
+    found = best_shares(
+        costs,
+        memory,
+        work.samples,
+        shared=shared,
+        apart=start.kind != TENSOR_PARALLEL,
+        fewest=_fewest(start, work.samples),
+    )
+    if isfinite(found.seconds):  # rows that are not alike wait for each other at every transfer
+        computing = max(cost.computing.of(count) for cost, count in zip(costs, found.samples, strict=True))
+        found = replace(found, seconds=max(probes.seconds(found.samples), computing))
+    return found, costs
+
+
+def _fewest(start: Candidate, samples: int) -> int:
+    """The samples that a row has at least. Layers that ranks share are computed by all rows where a row has hardly any,
+    which takes other transfers than those that are known."""
+    return samples // (EIGHTH * len(start.samples)) if start.kind == MIXED else 0
 
 
 def _judged(start: Candidate, shares: Shares, costs: Sequence[Costs], devices: Sequence[Device]) -> Candidate:
@@ -300,17 +319,17 @@ def _nothing_fits(search: _Search, recompute: bool | None) -> str:
     work, devices, candidates = search.work, search.devices, [one for one, _ in search.judged]
     nearest = min(candidates, key=lambda one: max(one.lacking.values(), default=0))
     rank, lacking = max(nearest.lacking.items(), key=lambda pair: pair[1])
-    lines = [
-        f"nothing fits these devices: {nearest.name} comes nearest, and there rank {rank} ({devices[rank].name}) lacks "
-        f"{bytes_text(lacking)} of the {bytes_text(nearest.needed[rank])} that it needs"
-    ]
+    changes = []
     fewer = max((_most_samples(one, costs, work.samples) for one, costs in search.judged), default=0)
     if fewer:
-        lines.append(f"what would fit: a batch of {fewer} samples instead of {work.samples}")
-    if recompute is False:
-        lines.append("activations need less with recompute=True")
-    lines.append(f"or {bytes_text(lacking)} more memory on each device like it, or more devices")
-    return "; ".join(lines)
+        changes.append(f"a batch of {fewer} samples instead of {work.samples}")
+    changes.append(f"{bytes_text(lacking)} more memory on each device like it, or more devices")
+    return (
+        f"nothing fits these devices: {nearest.name} comes nearest, and there rank {rank} ({devices[rank].name}) lacks "
+        f"{bytes_text(lacking)} of the {bytes_text(nearest.needed[rank])} that it needs; what would fit: "
+        + ", or ".join(changes)
+        + ("; activations need less with recompute=True" if recompute is False else "")
+    )
 
 
 def _most_samples(candidate: Candidate, costs: Sequence[Costs], samples: int) -> int:
@@ -320,7 +339,8 @@ def _most_samples(candidate: Candidate, costs: Sequence[Costs], samples: int) ->
     low, high = 0, samples
     while high - low > 1:
         middle = (low + high) // 2
-        fits = best_shares(costs, memory, middle, shared=shared, apart=apart).lacking <= 0
+        fewest = _fewest(candidate, middle)
+        fits = best_shares(costs, memory, middle, shared=shared, apart=apart, fewest=fewest).lacking <= 0
         low, high = (middle, high) if fits else (low, middle)
     return low
 

@@ -8,15 +8,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardwise.errors import PlanError
+from shardwise.estimation.planning.curve import Curve
 from shardwise.estimation.planning.probes import Costs
 
-TIE = 1e-5  # what memory counts, beside time
+BUSY, TIE = 1e-3, 1e-5  # what the time in which the busiest row computes, and memory, count beside the time of a step
 SPARE = 0.02  # of the memory that a plan leaves free: a prediction is not exact
+HALVINGS = 50
 
 
 @dataclass(frozen=True)
@@ -29,28 +31,42 @@ class Shares:
     lacking: float  # bytes that the row with the least memory lacks; at most 0 if all fits
 
 
-def best_shares(costs: Sequence[Costs], memory: Sequence[int], samples: int, *, shared: bool, apart: bool) -> Shares:
+def best_shares(
+    costs: Sequence[Costs], memory: Sequence[int], samples: int, *, shared: bool, apart: bool, fewest: int = 0
+) -> Shares:
     """The shares with the shortest step, for rows with these costs and memory; the least lacking one if none fits.
 
-    If states are ``shared`` out, each row has a part of them, else all. If samples are ``apart``, each row has its own.
+    If states are ``shared`` out, each row has a part of them, else all. If samples are ``apart``, each row has its own,
+    at least the fewest.
     """
-    found = _solve(costs, memory, samples, shared=shared, apart=apart, slack=False)
-    return found or _solve(costs, memory, samples, shared=shared, apart=apart, slack=True) or _nothing(len(costs))
+    problem = _Problem(costs, memory, samples, shared, apart, fewest)
+    return _solve(problem, slack=False) or _solve(problem, slack=True) or _nothing(len(costs))
 
 
-def _solve(
-    costs: Sequence[Costs], memory: Sequence[int], samples: int, *, shared: bool, apart: bool, slack: bool
-) -> Shares | None:
-    """One mixed integer program. Its variables: samples of rows, shares of rows, seconds, bytes that are lacking, and
-    the part of the memory that the fullest row uses: of plans that are as fast, the one that leaves most."""
+class _Problem(NamedTuple):
+    """What `best_shares` is asked."""
+
+    costs: Sequence[Costs]
+    memory: Sequence[int]
+    samples: int
+    shared: bool
+    apart: bool
+    fewest: int
+
+
+def _solve(problem: _Problem, *, slack: bool) -> Shares | None:
+    """One mixed integer program. Its variables: samples of rows, shares of rows, seconds, bytes that are lacking, the
+    seconds in which the busiest row computes, and the part of the memory that the fullest row uses: of plans that are
+    as fast, as where all wait for transfers, the one that keeps most in reserve."""
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp
     except ImportError as error:
         raise PlanError("plans.auto needs scipy, whose solver it asks: pip install 'shardwise[plan]'") from error
+    costs, memory, samples, shared, apart, fewest = problem
     rows, unit = len(costs), float(max(memory))
     limit = [(1 - SPARE) * one / unit for one in memory]
     table, low, high = [], [], []
-    seconds, lacking, fullest, variables = 2 * rows, 2 * rows + 1, 2 * rows + 2, 2 * rows + 3
+    seconds, lacking, busiest, fullest, variables = (2 * rows + k for k in range(5))
 
     def add(entries: dict[int, float], least: float, most: float) -> None:
         line = np.zeros(variables)
@@ -61,15 +77,19 @@ def _solve(
         high.append(most)
 
     for row, cost in enumerate(costs):
-        add({row: -cost.seconds.each, seconds: 1.0}, cost.seconds.fixed, np.inf)
-        used = {row: cost.memory.each / unit, rows + row: cost.states / unit, lacking: -1.0}
-        add(used, -np.inf, limit[row] - cost.memory.fixed / unit)
-        add({**used, lacking: 0.0, fullest: -limit[row]}, -np.inf, -cost.memory.fixed / unit)
+        for curve, time in ((cost.seconds, seconds), (cost.computing, busiest)):
+            for line in curve.lines:
+                add({row: -line.each, time: 1.0}, line.fixed, np.inf)
+        for line in cost.memory.lines:
+            used = {row: line.each / unit, rows + row: cost.states / unit, lacking: -1.0}
+            add(used, -np.inf, limit[row] - line.fixed / unit)
+            add({**used, lacking: 0.0, fullest: -limit[row]}, -np.inf, -line.fixed / unit)
     if apart:
         add(dict.fromkeys(range(rows), 1.0), samples, samples)
     if shared:
         add(dict.fromkeys(range(rows, 2 * rows), 1.0), 1.0, 1.0)
     least, most = np.zeros(variables), np.full(variables, np.inf)
+    least[:rows] = fewest
     if not apart:
         least[:rows] = most[:rows] = samples
     most[rows : 2 * rows] = 1.0
@@ -77,7 +97,9 @@ def _solve(
         least[rows : 2 * rows] = 1.0
     most[lacking] = np.inf if slack else 0.0
     goal = np.zeros(variables)
-    goal[lacking if slack else seconds] = 1.0 if slack else 1.0 / max(one.seconds.of(samples) for one in costs)
+    longest = max(one.seconds.of(samples) for one in costs)
+    goal[lacking if slack else seconds] = 1.0 if slack else 1.0 / longest
+    goal[busiest] = BUSY / longest
     goal[fullest] = TIE
     whole = np.array([1.0] * rows + [0.0] * (variables - rows))
     rules = LinearConstraint(np.array(table), low, high)
@@ -152,8 +174,17 @@ def _nothing(rows: int) -> Shares:
 
 
 def least_seconds(costs: Sequence[Sequence[Costs]], samples: int) -> float:
-    """A time that no plan can beat: all rows compute at once, without waiting, each by its fastest way.
+    """A time that no plan can beat: all rows compute at once, without waiting, but not before hosts start the kernels.
 
-    ``costs`` has for each way of making rows those of its rows.
+    ``costs`` has for each way of making rows those of its rows; the fastest way counts.
     """
-    return min(samples / sum(1.0 / max(one.computing.each, 1e-12) for one in way) for way in costs)
+    return min(max(_least_of([one.computing for one in way], samples), *(one.host for one in way)) for way in costs)
+
+
+def _least_of(rows: Sequence[Curve], samples: int) -> float:
+    """The least seconds in which these rows together compute so many samples, found by halving."""
+    low, high = 0.0, min(row.of(samples) for row in rows)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(row.samples_within(middle) for row in rows) >= samples else (middle, high)
+    return low

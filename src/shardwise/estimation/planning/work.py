@@ -42,6 +42,11 @@ class Work:
         """Of the batch."""
         return int(pytree.tree_leaves(self.inputs)[0].shape[0])
 
+    @property
+    def bytes_of_sample(self) -> float:
+        """Of all inputs."""
+        return float(sum(one.nbytes for one in pytree.tree_leaves(self.inputs))) / self.samples
+
     def batch(self, samples: int) -> Any:
         """The arguments for so many samples."""
         return pytree.tree_map(lambda one: torch.empty((samples, *one.shape[1:]), dtype=one.dtype), self.inputs)
@@ -112,6 +117,8 @@ def _inputs(batch: Any) -> Any:
             "batch is (samples, tokens) for a language model, or what the model is called with, for all samples: a "
             "tensor, a tuple or a mapping of tensors, whose first dim is that of the samples"
         )
+    if not tensors[0].shape[0]:
+        raise PlanError("a batch has at least one sample; this one has none")
     return pytree.tree_map(lambda one: torch.empty_like(one, device="meta"), batch)
 
 
