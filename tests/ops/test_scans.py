@@ -75,6 +75,32 @@ def test_gradients_where_nothing_is_summed() -> None:
         torch.testing.assert_close(row.grad.full_tensor(), plain.grad)
 
 
+@ranks(3)
+def test_a_nan_makes_all_gradients_of_logcumsumexp_nan() -> None:
+    """Wherever it is, as torch has it; values before it stay."""
+    nan = float("nan")
+    for weights in ([2, 1, 1], [0, 1, 3]):
+        for values in ([1.0, nan, 2, 3], [1.0, 2, 3, nan], [nan, 1, 2, 3], [1.0, 2, -float("inf"), 3]):
+            plain = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+            expected = plain.logcumsumexp(0)
+            expected[:2].sum().backward()
+            row = shardwise.shard(plain.detach(), 0, weights=weights).requires_grad_()
+            with shardwise.gather_budget(0):
+                found = row.logcumsumexp(0)
+                found[:2].sum().backward()
+            torch.testing.assert_close(found.full_tensor(), expected, equal_nan=True)
+            assert row.grad is not None
+            torch.testing.assert_close(row.grad.full_tensor(), plain.grad, equal_nan=True)
+
+
+@ranks(2)
+def test_logcumsumexp_of_integers_is_refused_as_torch_does() -> None:
+    """On every rank."""
+    for values in (torch.arange(5), torch.tensor([True, False, True])):
+        with pytest.raises(NotImplementedError, match="logcumsumexp"):
+            shard_tensor(values, chunks(0, 0, 1)).logcumsumexp(0)
+
+
 @ranks(2)
 def test_narrow_floats_are_rounded_once() -> None:
     """Sums of many numbers are as near as those of torch, which sums them in float32."""

@@ -166,11 +166,66 @@ def test_quantiles_of_long_rows() -> None:
             assert_same(how, [(values, along(0, 0, 1))], "places in float64")
 
 
+TIES = {
+    "equal ones": torch.tensor([1.0, 1, 1, 0, 2], dtype=torch.float64),
+    "some nan": torch.tensor([1.0, NAN, 1, NAN], dtype=torch.float64),
+    "all nan": torch.full((3,), NAN, dtype=torch.float64),
+    "a table": torch.tensor([[1.0, 1, 2], [NAN, 1, 0]], dtype=torch.float64),
+    "narrow": torch.tensor([1.0, 1, 1, 0, 2], dtype=torch.bfloat16),
+}
+OF_ALL: dict[str, Callable[[Any], Any]] = {
+    "median": lambda x: x.median(),
+    "nanmedian": lambda x: x.nanmedian(),
+    "max": lambda x: x.max(),
+    "min": lambda x: x.min(),
+    "amax": lambda x: x.amax(),
+    "amin": lambda x: x.amin(0, keepdim=True),
+    "aminmax": lambda x: torch.stack(x.aminmax()),
+}
+
+
+@ranks(2)
+def test_equal_elements_share_the_gradient_as_torch_has_it() -> None:
+    """Of nan, the nan for a median and a maximum of all, and everything nan for amax and aminmax; of the same dtype."""
+    for name, statistic in OF_ALL.items():
+        for what, values in TIES.items():
+            plain = values.clone().requires_grad_()
+            expected = statistic(plain)
+            expected.sum().backward()
+            for weights in (None, [1, 0]):
+                for budget in (0, 2**20):
+                    row = shardwise.shard(values, 0, weights=weights).requires_grad_()
+                    with shardwise.gather_budget(budget):
+                        found = statistic(row)
+                        found.sum().backward()
+                    where = f"{name} of {what}, {weights}, {budget}"
+                    torch.testing.assert_close(found.full_tensor(), expected, equal_nan=True, msg=where)
+                    assert row.grad is not None
+                    assert plain.grad is not None
+                    torch.testing.assert_close(row.grad.full_tensor(), plain.grad, equal_nan=True, msg=where)
+
+
+REFUSED: tuple[Callable[[Any], Any], ...] = (lambda x: x.topk(1), lambda x: x.kthvalue(1), lambda x: x.median())
+
+
+@ranks(2)
+def test_bools_are_refused_as_torch_does() -> None:
+    """Whatever the budget."""
+    for statistic in REFUSED:
+        with pytest.raises((RuntimeError, NotImplementedError)) as expected:
+            statistic(ODD["bool"])
+        for budget in (0, 2**20):
+            with shardwise.gather_budget(budget), pytest.raises(expected.type, match=r"(?i)bool"):
+                statistic(shard_tensor(ODD["bool"], chunks(0, 0, 1)))
+
+
 @ranks(2)
 def test_statistics_that_torch_refuses() -> None:
-    """Quantiles of bfloat16, a histogram without a range."""
+    """Quantiles of bfloat16, a histogram without a range, fewer bins than none."""
     with shardwise.gather_budget(0):
         with pytest.raises(RuntimeError, match="float or double"):
             shard_tensor(normal(9).bfloat16(), chunks(0, 0, 1)).quantile(0.5)
         with pytest.raises(RuntimeError, match="not finite"):
             torch.histogram(shard_tensor(ODD["nan, inf and zeros"], chunks(0, 0, 1)), 3)
+        with pytest.raises(RuntimeError, match="minlength"):
+            shard_tensor(torch.arange(5), chunks(0, 0, 1)).bincount(minlength=-1)

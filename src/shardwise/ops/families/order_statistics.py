@@ -12,10 +12,19 @@ from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.runs import local_run
 from shardwise.ops.engine.table import FALLBACKS, TABLE, beyond_budget
 from shardwise.ops.families.indexed_rows import model_of
+from shardwise.ops.families.reduction import equal_or_nan, shared_evenly
 from shardwise.ops.families.sorting import only_cut_dim, sort_keys, sort_run
 from shardwise.tensor import ShardedTensorBase
 
 aten = torch.ops.aten
+
+
+def _require_dtype(call: Call) -> None:
+    """Raise what torch raises of integers or bools that the op does not take; every rank does."""
+    x = call["self"]
+    if not x.dtype.is_floating_point:
+        changes = {"k": 1} if "k" in call.arguments else {}
+        call.run([torch.zeros([1] * x.ndim, dtype=x.dtype, device=x.device)], **changes)
 
 
 def _topk(call: Call) -> Any:
@@ -23,6 +32,7 @@ def _topk(call: Call) -> Any:
     x, count = call["self"], call["k"]
     if not only_cut_dim(x, call["dim"]) or x.dtype.is_complex or not 0 < count <= x.numel():
         return NotImplemented
+    _require_dtype(call)
     row: Any = x.reshape(-1)
     run, runs = local_run(row, row)
     if count * len(runs.sizes) < row.shape[0]:
@@ -42,19 +52,28 @@ def _element(x: Any, at: int, shape: list[int]) -> Any:
 
 
 def _chosen(call: Call, at: Any, *, dim: int | None) -> Any:
-    """The element of the sorted row at a position, and its index if a dim is given."""
+    """The element of the sorted row at a position, and its index if a dim is given.
+
+    Without a dim, all elements that are equal to it share its gradient.
+    """
     x = call["self"]
     if not isinstance(x, ShardedTensorBase) or x.dtype.is_complex or model_of(call) is None:
         return NotImplemented
     if dim is not None and not only_cut_dim(x, dim):
         return NotImplemented
-    row = x.reshape(-1)
-    values, indices = sort_run(row, descending=False)  # type: ignore[arg-type] # sharded
+    _require_dtype(call)
+    row: Any = x.reshape(-1)
+    if dim is None:
+        with torch.no_grad():
+            values, _ = sort_run(row.detach(), descending=False)
+            result = _element(values, at(values), [])
+            chosen = equal_or_nan(row, result) if x.requires_grad else None
+        records = torch.is_grad_enabled() and x.requires_grad
+        return shared_evenly(result, row, chosen, [0]) if records else result
+    values, indices = sort_run(row, descending=False)
     position = at(values)
     keeps = call.arguments.get("keepdim", False)
-    shape = [1] * x.ndim if keeps else [size for k, size in enumerate(x.shape) if k != (dim or 0) % x.ndim]
-    if dim is None:
-        return _element(values, position, [])
+    shape = [1] * x.ndim if keeps else [size for k, size in enumerate(x.shape) if k != dim % x.ndim]
     return _element(values, position, shape), _element(indices, position, shape)
 
 

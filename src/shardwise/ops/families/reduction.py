@@ -182,15 +182,37 @@ class ZerosWithGradient(torch.autograd.Function):
         return grad
 
 
-def _zeros_with_gradient(x: Any) -> Any:
+zeros_with_gradient: Callable[[torch.Tensor], torch.Tensor] = ZerosWithGradient.apply
+
+
+def _sharded_zeros(x: Any) -> Any:
     """Zeros with the layout of a tensor, which gets their gradient."""
-    apply: Callable[[torch.Tensor], torch.Tensor] = ZerosWithGradient.apply
     tensors, anchor = recorded(x)
-    return assemble(type(x), x._frame, [apply(local) for local in tensors], [] if anchor is None else [anchor], True)
+    zeros = [zeros_with_gradient(local) for local in tensors]
+    return assemble(type(x), x._frame, zeros, [] if anchor is None else [anchor], True)
+
+
+def shared_evenly(result: Any, x: Any, chosen: Any, dims: list[int], *, keep: bool = False) -> Any:
+    """A result, made without a graph, whose gradient goes to the chosen elements of a tensor in even shares.
+
+    Where no element is chosen, the gradient is nan.
+    """
+    with torch.no_grad():
+        share = chosen.to(accumulation_dtype(x.dtype)) / chosen.sum(dims, keepdim=True)
+    # Zeros are added; the gradient is that of the mean of the chosen elements.
+    return result + (_sharded_zeros(x) * share).sum(dims, keepdim=keep).to(result.dtype)
+
+
+def equal_or_nan(x: Any, value: Any) -> Any:
+    """Which elements have a value; nan is equal to nan."""
+    return (x == value) | (value.isnan() & x.isnan())
 
 
 def _extreme_value(name: str) -> Callable[[Call], Any]:
-    """amax, amin: if several elements are the largest, on whatever ranks, they share the gradient evenly."""
+    """amax, amin: if several elements are the largest, on whatever ranks, they share the gradient evenly.
+
+    Where one is nan, the gradient is nan, as torch has it.
+    """
 
     def handler(call: Call) -> Any:
         x, keep = call.operands[0], bool(call.arguments.get("keepdim", False))
@@ -205,10 +227,8 @@ def _extreme_value(name: str) -> Callable[[Call], Any]:
             wide = result
             for dim in () if keep else dims:
                 wide = wide.unsqueeze(dim)
-            chosen = (x == wide) | (wide.isnan() & x.isnan())
-            share = chosen / chosen.sum(dims, keepdim=True)
-        # Zeros are added; the gradient is that of the mean of the chosen elements.
-        return result + (_zeros_with_gradient(x) * share).sum(dims, keepdim=keep)
+            chosen = x == wide
+        return shared_evenly(result, x, chosen, dims, keep=keep)
 
     return handler
 
@@ -284,8 +304,19 @@ def flat_indices(x: ShardedTensorBase) -> ShardedTensorBase:
     return like
 
 
-def _extreme_of_all(extreme: str) -> Callable[[Call], Any]:
-    return lambda call: getattr(call.operands[0], extreme)()
+def _extreme_of_all(name: str) -> Callable[[Call], Any]:
+    """max, min of all elements: as amax and amin, but a nan passes its gradient on to those that are nan."""
+
+    def handler(call: Call) -> Any:
+        x = call.operands[0]
+        if not x.ndim or not (torch.is_grad_enabled() and x.requires_grad):
+            return getattr(x, name)()
+        with torch.no_grad():
+            result = getattr(x, name)()
+            chosen = equal_or_nan(x, result)
+        return shared_evenly(result, x, chosen, list(range(x.ndim)))
+
+    return handler
 
 
 def _aminmax(call: Call) -> Any:

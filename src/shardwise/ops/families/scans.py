@@ -18,6 +18,7 @@ from shardwise.ops.engine.compute import compute
 from shardwise.ops.engine.runs import from_runs, local_run
 from shardwise.ops.engine.table import TABLE, AtenHandler
 from shardwise.ops.families.indexed_rows import model_of
+from shardwise.ops.families.reduction import zeros_with_gradient
 from shardwise.ops.families.sorting import only_cut_dim
 from shardwise.ops.families.whole_dims import dims_argument, same_dims
 from shardwise.tensor.from_local import from_local
@@ -33,14 +34,19 @@ def _totals(own: torch.Tensor, runs: Any, model: Any) -> tuple[Any, int]:
     return lasts, sum(sizes[: runs.here])
 
 
-def _scanned(scan: Scan, join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[Call], Any]:
+def _scanned(
+    scan: Scan, join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], *, is_log: bool = False
+) -> Callable[[Call], Any]:
     """A handler: each run is scanned, and joined with the last value of a scan over the runs before.
 
-    Narrow floats are scanned as float32, and rounded once.
+    Narrow floats are scanned as float32, and rounded once. With ``is_log``, integers are refused as torch does, and a
+    nan anywhere makes every gradient nan.
     """
 
     def handler(call: Call) -> Any:
         x = call["self"]
+        if is_log and not x.dtype.is_floating_point and not x.dtype.is_complex:
+            torch.zeros(1, dtype=x.dtype, device=x.device).logcumsumexp(0)  # raises
         if not only_cut_dim(x, call["dim"]):
             return NotImplemented
         row = x.reshape(-1)
@@ -54,6 +60,9 @@ def _scanned(scan: Scan, join: Callable[[torch.Tensor, torch.Tensor], torch.Tens
         every = scan(recorded(replicated(lasts))[0][0])
         # The first run depends on the others too: the backward of what all ranks have is a collective.
         own = join(every[before - 1], own) if before else own + every[:0].sum().to(own.dtype)
+        if is_log and torch.is_grad_enabled() and run.requires_grad:
+            factor = torch.where(every.detach()[-1:].isnan(), math.nan, 0.0).to(run.dtype)
+            own = own + zeros_with_gradient(run * factor)
         return from_runs(own.to(dtype), runs, row).reshape(x.shape)
 
     return handler
@@ -113,7 +122,7 @@ def _along_whole_dim(handler: AtenHandler) -> AtenHandler:
 SCANS: dict[Any, AtenHandler] = {
     aten.cumsum: _scanned(lambda run: run.cumsum(0), torch.add),
     aten.cumprod: _scanned(lambda run: run.cumprod(0), torch.mul),
-    aten.logcumsumexp: _scanned(_log_sums, _log_sum),
+    aten.logcumsumexp: _scanned(_log_sums, _log_sum, is_log=True),
     aten.cummax: _extremes(largest=True),
     aten.cummin: _extremes(largest=False),
 }

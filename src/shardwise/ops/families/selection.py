@@ -100,6 +100,8 @@ def _bincount(call: Call) -> Any:
     x = call["self"]
     if x.ndim != 1 or not x.numel():
         return NotImplemented
+    if call["minlength"] < 0:
+        torch.zeros(1, dtype=x.dtype, device=x.device).bincount(minlength=call["minlength"])  # raises
     size = max(int(x.max().item()) + 1, call["minlength"])
     return _count(call, size, minlength=size)
 
