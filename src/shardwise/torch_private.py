@@ -90,6 +90,8 @@ dispatch_mode_count = _private("torch._C._len_torch_dispatch_stack", "bypass the
 without_dispatch_modes = _private(
     "torch.utils._python_dispatch._disable_current_modes", "compute sizes of results unseen by a compiler"
 )
+torch_c = _private("torch._C", "run steps without data under no_grad where they ask for inference mode")
+_private("torch._C._InferenceMode", "run steps without data under no_grad where they ask for inference mode")
 dispatch_mode = _private("torch._C._get_dispatch_mode", "tell whether FakeTensorMode is active")
 FAKE_MODE = _private("torch._C._TorchDispatchModeKey.FAKE", "tell whether FakeTensorMode is active")
 OpOverload = _private("torch._ops.OpOverload", "tell aten ops from functions")
@@ -287,6 +289,7 @@ LATER: dict[str, str] = {
     "torch._inductor.config": "keep the order of ops in compiled graphs",
     "torch._inductor.list_mode_options": "compile graphs by the backends of torch.compile",
     "torch._dynamo.eval_frame.reset_code": "free what was compiled for a model that is gone",
+    "torch._dynamo.eval_frame._stance": "run full graphs uncompiled where the stance of torch.compiler says so",
     "torch._functorch.config": "compile graphs whose backward may run again",
     "torch._guards.tracing": "compile graphs of local tensors",
     "torch._guards.TracingContext": "compile graphs of local tensors",

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import shardwise
 from shardwise import ReplicatedShardingSpec, ShardedTensor
-from shardwise.errors import RankMismatchError, UnsupportedOpError
+from shardwise.errors import LeafWriteError, RankMismatchError, UnsupportedOpError
 from shardwise.nn import shard_parameter
 from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
@@ -358,6 +358,45 @@ def test_writes_into_buffers() -> None:
     assert_close(model.steps, torch.full((6,), 3.0, dtype=torch.float64))
 
 
+def writes_and_reads(tensor: torch.Tensor) -> torch.Tensor:
+    """Writes into its argument."""
+    tensor.mul_(2)
+    return tensor.sin()
+
+
+@ranks(2)
+def test_writes_into_results_while_gradients_are_recorded() -> None:
+    """An argument that is no leaf may be written into, and the gradient goes on through it."""
+    plain = FLOAT.clone().requires_grad_()
+    leaf = shard_tensor(FLOAT, chunks(0, 0, 1)).requires_grad_()
+    compiled = torch.compile(writes_and_reads, fullgraph=True, backend="aot_eager")
+    for run, one in ((writes_and_reads, plain), (compiled, leaf)):
+        given = (one * 1).T  # which is not contiguous
+        (run(given).sum() + given.sum()).backward()
+    assert_close(whole(leaf.grad), plain.grad)
+    with pytest.raises(LeafWriteError, match="change a clone"):  # as without compiling
+        compiled(leaf)
+
+
+@ranks(2)
+def test_the_stance_force_eager() -> None:
+    """Calls run as they are."""
+    tensor, calls = shard_tensor(FLOAT, chunks(0, 0, 1)), []
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return tensor * 2
+
+    compiled = torch.compile(counted, fullgraph=True, backend="aot_eager")
+    compiled(tensor)
+    before = len(calls)
+    compiled(tensor)
+    assert len(calls) == before
+    with torch.compiler.set_stance("force_eager"):
+        compiled(tensor)
+    assert len(calls) == before + 1
+
+
 def adds_own(tensor: torch.Tensor, number: int) -> torch.Tensor:
     """Moves as many times as it is told."""
     for _ in range(number):
@@ -387,7 +426,7 @@ def test_nothing_of_it_is_imported_before_it_is_used() -> None:
     """Importing the library loads the verb alone."""
     said = (
         "import sys, shardwise; found = {name for name in sys.modules if name.startswith('shardwise.compilation.')}; "
-        "assert {name.rpartition('.')[2] for name in found} == {'entry', 'compiled_threads'}, found"
+        "assert {name.rpartition('.')[2] for name in found} == {'entry', 'compiled_threads', 'input_places'}, found"
     )
     done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import random
 import types
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -105,6 +108,110 @@ def test_values_that_change_between_calls() -> None:
     SCALE = 7
     assert_same(compiled, scaled, tensor)
     assert_same(compiled, scaled, torch.arange(3))
+
+
+class Varied(nn.Module):
+    """Has attributes of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function, self.sizes, self.factors = torch.tanh, (0, 1), {"one": [1.0]}
+
+    def forward(self, x: Any) -> Any:
+        """Of all of them."""
+        return self.function(x) * self.factors["one"][0] + len(self.sizes)
+
+
+@ranks(2)
+def test_attributes_that_are_functions_or_collections_and_hooks() -> None:
+    """Another function, tuple, member of a list within a dict, forward or hook is another graph."""
+    varied = Varied()
+    model = sharded(varied)
+    compiled = one_graph(model)
+    assert_same(compiled, model, X)
+    varied.function = torch.sigmoid
+    assert_same(compiled, model, X)
+    varied.sizes = (1,)
+    assert_same(compiled, model, X)
+    varied.factors["one"][0] = 3.0
+    assert_same(compiled, model, X)
+    varied.forward = lambda x: x * 5
+    assert_same(compiled, model, X)
+    for module in (varied, model):
+        hook = module.register_forward_hook(lambda module, args, result: result * 7)
+        assert_same(compiled, model, X)
+        hook.remove()
+        assert_same(compiled, model, X)
+    assert compiled.forward.full_graph.graphs == 7
+
+
+class Settings:
+    """An object that is no dataclass."""
+
+    def __init__(self) -> None:
+        self.scale, self.calls = 2.0, 0
+
+
+@ranks(2)
+def test_objects_whose_attributes_change() -> None:
+    """As an argument all attributes are compared, in a closure those that the function names."""
+    tensor, settings = shardwise.ones(0, 4), Settings()
+    for function, args in ((lambda x, given: x * given.scale, (settings,)), (lambda x: x * settings.scale, ())):
+        compiled = one_graph(function)
+        for scale in (2.0, 3.0, 2.0):
+            settings.scale = scale
+            assert_same(compiled, function, tensor, *args)
+        assert compiled.full_graph.graphs == 2
+    settings.calls += 1
+    assert_same(compiled, function, tensor)
+    assert compiled.full_graph.graphs == 2
+
+
+@ranks(2)
+def test_collections_in_a_closure() -> None:
+    """Their members are compared, unless the function itself writes into them."""
+    tensor, numbers, calls = shardwise.ones(0, 2), [1.0, 2.0], []
+
+    def function(x: Any) -> Any:
+        calls.append(1)
+        return x * torch.tensor(numbers)
+
+    compiled = one_graph(function)
+    for number in (1.0, 5.0):
+        numbers[0] = number
+        for _ in range(2):
+            assert_same(compiled, lambda x: x * torch.tensor(numbers), tensor)
+    assert compiled.full_graph.graphs == 2
+
+
+@ranks(2)
+def test_slices_as_arguments() -> None:
+    """Are compared by their parts."""
+    tensor = shardwise.ones(0, 6)
+    compiled = one_graph(lambda x, rows: x[rows])
+    for rows in (slice(0, 4), slice(0, 2), slice(0, 4)):
+        assert_same(compiled, lambda x, rows: x[rows], tensor, rows)
+    assert compiled.full_graph.graphs == 2
+
+
+def draws_of_python(x: Any) -> Any:
+    """Depends on a number of Python's."""
+    return x * random.random()
+
+
+def draws_of_numpy(x: Any) -> Any:
+    """Depends on a number of numpy's."""
+    return x * float(numpy.random.rand())
+
+
+@pytest.mark.parametrize(("drawing", "name"), [(draws_of_python, "`random`"), (draws_of_numpy, "`numpy.random`")])
+@ranks(2)
+def test_random_numbers_of_python_and_numpy_are_refused(drawing: Any, name: str) -> None:
+    """On every rank, and the generators are as they were."""
+    before = random.getstate(), pickle.dumps(numpy.random.get_state())
+    with pytest.raises(UnsupportedOpError, match=f"draws numbers of {name}.*give the number as an argument"):
+        one_graph(drawing)(shardwise.ones(0, 4))
+    assert before == (random.getstate(), pickle.dumps(numpy.random.get_state()))
 
 
 @dataclass

@@ -22,7 +22,7 @@ from torch._dynamo import config as dynamo_config
 import shardwise
 from shardwise import plans
 from shardwise.compilation.units.captured_graph import GraphCall
-from shardwise.errors import ShardwiseError, UnsupportedOpError
+from shardwise.errors import PlainValueError, RankMismatchError, ShardwiseError, UnsupportedOpError
 from shardwise.testing import ranks
 
 MODELS = 4  # of one class
@@ -104,6 +104,22 @@ def test_a_penalty_that_comes_later() -> None:
         penalty(one, rows().requires_grad_(), seen)
     assert_same_gradients(model, plain)
     assert [one.refusals for one in forwards(model)] == [(), (), ()]
+
+
+@ranks(4)
+def test_a_recorded_backward_gets_a_gradient_that_is_expanded() -> None:
+    """As of a sum: the same error. Gradients that are recorded, but not differentiated, are those of the plain
+    model."""
+    plain, model = twins(Pair)
+    shardwise.compile(model, backend=(graphs := Graphs()))
+    assert_same_steps(plain, model, graphs)
+    grads: list[torch.Tensor] = []
+    for one in (plain, model):
+        x = rows().requires_grad_()
+        grads += torch.autograd.grad(one(x).sum(), x, create_graph=True)
+    torch.testing.assert_close(whole(grads[1]), grads[0])
+    with pytest.raises(UnsupportedOpError, match="set_stance"):
+        grads[1].square().sum().backward()
 
 
 @ranks(2)
@@ -272,6 +288,58 @@ def test_a_forward_that_fails_on_one_rank() -> None:
     model[1].fails = False  # type: ignore[index] # a list of modules
     dist.barrier()
     assert_same_steps(plain, model, graphs)
+
+
+@ranks(3)
+def test_sizes_that_only_some_ranks_have_met_in_another_model() -> None:
+    """Torch notes for a process which sizes change, by the names of functions: units of a model have names of their
+    own."""
+    graphs = Graphs("eager")
+    group: Any = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        plain, model = twins(Pair, (3, 2), group)
+        assert_same_steps(plain, shardwise.compile(model, backend=graphs), graphs, (3, 4, 5))
+    plain, model = twins(Pair, (3, 2, 0))
+    assert_same_steps(plain, shardwise.compile(model, backend=graphs), graphs)
+
+
+@ranks(3)
+def test_a_size_that_one_rank_alone_has_is_forgotten_after_the_error() -> None:
+    """All ranks raise, and the next steps are right."""
+    plain, model = twins(Pair, (3, 2, 0))
+    shardwise.compile(model, backend=(graphs := Graphs("eager")))
+    assert_same_steps(plain, model, graphs)
+    with pytest.raises(ShardwiseError):
+        model(rows()[: 5 - (dist.get_rank() == 1)]).square().mean().backward()
+    dist.barrier()
+    assert_same_steps(plain, model, graphs)
+
+
+class Branching(Pair):
+    """Adds a plain number, which it takes before its input or after."""
+
+    offset_first = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = torch.ones((), dtype=torch.float64)
+
+    def forward(self, x: Any) -> Any:
+        """The same result either way."""
+        return super().forward(self.offset + x if self.offset_first else x + self.offset)
+
+
+@ranks(2)
+def test_graphs_that_differ_between_ranks_are_named() -> None:
+    """Plain inputs have other numbers on a rank whose forward takes another branch: their values are the same."""
+    plain, model = twins(Branching, (3, 2))
+    shardwise.compile(model, backend=(graphs := Graphs("eager")))
+    assert_same_steps(plain, model, graphs)
+    model[0].offset_first = dist.get_rank() == 1  # type: ignore[index] # a list of modules
+    found = r"compiled_unit.* is a plain tensor on rank \d, but not on rank \d; the graphs .* differ between"
+    with pytest.raises(RankMismatchError, match=found) as caught:
+        model(rows()[:4]).square().mean().backward()
+    assert not isinstance(caught.value, PlainValueError)
 
 
 @ranks(2)

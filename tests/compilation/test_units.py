@@ -150,12 +150,15 @@ class Dropping(Pair):
         return torch.dropout(super().forward(x), 0.5, self.training)
 
 
-def twins(kind: type[Pair], weights: Sequence[int] = (3, 2, 0, 1)) -> tuple[nn.Module, nn.Module]:
-    """A plain model of such blocks in float64, and the same one tensor parallel."""
+def twins(
+    kind: type[Pair], weights: Sequence[int] = (3, 2, 0, 1), group: dist.ProcessGroup | None = None
+) -> tuple[nn.Module, nn.Module]:
+    """A plain model of such blocks in float64, and the same one tensor parallel in a group."""
     torch.manual_seed(0)
     plain = nn.Sequential(*(kind() for _ in range(3))).double()
     model = copy.deepcopy(plain)
-    return plain, shardwise.shard_module(model, shardwise.plans.tensor_parallel(model, weights=weights))
+    plan = shardwise.plans.tensor_parallel(model, weights=weights, process_group=group)
+    return plain, shardwise.shard_module(model, plan, process_group=group)
 
 
 def assert_same_steps(plain: nn.Module, model: nn.Module, graphs: Graphs, sizes: Sequence[int] = (5, 5, 5)) -> None:

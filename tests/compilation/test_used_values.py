@@ -63,9 +63,19 @@ def of_function(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda rows: inner(rows)
 
 
+def of_default(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """As the default value of a parameter."""
+
+    def function(rows: torch.Tensor, *, model: nn.Module = model) -> torch.Tensor:
+        return loss_of(model, rows)
+
+    return function
+
+
 FUNCTIONS: dict[str, Callable[[nn.Module], Any]] = {
     "partial": lambda model: functools.partial(loss_of, model),
     "partial of a keyword": lambda model: functools.partial(loss_of, model=model),
+    "default": of_default,
     "list": of_list,
     "dict": of_dict,
     "function": of_function,
@@ -105,6 +115,54 @@ def test_models_as_arguments() -> None:
         for plain, model in zip(plains, models, strict=True):
             assert_close(whole(compiled(model, batch()).detach()), loss_of(plain, batch()).detach())
     assert counter.counts == (2, 0) or len(counter.forwards) == 2
+
+
+@ranks(2)
+def test_models_in_objects_that_are_arguments() -> None:
+    """Are found, and train."""
+    plain = Layers()
+    model = sharded(plain)
+    compiled = torch.compile(lambda given, rows: loss_of(given.model, rows), fullgraph=True, backend="aot_eager")
+    for loss in (loss_of(plain, batch()), compiled(SimpleNamespace(model=model), batch())):
+        loss.backward()
+    assert_same_gradients(model, plain)
+
+
+FACTOR = 2.0
+
+
+@torch.no_grad()
+def decorated(tensor: torch.Tensor) -> torch.Tensor:
+    """Names a global."""
+    return tensor * FACTOR
+
+
+@ranks(2)
+def test_globals_of_decorated_functions() -> None:
+    """Are compared."""
+    compiled = torch.compile(decorated, fullgraph=True, backend="aot_eager")
+    for factor in (2.0, 3.0):
+        globals()["FACTOR"] = factor
+        assert_close(whole(compiled(shardwise.ones(0, 4).double())), torch.full((4,), factor).double())
+
+
+HIDDEN: list[Any] = []
+
+
+def helper(rows: torch.Tensor) -> Any:
+    """Names a model that the compiled function does not name."""
+    return HIDDEN[0](rows)
+
+
+@ranks(2)
+def test_models_that_are_not_found() -> None:
+    """The error says where models are looked for."""
+    HIDDEN[:] = [sharded(Layers())]
+    compiled = torch.compile(lambda rows: helper(rows), fullgraph=True, backend="aot_eager")
+    with pytest.raises(
+        RuntimeError, match=r"no model is looked for.*in globals that the function names.*as an argument"
+    ):
+        compiled(batch())
 
 
 @ranks(2)

@@ -22,6 +22,7 @@ from torch import nn
 from shardwise import errors
 from shardwise.compilation import in_one_graph
 from shardwise.compilation.compiled_threads import compiled_threads
+from shardwise.compilation.input_places import PLACES_OF_INPUTS
 from shardwise.errors import UnsupportedOpError
 from shardwise.patching import Function, replace_now, replace_when_loaded
 from shardwise.tensor import ShardedTensorBase
@@ -31,8 +32,9 @@ from shardwise.tensor.torch_function import TorchFunctionTensor
 FOLDER = str(Path(errors.__file__).parent)
 WHY = (
     "{} on a sharded tensor cannot be a part of one graph, which torch.compile(fullgraph=True) asks for: the function "
-    "makes that tensor itself, and has no sharded tensor among its arguments or in its modules. Give it the sharded "
-    "tensor as an argument. Leave fullgraph off: what lies between such calls is compiled, and the result is the same"
+    "makes that tensor itself, or has it where no model is looked for. The inputs of a graph are "
+    f"{PLACES_OF_INPUTS}. Give the sharded tensor, or the model, as an argument. Leave fullgraph off: what lies "
+    "between such calls is compiled, and the result is the same"
 )
 
 

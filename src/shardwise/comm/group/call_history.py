@@ -12,14 +12,19 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+
+import torch
 
 Fields = Mapping[str, object]  # what must be the same on every rank, by name
 
 DIGEST = 16
 KEPT = 64  # entries that can be named
 LIBRARIES = ("shardwise.", "torch.")
+GENERATED = "<eval_with_key>"  # begins the name of the file of code that torch makes of a graph
+_NAMELESS = GENERATED, f"{Path(torch.__file__).parent}/"  # code of no module that is not a user's
 NAMES = ("verb", "op")  # the fields that name a call
 EPOCHS = 2**18 - 1  # after so many, tags of meetings are used again
 
@@ -125,7 +130,7 @@ def _caller() -> tuple[CodeType | None, int]:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
-        if not name.startswith(LIBRARIES):
+        if not name.startswith(LIBRARIES) and (name or not frame.f_code.co_filename.startswith(_NAMELESS)):
             return frame.f_code, frame.f_lineno
         frame = frame.f_back
     return None, 0

@@ -5,6 +5,7 @@ from shardwise.comm.peers.heartbeats import Heartbeats
 from shardwise.comm.peers.lost import raise_lost
 from shardwise.comm.peers.lost_ranks import ranks_gone, who_is_gone
 from shardwise.comm.peers.status import (
+    COMPILED_UNIT,
     PLAIN_VALUE,
     check_peers,
     difference,
@@ -22,6 +23,7 @@ from shardwise.comm.peers.store_channel import StoreChannel
 from shardwise.comm.peers.watchdog import NOT_BEGUN, abort_group, wait_for_device, wait_until_unwatched, watch
 
 __all__ = [
+    "COMPILED_UNIT",
     "NOT_BEGUN",
     "PLAIN_VALUE",
     "BackgroundRun",

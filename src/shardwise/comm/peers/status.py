@@ -25,6 +25,7 @@ MOST_READ = 16  # ranks whose status is read at a time, of those that are waited
 LOOKS = 0.01  # seconds between two looks at how many ranks have come
 NEWLINE = "\n"
 PLAIN_VALUE = "is a plain tensor, which must be the same on every rank"  # in the name of a field with its values
+COMPILED_UNIT = "compiled_unit"  # the call that runs a compiled graph, whose inputs are those that torch has found
 E = TypeVar("E", bound=BaseException)
 _choice = random.Random()  # of its own: looking must not change what users draw
 
@@ -173,6 +174,8 @@ def difference(number: int, one: History, other: History) -> str:
         if PLAIN_VALUE in what:
             return f"{here['call']}{what}"
         text += what
+        if _name(here) == COMPILED_UNIT and what:
+            text += "; the graphs that torch has compiled differ between these ranks"
     if not still:
         text += f"; now rank {first} is in {now[0]['call']}, rank {second} in {now[1]['call']}"
     return text if known or not number else f"{text} (and they differ before, in calls that are not kept)"
@@ -193,6 +196,9 @@ def _fields(first: int, mine: dict[str, str], second: int, theirs: dict[str, str
         here, there = mine.get(name, "nothing"), theirs.get(name, "nothing")
         if here != there:
             name, _, advice = name.partition(": ")
+            if name.endswith(PLAIN_VALUE) and "nothing" in (here, there):
+                on, other = (second, first) if here == "nothing" else (first, second)
+                return f": {name.removesuffix(PLAIN_VALUE)}is a plain tensor on rank {on}, but not on rank {other}"
             if name.endswith(PLAIN_VALUE):
                 return f": {_plain_difference(name, first, here, second, there)}. {advice[0].upper()}{advice[1:]}"
             text = f": {name}={here} on rank {first}, {name}={there} on rank {second}"

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from shardwise.comm.group.call_history import GENERATED
 from shardwise.comm.tracing.events import Origin
 from shardwise.torch_private import current_backward, current_node, next_node_number, run_backward
 
@@ -19,6 +20,7 @@ _PACKAGE = Path(__file__).parents[2]
 _LIBRARIES = f"{Path(torch.__file__).parent}/", f"{_PACKAGE}/"
 _TESTING = f"{_PACKAGE}/testing/"
 _STANDARD = str(Path(threading.__file__).parent) + "/"
+_OF_INDUCTOR = "/torchinductor_"  # in the path of the folder where its code is
 _ENGINE = run_backward.__code__  # through which every backward is begun
 
 
@@ -27,8 +29,8 @@ OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul",
 
 @functools.lru_cache(maxsize=4096)
 def _is_of_library(file: str) -> bool:
-    """Whether this is code of torch, of this library, or of Python itself."""
-    if file.startswith(_LIBRARIES) or file.startswith("<frozen"):
+    """Whether this is code of torch, of this library, or of Python itself, or code that torch has generated."""
+    if file.startswith((*_LIBRARIES, "<frozen", GENERATED)) or _OF_INDUCTOR in file:
         return True
     return file.startswith(_STANDARD) and "site-packages" not in file
 

@@ -2,7 +2,8 @@
 
 - `graph_cache`: `FullGraph`, a function whose calls run as one graph of the forward and one of the backward
 - `inputs`: the tensors of a call that become inputs of its graph; `input_forms`: what a graph depends on of each
-- `guards`: what else a graph depends on; `used_values`: the modules and values that a function uses
+- `guards`: what else a graph depends on; `used_values`: the modules and values that a function uses;
+  `compared_values`: how values are compared from call to call
 - `variants`: the graphs of one kind of call, for other strides and shared memory; `differences`: what calls differ in
 - `ended_groups`: graphs end with their process groups; `sharded_modules`: whether a call has sharded tensors at all
 - `tracing`: a call as a function of local tensors; `boundary`: where autograd begins and ends in it

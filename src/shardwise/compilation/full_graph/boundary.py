@@ -136,7 +136,7 @@ def enter_graph(
         if leaf is not None and is_sharded:
             own = [next(rest) for _ in own]
         elif one.grad and (leaf is not None or not one.is_leaf):
-            own = [tensor.view_as(tensor) for tensor in own]
+            own = [tensor.view_as(tensor) if tensor.is_leaf else tensor for tensor in own]
         if leaf is not None and not is_sharded:
             set_stand_in(own[0], leaf.group, next(rest))
         made.append(one.tensor_of(own))

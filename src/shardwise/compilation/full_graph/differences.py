@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from shardwise.compilation.full_graph.compared_values import shown
 from shardwise.compilation.full_graph.guards import Values
 from shardwise.compilation.full_graph.inputs import CallKey, Place
 from shardwise.torch_private import pytree
@@ -19,7 +20,7 @@ class GraphKey(NamedTuple):
 
     process: tuple[Any, ...]  # settings, see `process_key`
     attributes: Values  # of modules
-    used: tuple[Any, ...]  # simple values that the function uses
+    used: Values  # that the function uses
     call: CallKey
 
 
@@ -48,22 +49,17 @@ def _described(function: Callable[..., Any], places: Sequence[Place], key: Graph
     leaves = zip(_names(function, call.structure), call.of_leaves, call.constants, strict=True)
     for name, number, constant in leaves:
         if number is None:
-            yield f"the value of {name}", _shown(*constant)
+            yield f"the value of {name}", shown(*constant)
         else:
             yield f"the size or kind of {name}", str((*call.placed, *call.added)[number])
     for path, values in key.attributes.each:
         for name, *value in values:
-            yield f"the attribute '{f'{path}.{name}'.lstrip('.')}' of a module", _shown(*value)
-    for values in key.used:
+            yield f"the attribute '{f'{path}.{name}'.lstrip('.')}' of a module", shown(*value)
+    for values in key.used.each:
         for name, *value in values:
-            yield f"the value '{name}' that the function uses", _shown(*value)
+            yield f"the value '{name}' that the function uses", shown(*value)
     for name, setting in zip((*SETTINGS, "autocast"), key.process, strict=True):
         yield name, str(setting)
-
-
-def _shown(kind: type, value: Any) -> str:
-    """A value of a key, in which a float is a text."""
-    return str(value) if kind is float else repr(value)
 
 
 def _names(function: Callable[..., Any], structure: Any) -> list[str]:

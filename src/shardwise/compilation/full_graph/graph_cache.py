@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -80,7 +81,7 @@ class FullGraph:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, compiled now if there is none for such a call."""
-        if without_data() or is_traced():  # in an estimate, or within another graph
+        if without_data() or is_traced() or _is_eager():  # in an estimate, or within another graph
             args, kwargs = self._bound.joined(args, kwargs)
             return self._function(*args, **kwargs)
         leaves, structure = pytree.tree_flatten(self._bound.joined(args, kwargs))
@@ -96,6 +97,8 @@ class FullGraph:
             if len(modules.compiled) >= MOST_GRAPHS:
                 self._make_room(modules, key)
             variants = self._compile(modules, call)
+            self._used.leave_out_changed(key.used)
+            key = key._replace(used=self._used.now())
             forget_at_end(self, call.groups)
         else:
             del modules.compiled[key]  # and put it last: the first one is the one that was not used for longest
@@ -141,6 +144,12 @@ class FullGraph:
             f"{len(modules.compiled)} graphs were compiled for one function: something differs in every call. What "
             f"differs: {differs}. Give numbers that change as tensors, or compile without fullgraph"
         )
+
+
+def _is_eager() -> bool:
+    """Whether `torch.compiler.set_stance` says that nothing compiled is to run."""
+    tracer = sys.modules.get("torch._dynamo.eval_frame")
+    return tracer is not None and tracer._stance.stance == "force_eager"
 
 
 def compile_call(

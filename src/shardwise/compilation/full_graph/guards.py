@@ -1,15 +1,15 @@
 """What a compiled graph depends on besides its tensors: settings of torch and of the library, and the modules.
 
-Of modules, the submodules, flags such as ``training`` and attributes that are numbers, strings or None are compared in
-every call, and so are such values that a function uses (`used_values`); others, such as a configuration object, are
-taken as they were when the graph was compiled.
+Of modules, the submodules, hooks and attributes are compared in every call, and so are values that a function uses
+(`used_values`): numbers and collections by what they are (`compared_values`), other objects, such as functions and
+configurations, by which object it is. What such an object holds is taken as it was when the graph was compiled.
 """
 
 from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import starmap
 from typing import Any
@@ -19,14 +19,16 @@ import torch
 from torch import nn
 
 from shardwise import settings
-from shardwise.compilation.full_graph.inputs import Input, Place, PlacedInputs, comparable, tensor_places
+from shardwise.compilation.full_graph.compared_values import Seen, is_same, named_values
+from shardwise.compilation.full_graph.inputs import Input, Place, PlacedInputs, tensor_places
 from shardwise.errors import UnsupportedOpError
 from shardwise.ops.engine.call_cache import FLAGS
 from shardwise.tensor.dispatch import registry
 from shardwise.torch_private import is_any_autocast_enabled
 
-SIMPLE = {bool, int, float, str, type(None)}
 COLLECTIONS = {list, dict, set}
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 
 
 def process_key(device_types: Sequence[str]) -> tuple[Any, ...]:
@@ -66,9 +68,10 @@ class ModuleState:
             for _, module in self._modules
             for holder in (vars(module), module._modules, module._parameters, module._buffers)
         ]
-        self._seen = [(holder, list(holder), list(holder.values())) for holder in each if holder]
-        self._empty = [holder for holder in each if not holder]
-        self._attributes = known_values(tuple([(path, simple_values(vars(one))) for path, one in self._modules]))
+        hooks = [getattr(module, kind) for _, module in self._modules for kind in HOOKS]
+        values = [one for _, module in self._modules for one in _attributes(module).values()]
+        self._seen = Seen([*each, *hooks], values)
+        self._attributes = known_values(tuple([(path, _compared(module)) for path, module in self._modules]))
 
     def has_roots(self, roots: Sequence[nn.Module]) -> bool:
         """Whether these are the modules."""
@@ -78,7 +81,7 @@ class ModuleState:
         """Whether these are the modules, and still have the same submodules and places of tensors."""
         if not self.has_roots(roots):
             return False
-        if not any(self._empty) and all(starmap(_holds, self._seen)):
+        if self._seen.holds():
             return True
         if not all(starmap(is_same, self._children)) or not _same_places(tensor_places(self._modules), self.places):
             return False
@@ -86,7 +89,7 @@ class ModuleState:
         return True
 
     def attributes(self) -> Values:
-        """All simple attributes: their paths, types and values. The same object as long as all are equal."""
+        """All attributes and hooks: their paths, types and values. The same object as long as all are equal."""
         return self._attributes
 
     @contextmanager
@@ -119,22 +122,25 @@ class ModuleState:
         return self._placed
 
 
-def is_same(now: dict[str, Any], before: list[Any]) -> bool:
-    """Whether a dict has the same values, in order."""
-    return len(now) == len(before) and all(map(operator.is_, now.values(), before))
-
-
-def _holds(holder: dict[str, Any], names: list[str], values: list[Any]) -> bool:
-    return is_same(holder, values) and list(holder) == names
-
-
 def _same_places(now: list[Place], before: list[Place]) -> bool:
     return [(id(one.holder), one.name) for one in now] == [(id(one.holder), one.name) for one in before]
 
 
-def simple_values(holder: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Names, types and values of what is simple: 1 is neither True nor 1.0."""
-    return tuple([(name, *comparable(value)) for name, value in holder.items() if type(value) in SIMPLE])
+def _compared(module: nn.Module) -> tuple[Any, ...]:
+    """Names and values of a module's attributes, then its hooks, in the order in which they are called."""
+    hooks = {kind.strip("_"): _hooks(module, kind) for kind in HOOKS if getattr(module, kind)}
+    return named_values({**_attributes(module), **hooks})
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """All but those that torch gives to every module."""
+    return {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
+
+
+def _hooks(module: nn.Module, kind: str) -> list[Any]:
+    """Hooks of a kind; torch numbers them anew in each process, and each time that they are registered."""
+    options = [getattr(module, f"{kind}_{option}", {}) for option in ("with_kwargs", "always_called")]
+    return [(hook, *(number in option for option in options)) for number, hook in getattr(module, kind).items()]
 
 
 class Values:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from shardwise.compilation.full_graph.compared_values import attributes_of, comparable
 from shardwise.compilation.full_graph.input_forms import InputForm, form_of
 from shardwise.errors import UnsupportedOpError
 from shardwise.tensor import ShardedTensorBase
@@ -218,16 +219,24 @@ class CallInputs:
 
 def _literal(value: Any) -> Any:
     """An argument that is no tensor, as a part of a key."""
+    found = comparable(value, _members)
     try:
-        hash(value)
+        hash(found)
     except TypeError:
-        raise UnsupportedOpError(
-            f"an argument of type {type(value).__name__} cannot be compared from call to call, which one graph needs: "
-            "give tensors, numbers, strings, and lists, tuples and dicts of these"
-        ) from None
-    return comparable(value)
+        raise _not_compared(value) from None
+    return found
 
 
-def comparable(value: Any) -> tuple[type, Any]:
-    """A value in a form that tells 1 from True and from 1.0, and 0.0 from -0.0."""
-    return type(value), repr(value) if type(value) is float else value
+def _members(value: Any) -> dict[str, Any] | None:
+    """What is compared of an object in an argument: all attributes, or that it is this object, if it has none."""
+    found = attributes_of(value)
+    if found is None and type(value).__hash__ is None:
+        raise _not_compared(value)
+    return found
+
+
+def _not_compared(value: Any) -> UnsupportedOpError:
+    return UnsupportedOpError(
+        f"an argument of type {type(value).__name__} cannot be compared from call to call, which one graph needs: "
+        "give tensors, numbers, strings, and lists, tuples and dicts of these"
+    )

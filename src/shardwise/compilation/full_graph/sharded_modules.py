@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.compilation.full_graph.guards import is_same
+from shardwise.compilation.full_graph.compared_values import is_same
 from shardwise.compilation.full_graph.used_values import modules_of_call, unbound
 from shardwise.tensor import ShardedTensorBase
 from shardwise.torch_private import pytree

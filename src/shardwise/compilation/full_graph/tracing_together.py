@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
+import random
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +19,19 @@ from torch.distributed import ProcessGroup
 from shardwise import errors
 from shardwise.comm.agreement import in_step
 from shardwise.compilation.full_graph.tracing import TracedCall
+from shardwise.compilation.input_places import PLACES_OF_INPUTS
 from shardwise.errors import UnsupportedOpError
 from shardwise.torch_private import FAKE_TENSOR_ERRORS, FakeTensorMode, TorchDispatchMode, load_private
 
 tracing_lock = threading.RLock()  # while a call is traced, its modules have other tensors than their own
 NOT_AN_INPUT = "Please convert all Tensors to FakeTensors"  # as torch says it
 FOUND_ELSEWHERE = (
-    "an op takes a tensor that is no input of the graph. Inputs are the arguments, and the tensors of modules among "
-    "arguments, in the closure, in globals that the function names, or in attributes of the object that it is a method "
-    "of. Give the tensor, or the module that has it, as an argument"
+    f"an op takes a tensor that is no input of the graph. Inputs are {PLACES_OF_INPUTS}. Give the tensor, or the "
+    "module that has it, as an argument"
+)
+DRAWS = (
+    "the call draws numbers of `{}`, which would be the same in every call of the graph. Draw before the call, and "
+    "give the number as an argument, as a tensor if it differs from call to call"
 )
 RUNS_BACKWARD = "the compiled call runs a backward: compile the forward and the loss, and call backward() on the result"
 UNTRACEABLE: tuple[type[Exception], ...] = (*FAKE_TENSOR_ERRORS, UnsupportedOpError)
@@ -57,16 +64,24 @@ def try_without_data(
     sizes = load_private("torch.fx.experimental.symbolic_shapes.ShapeEnv")
     mode = FakeTensorMode(shape_env=sizes(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False))
     fake = [_without_data(mode, tensor) for tensor in tensors]
-    watch = _Watch(fake)
+    watch, numbers = _Watch(fake), _RandomNumbers()
     try:
         with mode, watch:
             outputs = len(traced(*fake))
     except UNTRACEABLE as error:
         raise trace_error(error) from error
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:  # an error of the library, or of the user, says enough
+            raise
+        raise trace_error(error) from error
     except AssertionError as error:
         if NOT_AN_INPUT not in str(error):
             raise
         raise trace_error(UnsupportedOpError(FOUND_ELSEWHERE).with_traceback(error.__traceback__)) from error
+    finally:
+        drawn = numbers.restore()
+    if drawn:
+        raise trace_error(UnsupportedOpError(DRAWS.format(drawn)))
     if any(one.is_leaf and one.grad is not None for one in fake):
         raise trace_error(UnsupportedOpError(RUNS_BACKWARD))
     traced.written = watch.written()
@@ -106,9 +121,50 @@ def _storage(tensor: torch.Tensor) -> Any:
 
 
 def _without_data(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """A leaf of the same size, whatever the tensor is a result or a view of."""
+    """A tensor of the same size: a leaf, or the result of an op, whatever the tensor is a result or a view of."""
     made = mode.from_tensor(tensor.detach(), static_shapes=True)
-    return made.requires_grad_(tensor.requires_grad)
+    if tensor.is_leaf:
+        return made.requires_grad_(tensor.requires_grad)
+    with mode, torch.enable_grad():
+        return _result(torch.zeros((), requires_grad=True), lambda: made)
+
+
+class _Result(torch.autograd.Function):
+    """A tensor that is a result, and no view: a call may write into it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, make: Callable[[], torch.Tensor]) -> Any:
+        """What ``make`` gives."""
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Nothing: it only stands for what the tensor is a result of."""
+        return None, None
+
+
+_result: Callable[..., torch.Tensor] = _Result.apply  # which torch declares without types
+
+
+class _RandomNumbers:
+    """The generators of Python and of numpy, as they were before a call: a graph would always have the same numbers."""
+
+    def __init__(self) -> None:
+        self._numpy: Any = sys.modules.get("numpy")
+        self._state = random.getstate()
+        self._state_of_numpy = None if self._numpy is None else self._numpy.random.get_state()
+
+    def restore(self) -> str:
+        """The name of the one that a call has used, if any; both are as they were before."""
+        used = ""
+        if random.getstate() != self._state:
+            used = "random"
+            random.setstate(self._state)
+        numpy = self._numpy
+        if numpy is not None and pickle.dumps(numpy.random.get_state()) != pickle.dumps(self._state_of_numpy):
+            used = "numpy.random"
+            numpy.random.set_state(self._state_of_numpy)
+        return used
 
 
 @contextmanager

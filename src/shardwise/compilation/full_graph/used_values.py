@@ -1,12 +1,14 @@
-"""What a function uses besides its arguments: the modules, and the simple values that its graph depends on.
+"""What a function uses besides its arguments: the modules, and the values that its graph depends on.
 
-Both are looked for where a function keeps them: in its closure, in the globals that it names, and in the attributes of
-the object that it is a method of; modules also within lists, tuples, dicts and objects that are found there.
+Both are looked for where a function keeps them: in its closure, its defaults, the globals that it names, and in the
+attributes of the object that it is a method of; modules also within lists, tuples, dicts and objects that are found
+there. Of a decorated function, what the function within uses counts too.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,11 +17,13 @@ import torch
 from torch import nn
 
 from shardwise.closures import closure_of
-from shardwise.compilation.full_graph.guards import SIMPLE, simple_values
+from shardwise.compilation.full_graph.compared_values import COLLECTIONS, SIMPLE, Seen, attributes_of, named_values
+from shardwise.compilation.full_graph.guards import Values, known_values
 
 MOST_MEMBERS = 64  # of a collection or an object in which modules are looked for: every call looks
 NOTHING: dict[str, Any] = {}
 WITHOUT_MODULES = (torch.Tensor, types.ModuleType, type, types.BuiltinFunctionType)
+WITHOUT = {torch.Tensor, nn.Parameter, *SIMPLE}  # types of most arguments
 
 
 class BoundArguments(NamedTuple):
@@ -43,7 +47,7 @@ def unbound(function: Callable[..., Any]) -> tuple[Callable[..., Any], BoundArgu
 def modules_of_call(function: Callable[..., Any], leaves: Sequence[Any]) -> list[nn.Module]:
     """The modules that a call uses, each once: those of the function, and those among the leaves of its arguments."""
     found = modules_of(function)
-    given = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+    given = [module for leaf in leaves if type(leaf) not in WITHOUT for module in _modules_in(leaf, 2)]
     return [*found, *dict.fromkeys(one for one in given if not any(one is other for other in found))]
 
 
@@ -69,9 +73,26 @@ def _kept_by(function: Any) -> Iterator[tuple[Any, int]]:
         yield owner, 0
     elif owner is not None:
         yield from ((value, 1) for value in _members(owner))
-    if inner is not None:
-        yield from ((cell.cell_contents, 2) for _, cell in closure_of(inner))
-        yield from ((inner.__globals__.get(name), 1) for name in inner.__code__.co_names)
+    for each in _decorated(inner):
+        yield from ((cell.cell_contents, 2) for _, cell in closure_of(each))
+        yield from ((value, 2) for value in _defaults(each).values())
+        yield from ((each.__globals__.get(name), 1) for name in each.__code__.co_names)
+
+
+def _decorated(function: types.FunctionType | None) -> list[types.FunctionType]:
+    """A function, and those that decorators have wrapped (`functools.wraps`)."""
+    found: list[types.FunctionType] = []
+    while isinstance(function, types.FunctionType) and function not in found:
+        found.append(function)
+        function = getattr(function, "__wrapped__", None)
+    return found
+
+
+def _defaults(function: types.FunctionType) -> dict[str, Any]:
+    """The default values of parameters."""
+    values, code = function.__defaults__ or (), function.__code__
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    return {**dict(zip(names, values, strict=True)), **(function.__kwdefaults__ or {})}
 
 
 def code_and_owner(function: Any) -> tuple[types.FunctionType | None, Any]:
@@ -110,28 +131,68 @@ def _members(value: Any) -> list[Any]:
 
 
 class UsedValues:
-    """The simple values that a function uses: of its closure, of globals, and of the object that it is a method of.
+    """The values that a function uses: of its closure, defaults, globals, and of the object that it is a method of.
 
-    Of the object's attributes, those count whose names are in the code of the method or of methods that it calls.
+    Of objects, those attributes count whose names are in the code of the function, or of methods that are named there.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._inner, owner = code_and_owner(function)
+        inner, owner = code_and_owner(function)
+        self._inners = _decorated(inner)
         is_known = owner is None or isinstance(owner, nn.Module)  # a module's attributes are all compared
-        self._attributes: dict[str, Any] = NOTHING if is_known else getattr(owner, "__dict__", NOTHING)
-        self._names: set[str] = set()
-        if self._inner is not None and not is_known:
-            _add_names(self._inner.__code__, type(owner), self._names)
+        self._owner = None if is_known else owner
+        self._names_of: dict[type, set[str]] = {}
+        self._changed: set[tuple[int, str]] = set()  # which holder, and the name in it
+        self._now = known_values(())
+        self._before: list[Any] = []
+        self._seen = Seen([], [])
+        self._has_objects = False  # with attributes that are compared
 
-    def now(self) -> tuple[Any, ...]:
-        """Their names, types and values."""
-        inner = self._inner
-        if inner is None:
-            return ()
-        cells = {name: cell.cell_contents for name, cell in closure_of(inner)} if inner.__closure__ else NOTHING
-        names = {name: inner.__globals__[name] for name in inner.__code__.co_names if name in inner.__globals__}
-        own = {name: self._attributes[name] for name in self._names if name in self._attributes}
-        return simple_values(cells), simple_values(names), simple_values(own)
+    def now(self) -> Values:
+        """Their names, types and values. The same object as long as all are equal."""
+        holders = self._holders()
+        values = [value for holder in holders for value in holder.values()]
+        is_same = len(values) == len(self._before) and all(map(operator.is_, values, self._before))
+        if self._has_objects or not is_same or not self._seen.holds():
+            self._has_objects = False
+            self._now = known_values(tuple([named_values(holder, self._members) for holder in holders]))
+            self._before, self._seen = values, Seen([], values)
+        return self._now
+
+    def leave_out_changed(self, before: Values) -> None:
+        """Compare collections no longer that have changed since: the function itself writes into them."""
+        now = self.now()
+        for number, (old, new) in enumerate(zip(before.each, now.each, strict=False)):
+            same = {name: tuple(value) for name, *value in old}
+            for name, kind, *value in new:
+                if issubclass(kind, COLLECTIONS) and same.get(name) != (kind, *value):
+                    self._changed.add((number, name))
+
+    def _holders(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = [] if self._owner is None else [self._named(self._owner)]
+        for inner in self._inners:
+            names = inner.__code__.co_names
+            found.append({name: cell.cell_contents for name, cell in closure_of(inner)} if inner.__closure__ else {})
+            found.append({name: inner.__globals__[name] for name in names if name in inner.__globals__})
+            if inner.__defaults__ or inner.__kwdefaults__:
+                found.append(_defaults(inner))
+        for number, name in self._changed:
+            found[number].pop(name, None)
+        return found
+
+    def _named(self, value: Any) -> dict[str, Any]:
+        """The attributes of an object that the code names."""
+        cls = type(value)
+        if cls not in self._names_of:
+            names = self._names_of[cls] = set()
+            for inner in self._inners:
+                _add_names(inner.__code__, cls, names)
+        return {name: one for name, one in (attributes_of(value) or NOTHING).items() if name in self._names_of[cls]}
+
+    def _members(self, value: Any) -> dict[str, Any] | None:
+        found = self._named(value)
+        self._has_objects = self._has_objects or bool(found)
+        return found or None
 
 
 def _add_names(code: types.CodeType, cls: type, names: set[str]) -> None:

@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import UnsupportedOpError
+from shardwise.compilation.second_derivatives import compiled_nodes, refuse_second_derivatives
 from shardwise.nn.fully_sharded.unit import hook_tensors
 from shardwise.torch_private import load_private
 
 MOST_PENDING = 4  # recorded calls of a unit without a backward, after which none is expected
-MOST_VIEWS = 3  # of each other that torch makes behind a compiled graph
-COMPILED_NODE = "CompiledFunctionBackward"  # of torch's graphs
 NO_SECOND_DERIVATIVE = (
     "a second derivative through a compiled unit: torch's compiled graphs have none. Call the model uncompiled where "
     'it is differentiated twice: `with torch.compiler.set_stance("force_eager"): ...`. Or do the step again: from now '
@@ -46,31 +44,12 @@ class Backwards:
 
     def watch_compiled(self, results: Iterable[Any]) -> None:
         """Let the compiled graph that gave these results have several backwards, and say what to do if they raise."""
-        for node in _compiled_nodes(results):
+        for node in compiled_nodes(results):
             graph = getattr(type(node)._forward_cls, "metadata", None)
             if getattr(graph, "bw_donated_idxs", None) is None and graph is not None:
                 # Compiled without such buffers. Torch then takes the missing list for one with buffers.
                 graph.bw_donated_idxs = []
-            node.register_hook(self._after_compiled)
-
-    def _after_compiled(self, grads: tuple[Any, ...], _: object) -> tuple[Any, ...] | None:
-        """The gradients that a compiled graph gives: if they are recorded, differentiating them raises."""
-        if not torch.is_grad_enabled():
-            return None
-        self.note()
-        found = [None if one is None else _OnceDifferentiable.apply(one) for one in grads]  # type: ignore[no-untyped-call] # torch's
-        return tuple(found)
-
-
-def _compiled_nodes(results: Iterable[Any]) -> set[Any]:
-    """The nodes of the compiled graphs that gave these results, which may be views of what a graph gave."""
-    found: set[Any] = set()
-    left = {one.grad_fn for one in results if isinstance(one, torch.Tensor) and one.grad_fn is not None}
-    for _ in range(MOST_VIEWS):
-        views: set[Any] = {node for node in left if node.name() != COMPILED_NODE}
-        found |= left - views
-        left = {node for view in views for node, _ in view.next_functions if node is not None}
-    return found
+            refuse_second_derivatives(node, NO_SECOND_DERIVATIVE, self.note)
 
 
 def without_donated_buffers() -> AbstractContextManager[None]:
@@ -102,17 +81,3 @@ class BackwardsOfUnit:
     def _note(self, _: object) -> None:
         self._is_seen = True
         self._of_model.note()
-
-
-class _OnceDifferentiable(torch.autograd.Function):
-    """Gradients that cannot be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        """The same gradient."""
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        """An error."""
-        raise UnsupportedOpError(NO_SECOND_DERIVATIVE)

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from shardwise import settings
+from shardwise.comm.peers import COMPILED_UNIT
 from shardwise.comm.tracing import record
 from shardwise.compilation.compiled_threads import outside_of_one_graph
 from shardwise.compilation.units.placeholders import Placeholders
@@ -121,7 +122,7 @@ class _SegmentedProgram(Program):
 class _UnitOp:
     """What the cache of calls takes for a function of torch. Not a graph: what is known of functions is kept."""
 
-    __name__ = "compiled_unit"
+    __name__ = COMPILED_UNIT
 
 
 _READS_VALUES, _IGNORES_VALUES = _UnitOp(), _UnitOp()

@@ -3,10 +3,15 @@
 Torch keeps what it has compiled of a function with the code object of the function, compares at most a few compiled
 versions of each, and then runs the function uncompiled. Models of one class have the same code. So each compiler gives
 torch copies of it: no model takes versions away from another one, and what was compiled for a model is freed with it.
+
+By file, line and name of a function, torch also keeps for the life of a process which sizes and numbers have changed:
+later graphs take these as inputs. Ranks may have seen different ones, in other models or before an error. So a function
+that runs on sharded tensors has a name of its own, by which torch knows nothing on any rank.
 """
 
 from __future__ import annotations
 
+import uuid
 import weakref
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -66,8 +71,10 @@ def traced_call(like: Any) -> Any:
     names["__name__"] = module
     exec(compile(_TRACED_CALL, OF_LIBRARY, "exec"), names)
     call: FunctionType = names.pop("traced_call")  # torch keeps the names with the code: they must not lead back to it
+    own = call.__code__.replace(co_name=f"traced_call_{uuid.uuid4().hex}")  # torch may know a number of another process
     if isinstance(function, FunctionType) and not module.startswith(LIBRARIES):
         code = function.__code__
         file, line, name = code.co_filename, code.co_firstlineno, code.co_qualname
-        call.__code__ = call.__code__.replace(co_filename=file, co_firstlineno=line, co_qualname=name)
+        own = own.replace(co_filename=file, co_firstlineno=line, co_qualname=name)
+    call.__code__ = own
     return call
