@@ -52,6 +52,7 @@ Each one is a `ShardwiseError` and also the builtin that callers of the old syst
     ├── DeviceError(ValueError)             a device that is unknown, or not fully described
     ├── EstimateError(ValueError)           an estimate that is not possible, or asked for wrongly
     ├── ReportError(ValueError)             figures of a report that do not fit together
+    │   └── ReportKindError(TypeError)      something else than an estimate or a trace, to be shown on a page
     └── DropinError(RuntimeError)           the old system cannot be replaced in this process
 """
 
@@ -251,6 +252,10 @@ class EstimateError(ShardwiseError, ValueError):
 
 class ReportError(ShardwiseError, ValueError):
     """Figures of a report that do not fit together, such as a series with fewer values than times."""
+
+
+class ReportKindError(ReportError, TypeError):
+    """Something else than an estimate or a trace, to be shown on a page."""
 
 
 class DropinError(ShardwiseError, RuntimeError):

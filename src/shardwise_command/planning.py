@@ -28,10 +28,15 @@ def add_plan(commands: Any) -> None:
         """,
     )
     _add_job(parser, is_planned=False)
-    parser.add_argument(
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
         "--recompute",
-        action=argparse.BooleanOptionalAction,
-        help="compute activations again in the backward, or never (default: where that is better)",
+        action="store_true",
+        default=None,
+        help="compute activations again in the backward (default: where that is better)",
+    )
+    either.add_argument(
+        "--no-recompute", dest="recompute", action="store_false", default=None, help="never compute them again"
     )
     parser.add_argument(
         "--report", metavar="FILE", help="write a page that shows the plans and the chosen one, as HTML"

@@ -17,7 +17,7 @@ import shardwise
 from shardwise import report
 from shardwise.comm.tracing import Collective, Op, chrome, memory, merge, page
 from shardwise.comm.tracing.events import TracedRank
-from shardwise.errors import ReportError
+from shardwise.errors import ReportError, ReportKindError
 from shardwise.testing import ranks, run_on_ranks
 
 
@@ -32,6 +32,15 @@ def step_here() -> Any:
     """A function that runs a forward and a backward."""
     model, x = model_here(), torch.ones(6, 64)
     return lambda: model(x).square().sum().backward()
+
+
+@ranks(1)
+def test_what_is_no_trace_is_refused() -> None:
+    """The error says what a page shows."""
+    with shardwise.trace() as t:
+        pass
+    with pytest.raises(ReportKindError, match=r"a page shows estimates and traces: .* found int"):
+        t.save("report.html", 3)
 
 
 @ranks(2)

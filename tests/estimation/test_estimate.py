@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from shardwise import estimate
-from shardwise.errors import EstimateError
+from shardwise.errors import EstimateError, ReportKindError
 from shardwise.estimation.devices import Device, Rate
 from shardwise.testing import ranks
 
@@ -130,6 +131,8 @@ def test_fits() -> None:
         needs.fits({"rank:3": "1 GiB"})
     with pytest.raises(EstimateError, match="write 500MB or 4GiB"):
         needs.fits("a lot")
+    with pytest.raises(EstimateError, match="'80' has no unit: write 80GiB, or 80B for bytes"):
+        needs.fits("80")
 
 
 def test_what_is_alive_at_the_peak() -> None:
@@ -218,6 +221,41 @@ def test_the_page(tmp_path: Path) -> None:
     assert "iframe" in needs._repr_html_()
     assert "3 ranks" in repr(needs)
     assert "rank 0" in str(needs)
+
+
+def test_a_page_shows_estimates_and_traces_only(tmp_path: Path) -> None:
+    """Anything else is a TypeError that says what is taken."""
+    needs = estimate(lambda: None)
+    with pytest.raises(ReportKindError, match=r"save takes a path and any number of them, .*; found int"):
+        needs.save(tmp_path / "report.html", 3)
+    assert issubclass(ReportKindError, TypeError)
+
+
+def test_what_a_step_without_products_prints() -> None:
+    """No rate where no time passes, and else one of 0 FLOP/s."""
+    (nothing,) = estimate(lambda: None, devices=FAST).parts
+    assert str(nothing).endswith("; 0.0 ms, of which 0.0 ms computing and 0.0 ms waiting; 0 B sent in 0 transfers")
+    assert "ms waiting; 0 FLOP/s; 0 B sent" in str(estimate(lambda: torch.ones(1024) + 1, devices=FAST))
+
+
+@pytest.mark.parametrize("world", [{"devices": [FAST, SLOW]}, {"ranks": 2}])
+def test_a_step_is_no_set_up(world: dict[str, Any]) -> None:
+    """With more ranks than there are, what is called should return the step."""
+    model = nn.Linear(8, 8)
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(torch.ones(2, 8)).sum()
+        loss.backward()
+        return loss
+
+    def silent() -> None:
+        step()
+
+    for given, kind in ((step, "Tensor"), (silent, "NoneType"), (lambda: model, "Linear")):
+        with pytest.raises(EstimateError, match=rf"return a function that takes a step; found .* returns {kind}$"):
+            estimate(given, **world)
+    assert not dist.is_initialized()
+    assert estimate(step, ranks=1, devices=[FAST]).world == 1
 
 
 def test_wrong_questions() -> None:

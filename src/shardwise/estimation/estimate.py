@@ -101,7 +101,7 @@ class Estimate:
 
     def report(self, *others: Any) -> report.Report:
         """A page of this estimate, and of other estimates or traces beside it."""
-        runs = [self.as_run(), *(one.as_run() for one in others)]
+        runs = [self.as_run(), *report.as_runs(others)]
         rows = [row for model in self._models for row in module_rows(model)]
         notes = [self.stopped] if self.stopped else []
         return report.Report(self.name, runs, rows, (), notes)
@@ -152,7 +152,8 @@ def estimate(
         True
 
     With ``ranks``, or more ``devices`` than there are ranks, the world need not be there. Then ``step`` is a function
-    that sets everything up as a rank of that world would, and gives the function to be called for a step.
+    that sets everything up as a rank of that world would, and gives the function to be called for a step; where it
+    gives none, an error is raised.
 
     ``devices`` are named as in ``"4xH100-80GB,2xRTX4090"``, or come from a file that ``shardwise doctor --measure``
     has written. The step is called so many ``steps`` times, and the last one is told: in the first ones optimizers
@@ -162,7 +163,7 @@ def estimate(
     found = _devices(devices, ranks, world)
     if steps < 1:
         raise EstimateError(f"steps is how often the step is called, at least once; found {steps!r:.80}")
-    job = Job(step, args, kwargs, found, machines(found), steps)
+    job = Job(step, args, kwargs, found, machines(found), steps, sets_up=len(found) > world)
     return Estimate(name, rank_runs(job), job)
 
 

@@ -9,7 +9,7 @@ from shardwise.comm.tracing.events import MEETING, Collective, Origin
 from shardwise.comm.tracing.origin import place_of
 from shardwise.comm.tracing.record import Trace, recording
 from shardwise.comm.tracing.table import show
-from shardwise.estimation.without_data.stand_ins import StandIns, restoring_state, taking_lists
+from shardwise.estimation.without_data.stand_ins import StandIns, no_grad_for_inference, restoring_state, taking_lists
 from shardwise.layout.pictures.words import bytes_text
 from shardwise.torch_private import FAKE_TENSOR_ERRORS, FakeTensorMode
 
@@ -96,7 +96,7 @@ def explain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     """
     mode, explanation = FakeTensorMode(allow_non_fake_inputs=True), Explanation()
     stand_ins = StandIns(mode)
-    with restoring_state():
+    with restoring_state(), no_grad_for_inference():
         call, positional, named = stand_ins.of(function), stand_ins.of(args), stand_ins.of(kwargs)
         with mode, taking_lists(), recording(explanation):
             try:

@@ -15,7 +15,7 @@ from shardwise.estimation.account.tape import Kernel, Sending
 from shardwise.estimation.account.timeline import COMPUTE, WAIT, Timeline
 from shardwise.estimation.devices.device import Device
 from shardwise.estimation.without_data.as_rank import shifted
-from shardwise.layout.pictures.words import bytes_text, count_text
+from shardwise.layout.pictures.words import bytes_text, count_text, numbered
 
 
 class RankEstimate:
@@ -58,9 +58,9 @@ class RankEstimate:
     @cached_property
     def memory(self) -> report.Memory:
         """The memory over the course of the step."""
-        times = self._times()
+        times = self._times() or [0.0]  # a step that does nothing has one point
         series = {name: values.tolist() for name, values in self._ledger.series().items()}
-        at = times[self._ledger.peak_event] if times else 0.0
+        at = times[self._ledger.peak_event]
         return report.Memory(times, series, self._ledger.peak, at, self.alive, self._marks(times))
 
     def _times(self) -> list[float]:
@@ -198,9 +198,13 @@ class RankEstimate:
         parts = [f"{name} {bytes_text(size)}" for name, size in self.at_peak.items() if size]
         if self.device.reserved:
             parts.append(f"the runtime {bytes_text(self.device.reserved)}")
-        rate = f"{count_text(int(self.flops / self.seconds))}FLOP/s" if self.seconds else ""
-        return (
-            f"peak {bytes_text(self.peak)} of {bytes_text(self.device.memory)} ({', '.join(parts)}); "
+        held = f" ({', '.join(parts)})" if parts else ""
+        facts = [
+            f"peak {bytes_text(self.peak)} of {bytes_text(self.device.memory)}{held}",
             f"{self.seconds * 1e3:,.1f} ms, of which {self.computing * 1e3:,.1f} ms computing and "
-            f"{self.waiting * 1e3:,.1f} ms waiting; {rate}; {bytes_text(self.sent)} sent in {self.transfers} transfers"
-        )
+            f"{self.waiting * 1e3:,.1f} ms waiting",
+        ]
+        if self.seconds:
+            rate = count_text(int(self.flops / self.seconds))
+            facts.append(f"{rate}{'' if rate[-1].isalpha() else ' '}FLOP/s")
+        return "; ".join([*facts, f"{bytes_text(self.sent)} sent in {numbered(self.transfers, 'transfer')}"])

@@ -23,6 +23,7 @@ from shardwise.report.data import (
     Report,
     Run,
     Span,
+    as_runs,
 )
 from shardwise.report.page import notebook, page, save_page
 
@@ -39,6 +40,7 @@ __all__ = [
     "Report",
     "Run",
     "Span",
+    "as_runs",
     "notebook",
     "page",
     "save_page",

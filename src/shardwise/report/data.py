@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.errors import ReportError
+from shardwise.errors import ReportError, ReportKindError
 from shardwise.report.boxes import rank_ranges, traffic_blocks
 from shardwise.report.shared import Layouts, Strings
 from shardwise.report.thinning import Bar, busy_seconds, kept_points, merged_bars
@@ -177,6 +177,19 @@ class Run:
             "parts": [p.as_json(strings, len(detailed), detailed=k in detailed) for k, p in enumerate(self.parts)],
             "traffic": {"block": block, "cells": cells},
         }
+
+
+def as_runs(others: Iterable[Any]) -> list[Run]:
+    """The runs of estimates and traces."""
+    found = []
+    for other in others:
+        if not hasattr(other, "as_run"):
+            raise ReportKindError(
+                "a page shows estimates and traces: save takes a path and any number of them, as in "
+                f"needs.save('report.html', trace); found {type(other).__name__}"
+            )
+        found.append(other.as_run())
+    return found
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.autograd.replicas import recorded
 from shardwise.autograd.transfers import Way, moved_locals
+from shardwise.autograd.versions import version_of
 from shardwise.comm.group import cached_per_group, is_capturing
 from shardwise.comm.peers import notify_of_failure
 from shardwise.comm.transfer import TransferPlan
@@ -170,4 +171,4 @@ def count_graph() -> None:
 
 
 def _versions(tensor: Wrapper) -> list[int]:
-    return [0 if local.is_inference() else local._version for local in tensor._local_tensors()]
+    return list(map(version_of, tensor._local_tensors()))

@@ -131,6 +131,24 @@ def test_padded_samples(side: str) -> None:
     assert_trains_alike(made("Llama"), plans.context_parallel(), batch, batch)
 
 
+@ranks(2)
+def test_padding_inside_a_document() -> None:
+    """Raises on every rank, for what lies behind would not see what lies before; between documents it is right."""
+    plan, ids = plans.context_parallel(), tokens(2, 7)
+    mask = torch.ones(2, 7, dtype=torch.int64)
+    mask[1, 3:5] = 0
+    counted = (mask.cumsum(1) - 1).clamp(min=0)  # as some tokenizers' users number tokens
+    filled = counted.masked_fill(mask == 0, 1)
+    for positions in (None, torch.arange(7).unsqueeze(0), counted, filled):
+        batch = {"input_ids": ids, "attention_mask": mask}
+        batch |= {} if positions is None else {"position_ids": positions}
+        with pytest.raises(PropertyError, match=r"sample 1 has zeros at tokens 3 to 4, .* begin anew"):
+            plan.cut(batch)
+    documents = torch.tensor([[0, 1, 2, 3, 4, 0, 1]])  # the first one is padded behind, in sample 1
+    found = plan.cut({"input_ids": ids, "attention_mask": mask, "position_ids": documents})
+    assert found["documents"] == "0,5;0,3,5"
+
+
 @ranks(4)
 def test_samples_along_another_axis() -> None:
     """Two rows of ranks with samples of their own, three and one, each sequence over the ranks of a row."""

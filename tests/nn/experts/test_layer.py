@@ -340,6 +340,7 @@ def test_plans_that_cannot_be() -> None:
         (PlanError, "give one of them", {"placement": [0] * 7, "weights": [1, 2]}),
         (PlanError, "its forward takes", {"experts": "router"}),
         (PlanNameError, "did you mean 'experts'", {"experts": "expert"}),
+        (PlanNameError, r"'nothing\.\*\*' is for no layer .* 'experts'", {"placement": {"nothing.**": [0] * 7}}),
         (PlanError, "rest is a plan", {"rest": 3}),
         (PlanError, "several placements", {"placement": {"experts": [0] * 7, "*": [1] * 7}}),
     ]

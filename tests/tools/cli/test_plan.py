@@ -158,6 +158,12 @@ WRONG = [
     ("plan other", "is of model_type 'unheard', unknown to transformers"),
     ("plan nameless", '"architectures" of it should, such as ["LlamaForCausalLM"]'),
     ("plan broken", "is not JSON"),
+    ("plan empty", "'config.json' of '{folder}/empty' has no model_type, by which transformers knows the model"),
+    ("plan odd", "is no configuration of a 'llama': The hidden size (65) is not a multiple of the number of attention"),
+    ("plan many", "is no configuration of a 'llama': Field 'hidden_size' expected int, got str (value: 'many')"),
+    ("plan wrong", "transformers makes no LlamaConfig of 'config.json' of '{folder}/wrong': "),
+    ("plan llama --devices 2xRTX4090@20", "'2xRTX4090@20': '20' has no unit: write 20GiB, or 20B for bytes"),
+    ("plan llama --recompute --no-recompute", "argument --no-recompute: not allowed with argument --recompute"),
     ("plan llama --devices 2xRTX4091", "there is no device 'RTX4091': did you mean 'RTX4090'?"),
     ("plan llama --batch 8", "'8' is no batch of the form SAMPLESxLENGTH, such as 8x4096"),
     ("plan llama --batch 0x16", "'0x16' is no batch"),
@@ -182,6 +188,10 @@ def test_what_is_wrong_is_said_in_one_line(cli: Cli, tmp_path: Path, line: str, 
     written(tmp_path / "llama")
     written(tmp_path / "other", model_type="unheard")
     written(tmp_path / "nameless", architectures=None)
+    written(tmp_path / "odd", hidden_size=65)
+    written(tmp_path / "many", hidden_size="many")
+    written(tmp_path / "wrong", architectures=["LlamaConfig"])
+    written(tmp_path / "empty", **dict.fromkeys(LLAMA))
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/config.json").write_text("{")
     for name, version in (("old", 0), ("half", 1)):
@@ -193,7 +203,7 @@ def test_what_is_wrong_is_said_in_one_line(cli: Cli, tmp_path: Path, line: str, 
     assert (code, out) == (2, "")
     assert err.startswith("shardwise: ")
     assert err.count("\n") == 1
-    assert says in err
+    assert says.format(folder=tmp_path) in err
 
 
 def test_a_plan_is_for_its_number_of_ranks(cli: Cli, model: Path, plan: Path) -> None:

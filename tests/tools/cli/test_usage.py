@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -85,8 +86,12 @@ def test_what_cannot_be_is_said_in_one_line(cli: Cli, saved: str, line: str, say
 
 def test_numbers_of_bytes_are_read_as_people_write_them() -> None:
     """With units of a thousand and of 1,024."""
-    read = {text: byte_count(text) for text in ("12", "1.5KB", "2k", "3 MiB", "4GiB", "1e9", "1tb")}
+    read = {text: byte_count(text) for text in ("12B", "1.5KB", "2k", "3 MiB", "4GiB", "1e9", "1tb")}
     assert list(read.values()) == [12, 1500, 2000, 3 * 2**20, 2**32, 10**9, 10**12]
+    assert byte_count(str(2**20)) == 2**20
+    for text in ("80", "80.5", "1e5"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' has no unit: write {text}GiB, or {text}B"):
+            byte_count(text)
 
 
 def test_every_command_has_help_with_an_example(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ class Trace:
 
     def report(self, *others: Any) -> report.Report:
         """A page of this trace, and of other traces or estimates beside it."""
-        runs = [self.as_run(), *(one.as_run() for one in others)]
+        runs = [self.as_run(), *report.as_runs(others)]
         return report_of(f"rank {self.rank} of {self.ranks}", runs, len(self.uncached))
 
     @property

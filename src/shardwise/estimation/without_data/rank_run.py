@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.tracing.record import recording
+from shardwise.errors import EstimateError
 from shardwise.estimation.account.accounting import Accounting
 from shardwise.estimation.account.autocast import autocast_of
 from shardwise.estimation.account.gpu_kernels import gpu_kernels_of
@@ -23,6 +24,7 @@ from shardwise.estimation.without_data.stand_ins import (
     converting_modules,
     copying_modules,
     making_meshes,
+    no_grad_for_inference,
     restoring_state,
     taking_lists,
 )
@@ -46,6 +48,7 @@ class Job:
     devices: Sequence[Device]  # one for each rank
     machines: Sequence[int]  # the machine of each rank
     steps: int = STEPS
+    sets_up: bool = False  # whether the function must set up a step, and may not be the step itself
 
     @property
     def ranks(self) -> int:
@@ -71,7 +74,7 @@ def run_as(rank: int, job: Job, *, settles: bool = True) -> RankRun:
     with acting_as(rank, job) as (account, (function, args, kwargs)):
         stopped = None
         try:
-            _take_steps(account, function, args, kwargs, job.steps, settles)
+            _take_steps(account, function, args, kwargs, job, settles)
         except FAKE_TENSOR_ERRORS as error:
             stopped = error
         account.end_step()
@@ -94,7 +97,8 @@ def acting_as(rank: int, job: Job) -> Iterator[tuple[Accounting, list[Any]]]:
         as_gpu = autocast_of(device), gpu_kernels_of(device)
         usable = taking_lists(), converting_modules(), copying_modules(), making_meshes(), answering_for_batches()
         eager = torch.compiler.set_stance("force_eager")  # nothing is compiled without data
-        for context in (eager, account, recording(account.trace), *as_gpu, account.watching(), *usable):
+        graded = no_grad_for_inference()
+        for context in (graded, eager, account, recording(account.trace), *as_gpu, account.watching(), *usable):
             stack.enter_context(context)
         stand_ins = StandInsOfRank(account, groups, job.ranks)
         with account.setting_up():
@@ -104,13 +108,21 @@ def acting_as(rank: int, job: Job) -> Iterator[tuple[Accounting, list[Any]]]:
 
 
 def _take_steps(
-    account: Accounting, function: Callable[..., Any], args: Any, kwargs: Any, steps: int, settles: bool
+    account: Accounting, function: Callable[..., Any], args: Any, kwargs: Any, job: Job, settles: bool
 ) -> None:
     """A function that gives a function has set up a step; else it is the step."""
+    steps = job.steps
     account.begin_step(settles=settles and steps > 1)
     with account.setting_up() if steps > 1 else nullcontext():  # else this may be the step that is told
         found = function(*args, **kwargs)
     is_set_up = callable(found) and not isinstance(found, nn.Module)
+    if job.sets_up and not is_set_up:
+        name = getattr(job.function, "__name__", type(job.function).__name__)
+        kind = "Tensor" if isinstance(found, torch.Tensor) else type(found).__name__
+        raise EstimateError(
+            f"the {job.ranks} ranks are more than there are here, so '{name}' is called as each of them: it should set "
+            f"up and shard the model, and return a function that takes a step; found that it returns {kind}"
+        )
     step = found if is_set_up else lambda: function(*args, **kwargs)
     steps -= not is_set_up
     del found

@@ -30,6 +30,7 @@ from shardwise.torch_private import (
     FakeTensorMode,
     clipping_foreach_types,
     optimizer_foreach_types,
+    torch_c,
     unset_fake_mode,
 )
 
@@ -83,11 +84,12 @@ class StandIns:
         return self._object(value) if _is_simple(value) else value
 
     def _without_data(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor of the same size; on the CPU instead of meta, where nothing would move."""
-        if not tensor.is_meta:
+        """A fake tensor of the same size, and no inference tensor; on the CPU instead of meta, where nothing moves."""
+        if not tensor.is_meta and not tensor.is_inference():
             return self._mode.from_tensor(tensor.detach())
+        device = CPU if tensor.is_meta else tensor.device
         with self._mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
     def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim == 0 and tensor.device == CPU and type(tensor) is torch.Tensor and not tensor.requires_grad:
@@ -215,6 +217,19 @@ def taking_lists() -> Iterator[None]:
     finally:
         for kinds in lists:
             kinds.remove(FakeTensor)
+
+
+@contextmanager
+def no_grad_for_inference() -> Iterator[None]:
+    """Let `torch.inference_mode` do what `no_grad` does: torch's views of tensors without data fail in inference mode,
+    and its ops, which autograd does not break down there, would be others."""
+    own, records = torch_c._InferenceMode, torch.is_grad_enabled()
+    with own(False), torch.set_grad_enabled(records):  # the caller may be in inference mode
+        torch_c._InferenceMode = lambda mode: torch.set_grad_enabled(not mode)
+        try:
+            yield
+        finally:
+            torch_c._InferenceMode = own
 
 
 @contextmanager

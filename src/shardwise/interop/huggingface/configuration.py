@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,28 @@ def read_config(storage: Storage, name: str = CONFIG) -> Any:
             "huggingface_hub.snapshot_download gives the folder of a model's name"
         )
     words = parse_json(read_file(storage, name, most=MOST_BYTES), f"'{name}' of '{storage}'")
-    kind = str(words.get("model_type"))
+    if words.get("model_type") is None:
+        raise CheckpointError(
+            f"'{name}' of '{storage}' has no model_type, by which transformers knows the model, such as \"llama\""
+        )
+    kind = str(words["model_type"])
     if kind not in CONFIG_MAPPING:
         raise CheckpointError(f"'{name}' of '{storage}' is of model_type {kind!r:.50}, unknown to transformers")
-    return CONFIG_MAPPING[kind].from_dict(words)
+    with _named(f"'{name}' of '{storage}' is no configuration of a '{kind}'"):
+        return CONFIG_MAPPING[kind].from_dict(words)
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Within this context, whatever transformers raises becomes an error that says what failed, and the cause."""
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # each version of transformers has other ones
+        cause = error.__cause__ or error  # huggingface_hub wraps what is wrong
+        why = " ".join(str(cause).split()).rstrip(".")
+        raise CheckpointError(f"{what}: {why:.300} ({type(cause).__name__})") from error
 
 
 def class_of(config: Any, storage: Storage, *, otherwise: str = "give model_class") -> Any:
@@ -66,6 +85,7 @@ def model_of_config(path: str | os.PathLike[str], dtype: torch.dtype | None = No
     config = read_config(storage, name)
     made_by = class_of(config, storage, otherwise='"architectures" of it should, such as ["LlamaForCausalLM"]')
     config.use_cache = False  # which training has no use for
-    with torch.device("meta"), safe_on_meta():
+    failed = f"transformers makes no {made_by.__name__} of '{name}' of '{storage}'"
+    with _named(failed), torch.device("meta"), safe_on_meta():
         model: nn.Module = made_by._from_config(config, dtype=dtype or getattr(config, "dtype", None) or torch.float32)
     return model.train()

@@ -58,7 +58,7 @@ class ContextParallel:
         A mapping with ``input_ids`` or ``inputs_embeds`` is for a model of transformers. It gets ``position_ids``, and
         ``shift_labels`` beside ``labels``: what the next token is, also where that lies on another rank. Where given
         ``position_ids`` begin anew, a document begins that sees no other. A mask of padded tokens (``attention_mask``,
-        on either side) is turned into documents, too.
+        on either side, not inside a document) is turned into documents, too.
         """
         return cut_batch(batch, self._grid, self._group)
 

@@ -42,6 +42,7 @@ def with_token_values(batch: Mapping[str, Any]) -> dict[str, Any]:
     positions = positions.expand(samples, length)
     documents = Documents.from_positions(positions)
     if mask is not None and not bool(mask.bool().all()):
+        _require_padding_at_ends(mask.bool().cpu(), positions.cpu())
         documents = _without_padding(documents, mask.bool(), samples)
     made["position_ids"] = positions
     if documents is not None:
@@ -50,6 +51,20 @@ def with_token_values(batch: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(labels, torch.Tensor) and labels.shape == (samples, length) and "shift_labels" not in made:
         made["shift_labels"] = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     return made
+
+
+def _require_padding_at_ends(mask: torch.Tensor, positions: torch.Tensor) -> None:
+    """Raise where padding lies between two tokens of one document: where the position behind is a later one."""
+    for sample, (row, where) in enumerate(zip(mask, positions, strict=True)):
+        tokens = row.nonzero().flatten()
+        holes = ((tokens.diff() > 1) & (where[tokens].diff() > 0)).nonzero().flatten().tolist()
+        if holes:
+            before, behind = tokens[holes[0] : holes[0] + 2].tolist()
+            raise PropertyError(
+                f"a sequence is padded on either side, but the attention_mask of sample {sample} has zeros at tokens "
+                f"{before + 1} to {behind - 1}, between ones: leave these tokens out; or, if another document begins "
+                f"at token {behind}, give position_ids that begin anew there"
+            )
 
 
 def _without_padding(documents: Documents | None, mask: torch.Tensor, samples: int) -> Documents:

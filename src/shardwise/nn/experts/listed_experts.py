@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.autograd.anchors import tie
 from shardwise.autograd.replicas import recorded
+from shardwise.autograd.versions import write_mark
 from shardwise.comm.group import group_ranks
 from shardwise.errors import PropertyError
 from shardwise.layout.specs import FixedShardingSpec
@@ -78,9 +79,9 @@ class ListedExperts:
                 if not has_rows:
                     anchors.append(tie(tensors))
                     continue
-                versions = [buffer._version for buffer in expert.buffers()]
+                before = list(map(write_mark, expert.buffers()))
                 results.append(type(expert).forward(expert, *(given or ())))
-                if versions != [buffer._version for buffer in expert.buffers()]:
+                if before != list(map(write_mark, expert.buffers())):
                     raise PropertyError(
                         f"expert {number} changes a buffer, which is the same on every rank, by the tokens of one"
                     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.group import group_ranks
-from shardwise.errors import PlanError
+from shardwise.errors import PlanError, PlanNameError
 from shardwise.layout.placement import device_for
 from shardwise.nn.experts.block import distribute_list
 from shardwise.nn.experts.finding import ExpertsLayer, find_experts
@@ -25,6 +25,7 @@ from shardwise.nn.sharding_plan import ModuleTree, ShardingPlan
 from shardwise.nn.sharding_plan.steps import each_parameter
 from shardwise.nn.sharding_plan.tree import matches
 
+MOST_SHOWN = 8  # layers, in an error
 Placement = Sequence[int | Sequence[int]]
 Rest = ShardingPlan | FullyShard | Mapping[str, Any] | None
 
@@ -101,6 +102,8 @@ def expert_parallel(
     specs: dict[str, Any] = {}
     cuts: dict[str, str] = {}
     layers = find_experts(tree, experts)
+    if isinstance(placement, Mapping):
+        _require_layers(placement, layers)
     for layer in layers:
         chosen = _placement_of(layer, placement, rank_rows, ranks)
         for name, own in layer.parameters.items():
@@ -148,11 +151,23 @@ def _cut_of_rest(name: str, rest: Rest, kept: Mapping[str, Any]) -> tuple[str, s
     return ("as given", "the plan for the rest") if named else (PLAIN, "no layer of experts")
 
 
+def _fits(pattern: str, layer: ExpertsLayer) -> bool:
+    return pattern == layer.path or matches(pattern, layer.path)
+
+
+def _require_layers(patterns: Iterable[str], layers: Sequence[ExpertsLayer]) -> None:
+    """Raise for a pattern that is for no layer of experts."""
+    for pattern in patterns:
+        if not any(_fits(pattern, layer) for layer in layers):
+            names = ", ".join(repr(layer.path) for layer in layers[:MOST_SHOWN]) + ", …" * (len(layers) > MOST_SHOWN)
+            raise PlanNameError(f"the placement for {pattern!r} is for no layer of experts: there are {names}")
+
+
 def _placement_of(
     layer: ExpertsLayer, given: Placement | Mapping[str, Placement] | None, rows: RankRows, ranks: Sequence[int]
 ) -> ExpertPlacement:
     if isinstance(given, Mapping):
-        found = [one for pattern, one in given.items() if pattern == layer.path or matches(pattern, layer.path)]
+        found = [one for pattern, one in given.items() if _fits(pattern, layer)]
         if len(found) > 1:
             raise PlanError(f"several placements are for {layer.path!r}: keep one of them")
         given = found[0] if found else None

@@ -21,6 +21,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwise.autograd.versions import version_of
 from shardwise.nn.fully_sharded.flat_memory import FlatMemory, FlatParameter
 from shardwise.nn.optim.template import step_without_hooks
 from shardwise.tensor import ShardedTensor
@@ -191,7 +192,7 @@ class FlatOptimizer:
                     given[name] = self._outer.state[one.sharded][name] = value
                 elif not value.ndim:
                     given[name].copy_(value)
-                    self._versions[id(one.sharded), name] = _version(given[name])
+                    self._versions[id(one.sharded), name] = version_of(given[name])
 
     def _has(self, one: FlatParameter, given: dict[str, Any]) -> bool:
         """Whether the outer optimizer still has the states that it was given for a parameter.
@@ -201,7 +202,7 @@ class FlatOptimizer:
         now = self._outer.state.get(one.sharded, {})
         if given.keys() != now.keys() or any(value is not now[name] for name, value in given.items()):
             return False
-        written = ((name, _version(value)) for name, value in given.items() if _is_number(value))
+        written = ((name, version_of(value)) for name, value in given.items() if _is_number(value))
         return all(self._versions.get((id(one.sharded), name)) == version for name, version in written)
 
     def _is_current(self) -> bool:
@@ -258,16 +259,11 @@ class FlatOptimizer:
                     self._given[id(one.sharded)], self._outer.state[one.sharded] = dict(made), made
                     for name, value in made.items():
                         if _is_number(value):
-                            self._versions[id(one.sharded), name] = _version(value)
+                            self._versions[id(one.sharded), name] = version_of(value)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.ndim and not isinstance(value, ShardedTensor)
-
-
-def _version(value: torch.Tensor) -> int:
-    """How often it was written to, as far as torch counts that."""
-    return -1 if value.is_inference() else value._version
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.autograd.versions import version_of
 from shardwise.errors import PropertyError, UnsupportedOpError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ class _Gathered(torch.autograd.Function):
         ctx: Any, memory: FlatMemory, reduce: Reduce, wanted: Sequence[bool], anchor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """The parameters, of which some are wanted with gradients."""
-        ctx.memory, ctx.reduce, ctx.version = memory, reduce, memory.shard._version
+        ctx.memory, ctx.reduce, ctx.version = memory, reduce, version_of(memory.shard)
         ctx.set_materialize_grads(False)
         made = tuple(memory.split())
         ctx.mark_non_differentiable(*(one for one, wants in zip(made, wanted, strict=True) if not wants))
@@ -35,7 +36,7 @@ class _Gathered(torch.autograd.Function):
                 "the gradients of fully sharded parameters cannot be differentiated: leave out create_graph=True, or "
                 "shard the model by a plan, as in shard_module(model, plans.rows(model))"
             )
-        if ctx.memory.shard._version != ctx.version:
+        if version_of(ctx.memory.shard) != ctx.version:
             raise PropertyError(
                 f"parameters of {ctx.memory.what} have been modified by an inplace operation, such as the step of an "
                 "optimizer, since the forward of this backward"

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwise.autograd.versions import write_mark
 from shardwise.comm.agreement import in_step_sharing
 from shardwise.comm.group import Fields, cached_per_group, group_state, rank_array, without_data
 from shardwise.comm.tracing import record
@@ -262,10 +263,9 @@ class Watch:
 
     sent: int  # calls of the group that sent something
     noise: bytes  # states of generators
-    buffers: tuple[int, ...]  # versions
+    buffers: tuple[int | str, ...]  # what changes when they are written to
     attributes: tuple[Any, ...]  # which values modules have, and how many are in them
-
-    written: tuple[int, ...]  # versions of the arguments
+    written: tuple[int | str, ...]  # the same of the arguments
 
     @staticmethod
     def now(module: nn.Module, group: ProcessGroup, arguments: Arguments) -> Watch:
@@ -280,7 +280,7 @@ class Watch:
             states = torch.get_rng_state().numpy().tobytes()
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
                 states += torch.cuda.get_rng_state().numpy().tobytes()
-        versions = tuple(buffer._version for buffer in module.buffers())
+        buffers = tuple(map(write_mark, module.buffers()))
         numbers: Any = np.random.get_state(legacy=False)  # whatever a unit draws by
         drawn = random.getstate(), numbers["state"]["pos"], numbers["state"]["key"].tobytes()
         noise = states + repr(drawn).encode()
@@ -290,8 +290,8 @@ class Watch:
             for name, value in vars(one).items()
             if not name.startswith("_")
         )
-        written = tuple(tensor._version for tensor in tensors)
-        return Watch(sent, noise, versions, attributes, written)
+        written = tuple(map(write_mark, tensors))
+        return Watch(sent, noise, buffers, attributes, written)
 
 
 def _sample_dims(output: Any, cut: BatchCut) -> tuple[int | None, ...] | None:

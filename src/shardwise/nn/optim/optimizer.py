@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardwise.autograd.versions import version_of
 from shardwise.comm.agreement import notify_if_alone
 from shardwise.comm.group import Fields, without_data
 from shardwise.errors import OptimizerError, OptimizerStateError
@@ -342,4 +343,4 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def _versions(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Identities and versions of tensors, which change when state is written into."""
-    return {key: (id(v), v._version) if isinstance(v, torch.Tensor) else v for key, v in entry.items()}
+    return {key: (id(v), version_of(v)) if isinstance(v, torch.Tensor) else v for key, v in entry.items()}

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.autograd.replicas import shared_leaf, shared_stand_in
 from shardwise.autograd.transfers import own_parts
+from shardwise.autograd.versions import version_of
 from shardwise.comm.group import cached_per_group
 from shardwise.layout import Layout
 from shardwise.tensor.movement import places_on_all_ranks
@@ -72,7 +73,7 @@ def has_stand_in(tensor: torch.Tensor, group: ProcessGroup) -> bool:
 
 
 def _key(tensor: torch.Tensor, group: ProcessGroup) -> tuple[Any, ...]:
-    return group, tensor._version, saved_tensor_hooks(True)
+    return group, version_of(tensor), saved_tensor_hooks(True)
 
 
 _stand_ins: MutableMapping[torch.Tensor, tuple[Any, torch.Tensor]] = WeakTensorKeyDictionary()
