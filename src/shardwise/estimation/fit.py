@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Capacity = int | str
 Capacities = Capacity | Mapping[str | int, Capacity]
 
-RUNTIME = "memory that libraries keep"  # which no plan changes
+RUNTIME = "memory that libraries keep"
 HELP = {  # for the category that has most at the peak
     ACTIVATIONS: "recompute activations (torch.utils.checkpoint around each block), or fewer samples at once",
     STATES: "share the states out over more ranks (shardwise.fully_shard), or take an optimizer with fewer states",
@@ -34,6 +34,7 @@ HELP = {  # for the category that has most at the peak
     GATHERED: "gather less at once: smaller units, prefetch=0, or a lower precision in shardwise.fully_shard",
     TRANSFERS: "gather and sum less at once: smaller units of shardwise.fully_shard",
     TEMPORARIES: "fewer samples at once; of a large vocabulary, compute the loss in pieces",
+    RUNTIME: "a device with more memory: libraries keep this much under any plan",
 }
 
 
