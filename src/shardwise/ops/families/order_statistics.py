@@ -12,7 +12,7 @@ from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.runs import local_run
 from shardwise.ops.engine.table import FALLBACKS, TABLE, beyond_budget
 from shardwise.ops.families.indexed_rows import model_of
-from shardwise.ops.families.reduction import equal_or_nan, shared_evenly
+from shardwise.ops.families.shared_gradients import equal_or_nan, shared_evenly
 from shardwise.ops.families.sorting import only_cut_dim, sort_keys, sort_run
 from shardwise.tensor import ShardedTensorBase
 

@@ -18,7 +18,7 @@ from shardwise.ops.engine.compute import compute
 from shardwise.ops.engine.runs import from_runs, local_run
 from shardwise.ops.engine.table import TABLE, AtenHandler
 from shardwise.ops.families.indexed_rows import model_of
-from shardwise.ops.families.reduction import zeros_with_gradient
+from shardwise.ops.families.shared_gradients import zeros_with_gradient
 from shardwise.ops.families.sorting import only_cut_dim
 from shardwise.ops.families.whole_dims import dims_argument, same_dims
 from shardwise.tensor.from_local import from_local
