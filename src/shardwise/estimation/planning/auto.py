@@ -33,7 +33,7 @@ from shardwise.layout.pictures.words import bytes_text, ranks_text
 from shardwise.report import PlanRow, Report, notebook, save_page
 
 TIME_TOLERANCE = 0.05  # predicted times that differ by no more do not tell which plan is faster
-EIGHTH = 8  # of an even share of samples
+LEAST_SHARE = 8  # a row of ranks that share layers has at least an even share of the samples, divided by this
 NEAR = 0.1  # how near to the bound a plan must be, for no other one to be looked at
 LEAST_TOLD = 0.005  # what is printed as 0%
 
@@ -282,15 +282,16 @@ def _shares(start: Candidate, probes: Probes, work: Work, devices: Sequence[Devi
         fewest=_fewest(start, work.samples),
     )
     if isfinite(found.seconds):  # rows that are not alike wait for each other at every transfer
-        computing = max(cost.computing.of(count) for cost, count in zip(costs, found.samples, strict=True))
-        found = replace(found, seconds=max(probes.seconds(found.samples), computing))
+        pairs = zip(costs, found.samples, strict=True)
+        least = max(max(cost.computing.of(count), cost.host) for cost, count in pairs)  # which the bound counts
+        found = replace(found, seconds=max(probes.seconds(found.samples), least))
     return found, costs
 
 
 def _fewest(start: Candidate, samples: int) -> int:
     """The samples that a row has at least. Layers that ranks share are computed by all rows where a row has hardly any,
     which takes other transfers than those that are known."""
-    return samples // (EIGHTH * len(start.samples)) if start.kind == MIXED else 0
+    return samples // (LEAST_SHARE * len(start.samples)) if start.kind == MIXED else 0
 
 
 def _judged(start: Candidate, shares: Shares, costs: Sequence[Costs], devices: Sequence[Device]) -> Candidate:
