@@ -92,6 +92,6 @@ def ways(options: dict[str, Any]) -> list[AbstractContextManager[Any]]:
 
 def sent(ids: torch.Tensor, weight: ShardedTensor) -> list[list[int]]:
     """The bytes that this rank sends to each while it exchanges rows of ids: numbers, ids, rows."""
-    with exchanging(), mock.patch.object(rows, "exchange", wraps=rows.exchange) as wire:
+    with exchanging(), mock.patch.object(rows, "exchange_with_all", wraps=rows.exchange_with_all) as wire:
         functional.embedding(ids, weight)
     return [[each.numel() for each in call.args[2]] for call in wire.call_args_list]

@@ -57,7 +57,7 @@ def test_random_layouts() -> None:
     original = execute.AllToAll._begin
 
     def counted(self: Any, given: Any, taken: Any, tag: int) -> Any:
-        wire[:] = [sum(each.nbytes for each in side) for side in (taken, given)]
+        wire[:] = [sum(memory.nbytes for _, memory in side) for side in (taken, given)]
         return original(self, given, taken, tag)
 
     execute.AllToAll._begin = counted

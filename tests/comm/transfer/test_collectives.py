@@ -15,17 +15,17 @@ from shardwise import Layout, ReplicatedShardingSpec
 from shardwise.comm.group.members import rank_array
 from shardwise.comm.transfer import all_reduce, collectives, execute
 from shardwise.comm.transfer.all_reduce import sum_replicas
-from shardwise.comm.transfer.operands import TransferOperands
+from shardwise.comm.transfer.planned import PlannedTransfer
 from shardwise.comm.transfer.recognise import recognised
 from shardwise.layout import Axis, Cut, Places
 from shardwise.testing import ranks
 
 
-def forced(operands: TransferOperands) -> Any:
+def forced(planned: PlannedTransfer) -> Any:
     """The carrier of NCCL, where gloo can do the same: it knows no lists of uneven tensors, and adds no 2-byte ints."""
-    plan = operands.plan
-    found = recognised(plan, rank_array(operands.group))
-    if found is None or (found.root is None and not found.split[1]) or (plan.sums and operands.dtype == torch.int16):
+    plan = planned.plan
+    found = recognised(plan, rank_array(planned.group))
+    if found is None or (found.root is None and not found.split[1]) or (plan.sums and planned.dtype == torch.int16):
         return None
     return collectives.carrier_of(found)
 
@@ -68,14 +68,14 @@ def test_replicas_all_get_the_same_sum_in_few_bytes() -> None:
                         rounding = torch.finfo(dtype).eps * float(expected.abs().max() if expected.numel() else 0)
                         assert torch.allclose(one.double(), expected, rtol=0, atol=rounding), (layout, dtype)
     bytes_sent: list[int] = []
-    original = all_reduce.exchange
+    original = all_reduce.exchange_with_all
 
-    def counted(group: Any, taken: Any, given: Any, tag: int) -> Any:
+    def counted(group: Any, taken: Any, given: Any, *more: Any) -> Any:
         bytes_sent.append(sum(one.nbytes for one in given))
-        return original(group, taken, given, tag)
+        return original(group, taken, given, *more)
 
     big = torch.rand(300_000, generator=torch.Generator().manual_seed(here))
-    with mock.patch.object(all_reduce, "exchange", counted):
+    with mock.patch.object(all_reduce, "exchange_with_all", counted):
         (total,) = sum_replicas(
             Layout.whole(big.shape, places(0, 1, 2, 3)), [big], dist.group.WORLD, dtype=big.dtype, said=SAID
         )

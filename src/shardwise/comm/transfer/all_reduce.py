@@ -21,13 +21,14 @@ from shardwise.comm.tracing import record
 from shardwise.comm.transfer.collectives import REDUCED, begin_all_reduce
 from shardwise.comm.transfer.in_graph import transfer_ops
 from shardwise.comm.transfer.sums import add_in_order
-from shardwise.comm.transfer.views import as_bytes, resolved
+from shardwise.comm.transfer.views import resolved
 from shardwise.comm.transfer.wire import (
     PendingExchange,
     Ready,
-    exchange,
+    exchange_with_all,
     failing_together,
-    has_collectives,
+    is_fastest_by_collectives,
+    unrecorded,
     when_ready,
     wire_device,
 )
@@ -113,10 +114,10 @@ class AllReduce:
         self._members = group_ranks(group)
         self._wire = wire_device(holding.device_types, group)
         all_are_ready = when_ready(group, ready, said)
-        with failing_together(group), torch.no_grad():
+        with failing_together(group), unrecorded():
             flat = [resolved(tensor.detach()).reshape(-1) for tensor in tensors]
             flat = [one.to(self._wire, dtype) for one in flat]
-            direct = has_collectives(holding.device_types, group)
+            direct = is_fastest_by_collectives(self._wire)
             if direct and dtype in REDUCED and holding.everywhere:
                 total = record.as_buffer(torch.cat(flat))
                 self._sums = total.split_with_sizes([one.numel() for one in flat])
@@ -153,7 +154,7 @@ class AllReduce:
         if self._way is not None:
             way, self._way = self._way, None
             way.wait()
-            with torch.no_grad(), failing_together(self._group):
+            with unrecorded(), failing_together(self._group):
                 if self._then is not None:
                     self._then(self)
 
@@ -189,8 +190,7 @@ class AllReduce:
                 self._came[box][place] = part
         given = _packed(list(sent.values()), buffer.new_empty(0))
         self._tag = ready()
-        messages = [as_bytes(each) for each in taken], [as_bytes(each) for each in given]
-        self._way = exchange(self._group, *messages, self._tag)
+        self._way = exchange_with_all(self._group, taken, given, self._tag, self._wire)
 
 
 def _begin_traced(

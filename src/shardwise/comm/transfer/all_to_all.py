@@ -5,23 +5,25 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from shardwise.comm.group import own_rank, rank_array
 from shardwise.comm.tracing import record
-from shardwise.comm.transfer.messages import LocalMemory, Message, Messages, messages_received, messages_sent
+from shardwise.comm.transfer.messages import LocalMemory, Message, Messages
 from shardwise.comm.transfer.operands import TransferOperands
+from shardwise.comm.transfer.planned import PlannedTransfer
 from shardwise.comm.transfer.sums import write_sum
 from shardwise.comm.transfer.views import copy, fits, parts_of
 from shardwise.comm.transfer.wire import (
+    Buffer,
     PendingExchange,
     Ready,
     described,
     exchange,
     failed_before,
     failing_together,
-    wire_device,
+    unrecorded,
 )
 
 
@@ -31,12 +33,11 @@ class Carrier(ABC):
     _way: PendingExchange | None  # None once everything is in its place
     _failure: str | None = None
 
-    def __init__(self, operands: TransferOperands) -> None:
+    def __init__(self, operands: TransferOperands, planned: PlannedTransfer) -> None:
         self.outs = operands.outs
         self._plan, self._group, self._dtype = operands.plan, operands.group, operands.dtype
-        self._rank = own_rank(operands.group)
+        self._rank, self._wire = planned.rank, planned.wire
         kinds = operands.plan.device_types
-        self._wire = wire_device(kinds, operands.group)
         self._pinned = self._wire.type == "cpu" and "cuda" in kinds  # through pinned memory of the host
         self._waiting = threading.Lock()
 
@@ -48,7 +49,7 @@ class Carrier(ABC):
             if self._way is not None:
                 try:
                     self._way.wait()
-                    with torch.no_grad(), failing_together(self._group):
+                    with unrecorded(), failing_together(self._group):
                         self._deliver()
                 except BaseException as error:
                     self._failure = described(error)
@@ -72,59 +73,51 @@ class Carrier(ABC):
 class AllToAll(Carrier):
     """A transfer in which every rank of the group takes part, in one exchange of messages."""
 
-    def __init__(self, operands: TransferOperands, ready: Ready, *, owned: bool) -> None:
+    def __init__(self, operands: TransferOperands, planned: PlannedTransfer, ready: Ready, *, owned: bool) -> None:
         """With ``owned``, nobody else has the destination: messages may be received straight into it."""
-        super().__init__(operands)
-        plan, members = operands.plan, rank_array(operands.group)
-        sent, self._due = messages_sent(plan, self._rank, members), messages_received(plan, self._rank, members)
-        self._sources, self._targets = (LocalMemory(memory, self._fits) for memory in (operands.tensors, operands.outs))
+        super().__init__(operands, planned)
+        sums, sent, self._due = operands.plan.sums, planned.sent, planned.due
+        self._sources = LocalMemory(operands.tensors, self._fits)
+        self._targets = LocalMemory(operands.outs, self._fits)
         self._arrived: list[tuple[Message, torch.Tensor]] = []
-        self._own: list[torch.Tensor] = []  # our pieces, where they are added to what arrives
-        nothing = torch.empty(0, dtype=torch.uint8, device=self._wire)
-        given = self._given(sent, nothing)
-        if plan.sums:
-            self._own = self._sources.views(sent.own)
+        given = self._given(sent)
+        self._own = self._sources.views(sent.own) if sums else []  # where they are added to what arrives
         # What lies apart is added up slowly: it is packed among what arrives.
         apart = not all(piece.is_contiguous() for piece in self._own)
         # What the caller owns is not received into: after an error, messages that are late might still come.
-        taken = self._taken(nothing, straight=owned and not plan.sums, with_own=apart)
-        tag = ready()
-        self._way = self._begin(given, taken, tag)
+        taken = self._taken(straight=owned and not sums, with_own=apart)
+        self._way = self._begin(given, taken, ready())
         # Our own pieces are not sent, which would only copy them.
         if apart:
             place = next(buffer for message, buffer in self._arrived if message is self._due.own)
             _pack(place, self._own)
-        elif not plan.sums:
+        elif not sums:
             self._copy_own(sent.own)
 
-    def _begin(self, given: list[torch.Tensor], taken: list[torch.Tensor], tag: int) -> PendingExchange:
-        return exchange(self._group, taken, given, tag)
+    def _begin(self, given: list[Buffer], taken: list[Buffer], tag: int) -> PendingExchange:
+        return exchange(self._group, taken, given, tag, self._wire)
 
-    def _given(self, sent: Messages, nothing: torch.Tensor) -> list[torch.Tensor]:
-        """The bytes for each rank: as they lie if they may, else packed; what several ranks get is packed once."""
-        given = [nothing] * sent.size
+    def _given(self, sent: Messages) -> list[Buffer]:
+        """What each rank gets: as it lies if it may, else packed; what several ranks get is packed once."""
+        given: list[Buffer] = []
         made: dict[int, torch.Tensor] = {}
-        for message in sent.each:
-            if message is sent.own:
-                continue
+        for message in sent.others:
             found = made.get(message.same)
             if found is None:
                 found = self._sources.run(message)
                 if found is None:
-                    buffer = self._empty(message.elements)
-                    _pack(buffer, self._sources.views(message))
-                    found = buffer.view(torch.uint8)
+                    found = self._empty(message.elements)
+                    _pack(found, self._sources.views(message))
                 made[message.same] = found
-            given[message.member] = found
+            given.append((message.member, found))
         return given
 
-    def _taken(self, nothing: torch.Tensor, *, straight: bool, with_own: bool) -> list[torch.Tensor]:
-        """Where the bytes of each rank go: into their place if they lie there whole, else into a buffer.
+    def _taken(self, *, straight: bool, with_own: bool) -> list[Buffer]:
+        """Where the message of each rank goes: into its place if it lies there whole, else into a buffer.
 
         The buffers lie one behind another, if asked for with room for this rank's own pieces among them.
         """
-        taken, own = [nothing] * self._due.size, self._due.own
-        apart = []
+        own, taken, apart = self._due.own, list[Buffer](), list[Message]()
         for message in self._due.each:
             if message is own and not with_own:
                 continue
@@ -132,15 +125,11 @@ class AllToAll(Carrier):
             if place is None:
                 apart.append(message)
             else:
-                taken[message.member] = place
+                taken.append((message.member, place))
         if apart:
             counts = [message.elements for message in apart]
-            buffer, size = self._empty(sum(counts)), self._dtype.itemsize
-            self._arrived = list(zip(apart, buffer.split_with_sizes(counts), strict=True))
-            each = buffer.view(torch.uint8).split_with_sizes([count * size for count in counts])
-            for message, place in zip(apart, each, strict=True):
-                if message is not own:
-                    taken[message.member] = place
+            self._arrived = list(zip(apart, self._empty(sum(counts)).split_with_sizes(counts), strict=True))
+            taken += [(message.member, place) for message, place in self._arrived if message is not own]
         return taken
 
     def _copy_own(self, sent: Message) -> None:
@@ -164,22 +153,24 @@ class AllToAll(Carrier):
 
     def _add_up(self) -> None:
         """Write the sums of what has come for each part of the destination, in order of the ranks."""
-        due = self._due
-        targets = [spot.view(self._targets.tensors) for message in due.each for spot in message.spots]
-        parts = list(targets)  # each replaced by what has come for it
+        due, outs = self._due, self._targets.tensors
+        spots = due.spots
+        parts: list[Any] = [None] * len(spots)
         parts[due.own.run] = self._own
         for message, buffer in self._arrived:
-            parts[message.run] = parts_of(buffer, targets[message.run])
+            counts = [spot.elements for spot in message.spots]
+            parts[message.run] = [buffer] if len(counts) == 1 else buffer.split_with_sizes(counts)
         alike = due.pieces.meetings
         if alike is None or due.sums_cover != sum(out.numel() for out in self.outs):
             for out in self.outs:
                 out.zero_()
         if alike is None:
-            for target, part in zip(targets, parts, strict=True):
-                target.add_(part.to(target.device))
+            for spot, part in zip(spots, parts, strict=True):
+                target = spot.view(outs)
+                target.add_(part.view(target.shape).to(target.device))
             return
         for numbers in alike:
-            write_sum(targets[numbers[0]], [parts[number] for number in numbers])
+            write_sum(spots[numbers[0]].view(outs), [parts[number] for number in numbers])
 
 
 def _pack(buffer: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:

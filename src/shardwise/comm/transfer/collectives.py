@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup
 from shardwise.comm.group import rank_array
 from shardwise.comm.transfer.all_to_all import Carrier
 from shardwise.comm.transfer.operands import TransferOperands
+from shardwise.comm.transfer.planned import PlannedTransfer
 from shardwise.comm.transfer.recognise import RecognisedCollective, recognised
 from shardwise.comm.transfer.views import as_bytes, copy
-from shardwise.comm.transfer.wire import PendingExchange, Ready, begin_collective, has_collectives
+from shardwise.comm.transfer.wire import PendingExchange, Ready, begin_collective, is_fastest_by_collectives
 
 # torch 2.13 gave these collectives new names and deprecated the old ones, the only ones before.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,12 +28,12 @@ REDUCED = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.co
 REDUCED |= {torch.int8, torch.uint8, torch.int32, torch.int64}
 
 
-def own_collective(operands: TransferOperands) -> type[OwnCollective] | None:
+def own_collective(planned: PlannedTransfer) -> type[OwnCollective] | None:
     """The carrier by the backend's own collective, if the plan is one, and the backend is fastest by it."""
-    plan, group = operands.plan, operands.group
-    if not has_collectives(plan.device_types, group) or (plan.sums and operands.dtype not in REDUCED):
+    plan = planned.plan
+    if not is_fastest_by_collectives(planned.wire) or (plan.sums and planned.dtype not in REDUCED):
         return None
-    found = recognised(plan, rank_array(group))
+    found = recognised(plan, rank_array(planned.group))
     return None if found is None else carrier_of(found)
 
 
@@ -52,8 +53,8 @@ Prepared = tuple[int, Callable[..., Any], *tuple[Any, ...]]
 class OwnCollective(Carrier):
     """A transfer that is one of the backend's own collectives."""
 
-    def __init__(self, operands: TransferOperands, ready: Ready) -> None:
-        super().__init__(operands)
+    def __init__(self, operands: TransferOperands, planned: PlannedTransfer, ready: Ready) -> None:
+        super().__init__(operands, planned)
         found = recognised(operands.plan, rank_array(operands.group))
         assert found is not None, "the plan is no collective"
         self._found, self._number = found, dist.get_rank(operands.group)

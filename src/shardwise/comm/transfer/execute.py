@@ -7,7 +7,6 @@ whole. Under a limit of extra memory they are cut into segments that go in round
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.comm.group import DIGEST, CallFingerprint, is_fake, is_tagged, own_rank, sends, without_data
+from shardwise.comm.group import sends, without_data
 from shardwise.comm.tracing import record
 from shardwise.comm.transfer.all_to_all import AllToAll
 from shardwise.comm.transfer.bounded import Bounded, BoundedTransfer
@@ -25,7 +24,8 @@ from shardwise.comm.transfer.in_graph import transfer_ops
 from shardwise.comm.transfer.local_copies import Done, Tell, copy_own, tell_all
 from shardwise.comm.transfer.operands import TransferOperands
 from shardwise.comm.transfer.plan import TransferPlan
-from shardwise.comm.transfer.wire import failing_together, when_ready
+from shardwise.comm.transfer.planned import PlannedTransfer, planned_transfer
+from shardwise.comm.transfer.wire import failing_together, unrecorded, when_ready
 from shardwise.layout import Layout
 
 
@@ -66,11 +66,12 @@ def move(
                 out.copy_(one)
         return Done(made if outs is None else outs)
     begun = _begin_traced(plan, dtype.itemsize) if record.running and plan.moved and tell is None else None
-    moving: Moving
-    sent = max_bytes is None if without_data() else not is_fake(process_group)
-    if plan.moved and tell is None and sent:
-        moving = _begun(plan, tensors, process_group, dtype, outs, max_bytes, ready, fill, verb, lent)
-    else:
+    moving: Moving | None = None
+    if plan.moved and tell is None:
+        planned = planned_transfer(process_group, plan, dtype)
+        if max_bytes is None if without_data() else not planned.is_fake:
+            moving = _begun(planned, tensors, outs, max_bytes, ready, fill, verb, lent)
+    if moving is None:
         moving = _unsent(plan, tensors, process_group, dtype, outs, ready, fill, tell)
     return moving if begun is None else _Traced(moving, begun)
 
@@ -100,10 +101,8 @@ def _unsent(
 
 
 def _begun(
-    plan: TransferPlan,
+    planned: PlannedTransfer,
     tensors: Sequence[torch.Tensor],
-    group: ProcessGroup,
-    dtype: torch.dtype,
     outs: list[torch.Tensor] | None,
     max_bytes: int | None,
     ready: Callable[[], object],
@@ -112,40 +111,30 @@ def _begun(
     lent: bool,
 ) -> Moving:
     """A transfer in which something is sent. The other ranks count on this one from now on."""
-    owned = outs is None or lent or not is_tagged(group)
-    all_are_ready = when_ready(group, ready, _said(plan.src, plan.dst, plan.sums, dtype, max_bytes, verb))
-    with failing_together(group), torch.no_grad():
+    plan, group = planned.plan, planned.group
+    owned = outs is None or lent or not planned.is_tagged
+    all_are_ready = when_ready(group, ready, planned.said(max_bytes, verb))
+    with failing_together(group), unrecorded():
         if outs is None:
-            outs = empty_tensors(plan.dst, dtype, fill=None if plan.sums else fill, rank=own_rank(group))
-        operands = TransferOperands(plan, tensors, outs, group, dtype)
+            outs = planned.made()
+            if fill is not None and not plan.sums:
+                for out in outs:
+                    out.fill_(fill)
+        operands = TransferOperands(plan, tensors, outs, group, planned.dtype)
         if max_bytes is None or not sends(group):
-            own = own_collective(operands)
-            return AllToAll(operands, all_are_ready, owned=owned) if own is None else own(operands, all_are_ready)
+            own = own_collective(planned)
+            if own is None:
+                return AllToAll(operands, planned, all_are_ready, owned=owned)
+            return own(operands, planned, all_are_ready)
         if plan.sums:
             for out in outs:
                 out.zero_()
         return Bounded(BoundedTransfer(operands, all_are_ready, max_bytes))
 
 
-@lru_cache(maxsize=1024)
-def _said(
-    src: Layout, dst: Layout, sums: bool, dtype: torch.dtype, max_bytes: int | None, verb: str
-) -> CallFingerprint:
-    """What all ranks must say alike of a transfer."""
-
-    def fields() -> dict[str, object]:
-        named = {"verb": verb, "from": src.outline, "to": dst.outline, "dtype": dtype}
-        return {**named, "sums": sums, "max_bytes": max_bytes}
-
-    rest = f"{sums} {dtype} {max_bytes} {verb}".encode()
-    return CallFingerprint(fields, hashlib.blake2b(src.digest + dst.digest + rest, digest_size=DIGEST).digest())
-
-
-def empty_tensors(
-    layout: Layout, dtype: torch.dtype, *, fill: Any = None, rank: int | None = None
-) -> list[torch.Tensor]:
+def empty_tensors(layout: Layout, dtype: torch.dtype, *, fill: Any = None) -> list[torch.Tensor]:
     """New local tensors for this rank's boxes of a layout, filled with a value if one is given."""
-    boxes = _local_boxes(layout, dist.get_rank() if rank is None else rank)
+    boxes = _local_boxes(layout, dist.get_rank())
     made = [torch.empty(size, dtype=dtype, device=device) for size, device in boxes]
     return made if fill is None else [tensor.fill_(fill) for tensor in made]
 

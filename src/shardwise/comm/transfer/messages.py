@@ -15,7 +15,7 @@ import torch
 
 from shardwise.comm.transfer.pieces import MOST_ASKED, MOST_SPOTS, Pieces, Spot
 from shardwise.comm.transfer.plan import TransferPlan
-from shardwise.comm.transfer.views import as_bytes
+from shardwise.comm.transfer.views import as_data
 from shardwise.layout import Layout
 from shardwise.layout.geometry import IntArray
 
@@ -37,7 +37,18 @@ class Messages:
     pieces: Pieces
     each: list[Message]  # with pieces; one of them may be what stays on this rank
     own: Message  # that one, or one without pieces
-    size: int  # how many members there are
+
+    @cached_property
+    def others(self) -> list[Message]:
+        """Those to or from other members, the next one first: so not all send to the same one."""
+        here = self.own.member
+        both = [one for one in self.each if one.member > here], [one for one in self.each if one.member < here]
+        return [*both[0], *both[1]]
+
+    @cached_property
+    def spots(self) -> list[Spot]:
+        """Where the pieces of all messages lie."""
+        return [spot for message in self.each for spot in message.spots]
 
     @cached_property
     def sums_cover(self) -> int:
@@ -85,38 +96,34 @@ def _made(pieces: Pieces, layout: Layout, rank: int, members: IntArray, *, sent:
         message = Message(int(number[begin]), run, spots[run], count, first)
         each.append(message)
         own = message if message.member == here else own
-    return Messages(pieces, each, own, len(members))
+    return Messages(pieces, each, own)
 
 
 class LocalMemory:
     """The local tensors of one layout; whether one can be sent from, or received into, is asked once for each."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], fits: Callable[[torch.Tensor], bool]) -> None:
-        self.tensors, self._fits = [tensor.detach() for tensor in tensors], fits
-        self._bytes: dict[int, torch.Tensor | None] = {}
+        self.tensors, self._fits = [as_data(tensor) for tensor in tensors], fits
+        self._flat: dict[int, torch.Tensor | None] = {}
 
     def views(self, message: Message) -> list[torch.Tensor]:
         """All pieces of a message."""
         return [spot.view(self.tensors) for spot in message.spots]
 
     def run(self, message: Message) -> torch.Tensor | None:
-        """The bytes of a message, if they are one run of memory that can travel as it lies."""
+        """A message as one dim of its elements, if they are one run of memory that can travel as it lies."""
         if len(message.spots) != 1:
             return None
         spot = message.spots[0]
-        whole = self._whole(spot.local)
-        if whole is None:  # a piece of a tensor that lies apart may be whole itself
+        flat = self._flat[spot.local] if spot.local in self._flat else self._flattened(spot.local)
+        if flat is None:  # a piece of a tensor that lies apart may be whole itself
             view = spot.view(self.tensors) if spot.slices else None
-            return as_bytes(view) if view is not None and self._fits(view) else None
+            return view.view(-1) if view is not None and self._fits(view) else None
         if not spot.slices:
-            return whole
-        if spot.run is None:
-            return None
-        size = self.tensors[spot.local].element_size()
-        return whole[spot.run.start * size : spot.run.stop * size]
+            return flat
+        return None if spot.run is None else flat[spot.run]
 
-    def _whole(self, local: int) -> torch.Tensor | None:
-        if local not in self._bytes:
-            tensor = self.tensors[local]
-            self._bytes[local] = as_bytes(tensor) if self._fits(tensor) else None
-        return self._bytes[local]
+    def _flattened(self, local: int) -> torch.Tensor | None:
+        tensor = self.tensors[local]
+        found = self._flat[local] = tensor.view(-1) if self._fits(tensor) else None
+        return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -11,8 +11,7 @@ from torch.distributed import ProcessGroup
 from shardwise.comm.transfer.plan import TransferPlan
 
 
-@dataclass(frozen=True, slots=True)
-class TransferOperands:
+class TransferOperands(NamedTuple):
     """A plan, this rank's tensors of the source and of the destination layout, and the ranks that take part."""
 
     plan: TransferPlan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 
@@ -20,25 +19,27 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def write_sum(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Write the sum of these parts, each of the target's size, added in this order."""
-    if len(parts) == 1:
-        copy(target, parts[0])
-        return
+    """Write the sum of these parts, each of the target's size, or as many elements in one run; added in this order."""
     if target.is_cuda:
         parts = [part.to(target.device) for part in parts]
-    whole = all(one.is_contiguous() for one in (target, *parts))
-    if target.dtype in NARROW:
+    whole = target.is_contiguous()
+    for part in parts:
+        whole = whole and part.is_contiguous()
+    if whole:
+        target = target.view(-1)
+        parts = [part if part.ndim == 1 else part.view(-1) for part in parts]
+    else:
+        parts = [part if part.shape == target.shape else part.view(target.shape) for part in parts]
+    if len(parts) == 1:
+        copy(target, parts[0])
+    elif target.dtype in NARROW:
         blocks = whole and target.numel() > BLOCK and not (target.is_cuda or record.foresees_accelerator())
-        each = [torch.split(one.view(-1), BLOCK) if blocks else (one,) for one in (target, *parts)]
+        each = [torch.split(one, BLOCK) if blocks else (one,) for one in (target, *parts)]
         for into, *others in zip(*each, strict=True):
             _write_narrow(into, others)
     elif whole and _is_one_run(parts):
-        torch.sum(
-            parts[0].as_strided((len(parts), parts[0].numel()), (parts[0].numel(), 1)),
-            0,
-            dtype=target.dtype,
-            out=target.view(-1),
-        )
+        rows = parts[0].as_strided((len(parts), parts[0].numel()), (parts[0].numel(), 1))
+        torch.sum(rows, 0, dtype=target.dtype, out=target)
     else:
         torch.add(parts[0], parts[1], out=target)
         for part in parts[2:]:
@@ -47,8 +48,11 @@ def write_sum(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 def _is_one_run(parts: Sequence[torch.Tensor]) -> bool:
     """Whether the parts lie one behind another in one storage; storages of their own may do so by chance."""
-    if any(address(other) - address(one) != one.nbytes for one, other in pairwise(parts)):
-        return False
+    end = address(parts[0])
+    for part in parts:
+        if address(part) != end:
+            return False
+        end += part.nbytes
     storage = parts[0].untyped_storage()._cdata
     return all(part.untyped_storage()._cdata == storage for part in parts[1:])
 

@@ -36,6 +36,11 @@ def cut(box: tuple[list[int], list[int]], most: int) -> Iterator[tuple[list[int]
         yield from cut((inner_offsets, inner_sizes), most)
 
 
+def as_data(tensor: torch.Tensor) -> torch.Tensor:
+    """As `detach`, but for tensors of which nothing is recorded: a view of a view takes torch twice as long to make."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def parts_of(buffer: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """A run of memory that holds pieces one behind another: a part for each, of its shape."""
     if len(pieces) == 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -28,9 +29,10 @@ from shardwise.comm.peers import (
     watch,
 )
 from shardwise.comm.tracing import record
+from shardwise.comm.transfer.views import as_bytes
 from shardwise.errors import TransferError
 
-Buffer = tuple[int, torch.Tensor]  # the other rank, and the bytes that it sends or gets
+Buffer = tuple[int, torch.Tensor]  # the other rank, and contiguous memory that it sends or gets
 Bytes = Sequence[torch.Tensor]  # for each member of a group in order; empty where there is nothing
 Ready = Callable[[], int]  # called once, after packing and before anything is sent; gives the tag of the data
 
@@ -44,9 +46,9 @@ def wire_device(device_types: frozenset[str], process_group: ProcessGroup) -> to
     return CPU if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def has_collectives(device_types: frozenset[str], process_group: ProcessGroup) -> bool:
+def is_fastest_by_collectives(wire: torch.device) -> bool:
     """Whether the backend's own collectives are the fastest way: on an accelerator, or where one is foreseen."""
-    return wire_device(device_types, process_group).type != "cpu" or record.foresees_accelerator()
+    return wire.type != "cpu" or record.foresees_accelerator()
 
 
 @cached_per_group()
@@ -74,6 +76,14 @@ class failing_together:  # noqa: N801 # a context, in words
         """Leave word."""
         if isinstance(error, Exception) and not hasattr(error, "known_to") and not isinstance(error, TransferError):
             notify_of_failure(self._group, error)
+
+
+def unrecorded() -> AbstractContextManager[object]:
+    """As `torch.no_grad`, which takes its time also where nothing is recorded anyway."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+_NOTHING = nullcontext()
 
 
 def when_ready(group: ProcessGroup, ready: Callable[[], object], said: CallFingerprint) -> Ready:
@@ -161,8 +171,11 @@ class TaggedExchange(PendingExchange):
         self.post, self.run, self._epoch = TaggedMessages(group), run, group_state(group).history.epoch
         for begin, buffers in ((self.post.receive, receives), (self.post.send, sends)):
             for peer, memory in buffers:  # errors of those who pack them are none of the wire
-                self._size += memory.numel()
-                self._attempt(begin, memory, peer, tag)
+                self._size += memory.nbytes
+                try:
+                    begin(memory, peer, tag)
+                except (RuntimeError, TimeoutError) as error:
+                    self._raise_lost(error)
 
     def _wait(self) -> None:
         self.post.wait(self._look if self.run is None else self.run.look)
@@ -233,13 +246,14 @@ class PendingCollective(PendingExchange):
 class _PackedCollective(PendingCollective):
     """In one all-to-all from one run of memory into another."""
 
-    def __init__(self, group: ProcessGroup, what: str, size: int, taken: Bytes, given: Bytes) -> None:
+    def __init__(self, group: ProcessGroup, what: str, taken: Bytes, given: Bytes) -> None:
         self._taken, sizes = taken, [each.numel() for each in taken]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8)
         self._arrived = buffer.split_with_sizes(sizes)
+        packed = torch.cat(list(given))
         splits = sizes, [each.numel() for each in given]
         begin = dist.all_to_all_single
-        super().__init__(group, what, size, buffer.device, begin, buffer, torch.cat(list(given)), *splits)
+        super().__init__(group, what, packed.numel(), buffer.device, begin, buffer, packed, *splits)
 
     def _wait(self) -> None:
         super()._wait()
@@ -267,21 +281,39 @@ def begin_collective(
     return PendingCollective(group, A_TENSOR, size, wire, begin, *args)
 
 
-def exchange(group: ProcessGroup, taken: Bytes, given: Bytes, tag: int, what: str = A_TENSOR) -> PendingExchange:
-    """Begin to give each member of a group its bytes, and to take some from each. All lie on the wire's device."""
+def exchange(
+    group: ProcessGroup,
+    taken: Sequence[Buffer],
+    given: Sequence[Buffer],
+    tag: int,
+    wire: torch.device,
+    what: str = A_TENSOR,
+) -> PendingExchange:
+    """Begin to give some members of a group contiguous memory on the wire's device, and to take some from others."""
     if without_data():
         return Unsent(group, what, taken, given)
-    if given[0].device.type != "cpu":
-        size, wire = sum(each.numel() for each in given), given[0].device
-        return PendingCollective(group, what, size, wire, dist.all_to_all, list(taken), list(given))
-    if not is_tagged(group):
-        return _PackedCollective(group, what, sum(each.numel() for each in given), taken, given)
+    if wire.type == "cpu" and is_tagged(group):
+        return TaggedExchange(group, what, taken, given, tag)
+    nothing = torch.empty(0, dtype=torch.uint8, device=wire)
+    into, out = ([nothing] * group.size() for _ in range(2))
+    for each, buffers in ((into, taken), (out, given)):
+        for member, memory in buffers:
+            each[member] = as_bytes(memory)
+    if wire.type == "cpu":
+        return _PackedCollective(group, what, into, out)
+    return PendingCollective(group, what, sum(each.numel() for each in out), wire, dist.all_to_all, into, out)
+
+
+def exchange_with_all(
+    group: ProcessGroup, taken: Bytes, given: Bytes, tag: int, wire: torch.device, what: str = A_TENSOR
+) -> PendingExchange:
+    """Begin to give each member of a group its memory, and to take some from each, this rank among them."""
     here = group.rank()
     if given[here].numel():
         taken[here].copy_(given[here])
     after = [*range(here + 1, len(given)), *range(here)]  # the next one first: so not all send to the same one
-    receives = [(peer, taken[peer]) for peer in reversed(after) if taken[peer].numel()]
-    return TaggedExchange(group, what, receives, [(peer, given[peer]) for peer in after if given[peer].numel()], tag)
+    into, out = ([(peer, memory[peer]) for peer in after if memory[peer].numel()] for memory in (taken, given))
+    return exchange(group, into, out, tag, wire, what)
 
 
 def exchange_rows_of(
@@ -295,7 +327,8 @@ def exchange_rows_of(
 ) -> PendingExchange:
     """Begin to exchange rows of bytes that lie in the order of the members: so many to each, and so many from each."""
     if without_data() or (given.device.type == "cpu" and is_tagged(group)):
-        return exchange(group, taken.split_with_sizes(received), given.split_with_sizes(sent), tag, what)
+        into, out = taken.split_with_sizes(received), given.split_with_sizes(sent)
+        return exchange_with_all(group, into, out, tag, given.device, what)
     memory = taken, given, list(received), list(sent)
     return PendingCollective(group, what, given.numel(), given.device, dist.all_to_all_single, *memory)
 

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from shardwise.comm.group import GroupState, group_state
 from shardwise.comm.transfer import Moving, TransferPlan
 from shardwise.comm.transfer.local_copies import Done
+from shardwise.comm.transfer.views import as_data
 from shardwise.compilation.full_graph.graph_transfer import Move, RandomDraw, ReplicaSums, Transfer
 from shardwise.errors import UnsupportedOpError
 from shardwise.layout import Layout
@@ -76,7 +77,10 @@ def _new_token(token: torch.Tensor) -> torch.Tensor:
 
 
 def _run(token: torch.Tensor, tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
-    outs = found_transfer(key).run([tensor.detach().contiguous() for tensor in tensors])
+    transfer = found_transfer(key)
+    outs = transfer.run([as_data(tensor).contiguous() for tensor in tensors])
+    if transfer.gives_new_memory:
+        return [_new_token(token), *outs]
     # A compiler takes each result for memory of its own, from the beginning of its storage.
     taken = {_memory(tensor) for tensor in tensors}
     return [_new_token(token), *[_own_memory(out, taken) for out in outs]]
@@ -104,7 +108,7 @@ _under_way: dict[int, Moving] = {}  # by the address of the token that the first
 
 def _begin(token: torch.Tensor, tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
     transfer = found_transfer(key)
-    begun = transfer.begin([one.detach().contiguous() for one in tensors]) if isinstance(transfer, Move) else None
+    begun = transfer.begin([as_data(one).contiguous() for one in tensors]) if isinstance(transfer, Move) else None
     if begun is None:
         made, *outs = _run(token, tensors, key)
         moving: Moving = Done(outs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ Sizes = list[tuple[list[int], torch.dtype, torch.device]]
 
 class Transfer(Protocol):
     """What one op of a graph does."""
+
+    gives_new_memory: ClassVar[bool]  # whether each result is contiguous, in memory that nothing else has
 
     @property
     def key(self) -> str:
@@ -54,6 +56,8 @@ def _key(name: str, group: ProcessGroup | None, *parts: Any) -> str:
 @dataclass(frozen=True, eq=False)
 class Move:
     """A plan that is carried out."""
+
+    gives_new_memory: ClassVar[bool] = True
 
     plan: TransferPlan
     group: ProcessGroup
@@ -94,6 +98,8 @@ class Move:
 class ReplicaSums:
     """Sums over the replicas of one layout."""
 
+    gives_new_memory: ClassVar[bool] = False
+
     layout: Layout
     group: ProcessGroup
     dtype: torch.dtype
@@ -116,6 +122,8 @@ class ReplicaSums:
 @dataclass(frozen=True, eq=False)
 class LeafSums:
     """Sums over the replicas of many leaves, sent together. No rank holds two replicas of one box."""
+
+    gives_new_memory: ClassVar[bool] = False
 
     layouts: tuple[Layout, ...]
     group: ProcessGroup
@@ -148,6 +156,8 @@ class LeafSums:
 @dataclass(frozen=True, eq=False)
 class RandomDraw:
     """Random numbers for the boxes of a frame; nothing is sent, but the generators of all ranks advance alike."""
+
+    gives_new_memory: ClassVar[bool] = False
 
     draw: DrawRandom
 

@@ -18,7 +18,7 @@ from shardwise.comm.agreement import begin_sending
 from shardwise.comm.group import CallFingerprint, is_fake
 from shardwise.comm.tracing import record
 from shardwise.comm.transfer.views import as_bytes, resolved
-from shardwise.comm.transfer.wire import exchange, wire_device
+from shardwise.comm.transfer.wire import exchange_with_all, wire_device
 from shardwise.layout.geometry import IntArray
 from shardwise.ops.embedding.pieces import MatrixPieces, pack_views
 from shardwise.ops.embedding.route import Columns, route_among
@@ -49,7 +49,7 @@ class Table:
         tag, here = begin_sending(self.group, self._said), self.route.here
         messages = as_bytes(taken).split_with_sizes(came), sent.split_with_sizes(went)
         with record.waiting("exchange", sum(went) - went[here], sum(came) - came[here]):
-            exchange(self.group, *messages, tag, "ids or rows of a sharded table").wait()
+            exchange_with_all(self.group, *messages, tag, self.wire, "ids or rows of a sharded table").wait()
         return taken
 
 
