@@ -139,7 +139,7 @@ def test_threads_that_call_for_the_first_time() -> None:
 class _Same:
     """A transfer that gives its operands, and one of them twice."""
 
-    key, group = "gives its operands", None
+    key, group, gives_new_memory = "gives its operands", None, False
 
     def sizes(self) -> Any:
         """Of the results."""

@@ -196,7 +196,7 @@ class PointToPointExchange(PendingExchange):
         operations = []
         for begin, buffers in ((dist.irecv, receives), (dist.isend, sends)):
             for peer, memory in buffers:
-                self._size += memory.numel()
+                self._size += memory.nbytes
                 if wire.type == "cpu":
                     self._works.append(self._attempt(begin, memory, peer, group=group))
                 else:
