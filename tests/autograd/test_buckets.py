@@ -14,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise import ReplicatedShardingSpec
 from shardwise.autograd import buckets as gradient_buckets
+from shardwise.autograd.buckets import LeafGradient, sum_together
 from shardwise.autograd.task import running_tasks
 from shardwise.comm.transfer import all_reduce
+from shardwise.comm.transfer.all_reduce import holding_of
 from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
@@ -209,3 +211,18 @@ def test_a_backward_that_fails_leaves_no_buckets() -> None:
     assert not running_tasks()
     (table * weight).sum().backward()
     assert_close(weight.grad, torch.full((3,), 4.0, dtype=torch.float64))
+
+
+@ranks(4)
+def test_one_tensor_may_be_the_gradient_of_several_leaves() -> None:
+    """Compilers make one of tensors that hold the same; each is added up over the ranks that hold its leaf."""
+    some, everyone = (ReplicatedShardingSpec(places(*ranks)).layout([3]) for ranks in ((0, 2), (0, 1, 2, 3)))
+    group, gradient = dist.group.WORLD, torch.full((3,), dist.get_rank() + 1.0, dtype=torch.float64)
+    assert group is not None
+    holdings = [holding_of(layout, dist.get_rank(), 4) for layout in (some, everyone, everyone)]
+    gradients = [
+        LeafGradient(one, "a leaf", [gradient] * len(one.teams), [gradient] * len(one.teams)) for one in holdings
+    ]
+    sums = sum_together(gradients, group, torch.float64)
+    expected = [4.0, 10.0, 10.0] if dist.get_rank() in (0, 2) else [10.0, 10.0]
+    assert [one.tolist() for one in sums] == [[number] * 3 for number in expected]

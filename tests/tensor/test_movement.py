@@ -18,6 +18,7 @@ from tests.patience import PATIENT
 import shardwise
 from shardwise import GridShardingSpec, ReplicatedShardingSpec, ShardingSpec, make_plan
 from shardwise.comm.transfer import execute
+from shardwise.errors import ProcessGroupError
 from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
@@ -47,6 +48,32 @@ def test_every_dtype_travels_as_bytes(dtype: torch.dtype) -> None:
     tensor = shard_tensor(plain, SPECS["uneven, several per rank"])
     assert holds(tensor.redistribute(chunks(1, 3, 1, 0)), plain)
     assert torch.equal(tensor.full_tensor().view(torch.uint8), plain.view(torch.uint8))
+
+
+@ranks(4)
+def test_dtypes_that_cannot_be_copied_travel_by_rows() -> None:
+    """Of a dtype that torch knows by name only, rows in one run are moved as the bytes that they are, on a rank too."""
+    numbers = torch.arange(torch.Size(SIZE).numel(), dtype=torch.uint8).view(SIZE)
+    tensor = shard_tensor(numbers.view(torch.uint4), chunks(0, 0, 1, 2, 3))
+    for spec in (chunks(0, 1, 0, 3, 2), chunks(0, 1, 2)):
+        tensor = tensor.redistribute(spec)
+        assert torch.equal(tensor.full_tensor().view(torch.uint8), numbers)
+
+
+@ranks(4)
+def test_only_members_of_a_group_move() -> None:
+    """Also where nothing is sent: an outsider gets an error, not an empty result."""
+    group = dist.new_group([0, 1])
+    layout = chunks(0, 0, 1).layout(SIZE)
+    options = {"dtype": torch.float32, "verb": "a move to where it is"}
+    if dist.get_rank() < 2:
+        (local,) = execute.move(
+            make_plan(layout, layout), [torch.ones(layout.extent(dist.get_rank()))], group, **options
+        ).wait()
+        assert local.sum() == local.numel()
+    else:
+        with pytest.raises(ProcessGroupError, match="not in the process group"):
+            execute.move(make_plan(layout, layout), [], group, **options)
 
 
 @ranks(4)

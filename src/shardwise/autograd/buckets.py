@@ -110,27 +110,27 @@ class _Bucket:
         flat = [torch.cat(each) for each in parts.values()]
         self.sums = AllReduce(merged, flat, self.group, dtype=self.dtype, **options)
 
-    def wait(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The leaves, each with its sum."""
+    def wait(self) -> dict[Team, list[torch.Tensor]]:
+        """The sums of the leaves of each team, in the order of the leaves."""
         assert self.sums is not None, "a bucket is sent before it is awaited"
-        found = []
-        for total, leaves in zip(self.sums.wait(), self.leaves.values(), strict=True):
+        found = {}
+        for total, (team, leaves) in zip(self.sums.wait(), self.leaves.items(), strict=True):
             parts = total.split_with_sizes([leaf.numel() for leaf in leaves])
-            found += [(leaf, part.view(leaf.shape)) for leaf, part in zip(leaves, parts, strict=True)]
+            found[team] = [part.view(leaf.shape) for leaf, part in zip(leaves, parts, strict=True)]
         return found
 
 
 def sum_together(gradients: Sequence[LeafGradient], group: ProcessGroup, dtype: torch.dtype) -> list[torch.Tensor]:
     """The sums of all these gradients over ranks, in order, sent as one bucket. Every rank of the group calls it.
 
-    The leaves need not be leaves of a graph: their sizes are read.
+    The leaves need not be leaves of a graph, nor different tensors: their sizes are read.
     """
     bucket = _Bucket(group, dtype)
     for key, gradient in enumerate(gradients):
         bucket.put(gradient, key)
     bucket.send()
-    sums = {id(leaf): total for leaf, total in bucket.wait()}
-    return [sums[id(leaf)] for gradient in gradients for leaf in gradient.leaves]
+    sums = {team: iter(totals) for team, totals in bucket.wait().items()}
+    return [next(sums[team]) for gradient in gradients for team in gradient.holding.teams]
 
 
 class GradientBuckets:
@@ -162,10 +162,14 @@ class GradientBuckets:
         for kind in list(self._open):
             self._send(self._open.pop(kind))
         sent, self._sent = self._sent, []
-        found = [pair for bucket in sent for pair in bucket.wait()]
-        if found:
+        leaves, sums = list[torch.Tensor](), list[torch.Tensor]()
+        for bucket in sent:
+            for team, totals in bucket.wait().items():
+                leaves += bucket.leaves[team]
+                sums += totals
+        if leaves:
             with torch.no_grad():
-                torch.autograd.backward([leaf for leaf, _ in found], [total for _, total in found])
+                torch.autograd.backward(leaves, sums)
 
 
 # Leaves that may wait for their gradients ---------------------------------------------------------------------------

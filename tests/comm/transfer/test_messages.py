@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import torch
-from tests.cases import SIZE, SPECS, places
+import torch.distributed as dist
+from tests.cases import SIZE, SPECS, chunks, places
 
 from shardwise import Layout
 from shardwise.comm.transfer import make_plan
+from shardwise.comm.transfer import plan as plans
 from shardwise.comm.transfer.messages import LocalMemory, messages_received, messages_sent
+from shardwise.comm.transfer.planned import planned_transfer
+from shardwise.testing import ranks
 
 MEMBERS = np.array([2, 0, 3, 1])
 
@@ -51,3 +58,19 @@ def test_messages_lie_where_the_plan_says() -> None:
                             assert all(a.data_ptr() == b.data_ptr() for a, b in zip(first, views, strict=True))
     assert runs
     assert apart
+
+
+@ranks(2)
+def test_messages_are_kept_as_long_as_the_pieces() -> None:
+    """No longer: the memory of all pieces together is bounded."""
+    assert dist.group.WORLD is not None
+    wanted = make_plan(chunks(0, 0, 1).layout(SIZE), chunks(1, 0, 1).layout(SIZE))
+    planned = planned_transfer(dist.group.WORLD, wanted, torch.float32)
+    sent = weakref.ref(planned.sent)
+    gc.collect()
+    assert planned.sent is sent()
+    for number in (0, 1):  # of the rank
+        plans._kept_pieces._found.pop((wanted, number, True), None)
+    gc.collect()
+    assert sent() is None
+    assert len(planned.sent.each) == 2

@@ -54,7 +54,8 @@ def own_rank(process_group: ProcessGroup) -> int:
     return dist.get_rank()
 
 
-def _require_member(process_group: ProcessGroup) -> None:
+def require_member(process_group: ProcessGroup) -> None:
+    """Raise an error if the calling rank does not belong to the group."""
     if not is_member(process_group):
         raise ProcessGroupError(
             "this rank is not in the process group of the tensor: it may make, save and load the tensor, of which it "
@@ -64,13 +65,13 @@ def _require_member(process_group: ProcessGroup) -> None:
 
 def group_ranks(process_group: ProcessGroup) -> tuple[int, ...]:
     """The global ranks of a group that the calling rank belongs to, in group order. The same object in every call."""
-    _require_member(process_group)
+    require_member(process_group)
     return ranks_of(process_group)
 
 
 def rank_array(process_group: ProcessGroup) -> IntArray:
     """The same as one array, which is read-only, and made once for each group."""
-    _require_member(process_group)
+    require_member(process_group)
     return _rank_array(process_group)
 
 
@@ -99,7 +100,7 @@ def talks(process_group: ProcessGroup) -> bool:
 
 def is_fake(process_group: ProcessGroup) -> bool:
     """Whether this is a group of torch's `fake` backend, whose other ranks are not there."""
-    _require_member(process_group)
+    require_member(process_group)
     return _backend(process_group) == "fake"
 
 

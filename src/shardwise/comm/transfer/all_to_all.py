@@ -136,7 +136,7 @@ class AllToAll(Carrier):
         """Bring what stays on this rank to its place."""
         source, target = self._sources.run(sent), self._targets.run(self._due.own)
         if source is not None and target is not None:
-            target.copy_(source)
+            target.view(torch.uint8).copy_(source.view(torch.uint8))  # of some dtypes, nothing else can be copied
             return
         for into, piece in zip(self._targets.views(self._due.own), self._sources.views(sent), strict=True):
             copy(into, piece)

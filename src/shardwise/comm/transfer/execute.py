@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shardwise.comm.group import sends, without_data
+from shardwise.comm.group import require_member, sends, without_data
 from shardwise.comm.tracing import record
 from shardwise.comm.transfer.all_to_all import AllToAll
 from shardwise.comm.transfer.bounded import Bounded, BoundedTransfer
@@ -94,6 +94,7 @@ def _unsent(
         if without_data():
             ready() if tell is None else tell(b"")  # a forecast notes the meeting
             return Done(outs)  # as they would be
+        require_member(group)
         if tell is not None:
             return tell_all(operands, tell)
         ready()

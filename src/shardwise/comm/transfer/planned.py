@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -10,38 +12,44 @@ from torch.distributed import ProcessGroup
 
 from shardwise.comm.group import DIGEST, CallFingerprint, cached_per_group, is_fake, is_tagged, own_rank, rank_array
 from shardwise.comm.transfer.messages import Messages, messages_received, messages_sent
-from shardwise.comm.transfer.pieces import MOST_SPOTS
 from shardwise.comm.transfer.plan import TransferPlan
 from shardwise.comm.transfer.wire import wire_device
 
 MOST_SAID = 16  # ways to carry out one plan that are kept
 
 
+def _unknown() -> Messages | None:
+    """No messages have been made yet."""
+    return None
+
+
 class PlannedTransfer:
-    """A plan and a dtype in a group. Where there are few pieces, the messages are kept, too."""
+    """A plan and a dtype in a group; and the messages, as long as the pieces of the plan are kept."""
 
     def __init__(self, group: ProcessGroup, plan: TransferPlan, dtype: torch.dtype) -> None:
         self.group, self.plan, self.dtype = group, plan, dtype
         self.rank, self.is_fake, self.is_tagged = own_rank(group), is_fake(group), is_tagged(group)
         self._said: dict[tuple[int | None, str], CallFingerprint] = {}
-        self._messages: dict[bool, Messages] = {}
+        self._sent: Callable[[], Messages | None] = _unknown
+        self._due: Callable[[], Messages | None] = _unknown
 
     @property
     def sent(self) -> Messages:
         """What this rank sends."""
-        return self._messages.get(True) or self._kept(True)
+        found = self._sent()
+        if found is None:
+            found = messages_sent(self.plan, self.rank, rank_array(self.group))
+            self._sent = weakref.ref(found)
+        return found
 
     @property
     def due(self) -> Messages:
         """What this rank gets."""
-        return self._messages.get(False) or self._kept(False)
-
-    def _kept(self, sent: bool) -> Messages:
-        members = rank_array(self.group)
-        made = (messages_sent if sent else messages_received)(self.plan, self.rank, members)
-        if max(len(made.pieces), len(members)) <= MOST_SPOTS:
-            self._messages[sent] = made
-        return made
+        found = self._due()
+        if found is None:
+            found = messages_received(self.plan, self.rank, rank_array(self.group))
+            self._due = weakref.ref(found)
+        return found
 
     @property
     def wire(self) -> torch.device:
@@ -83,7 +91,7 @@ def _said(plan: TransferPlan, dtype: torch.dtype, max_bytes: int | None, verb: s
     )
 
 
-@cached_per_group(1024)
+@cached_per_group(512)
 def planned_transfer(group: ProcessGroup, plan: TransferPlan, dtype: torch.dtype) -> PlannedTransfer:
     """What is known of transfers by a plan in a group that this rank belongs to."""
     return PlannedTransfer(group, plan, dtype)

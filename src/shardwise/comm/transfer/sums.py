@@ -20,8 +20,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def write_sum(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """Write the sum of these parts, each of the target's size, or as many elements in one run; added in this order."""
-    if target.is_cuda:
-        parts = [part.to(target.device) for part in parts]
+    if len(parts) == 1:
+        copy(target, parts[0].view(target.shape))
+        return
+    device = target.device
+    parts = [part if part.device == device else part.to(device) for part in parts]
     whole = target.is_contiguous()
     for part in parts:
         whole = whole and part.is_contiguous()
@@ -30,9 +33,7 @@ def write_sum(target: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         parts = [part if part.ndim == 1 else part.view(-1) for part in parts]
     else:
         parts = [part if part.shape == target.shape else part.view(target.shape) for part in parts]
-    if len(parts) == 1:
-        copy(target, parts[0])
-    elif target.dtype in NARROW:
+    if target.dtype in NARROW:
         blocks = whole and target.numel() > BLOCK and not (target.is_cuda or record.foresees_accelerator())
         each = [torch.split(one, BLOCK) if blocks else (one,) for one in (target, *parts)]
         for into, *others in zip(*each, strict=True):

@@ -78,9 +78,9 @@ def _new_token(token: torch.Tensor) -> torch.Tensor:
 
 def _run(token: torch.Tensor, tensors: list[torch.Tensor], key: str) -> list[torch.Tensor]:
     transfer = found_transfer(key)
-    outs = transfer.run([as_data(tensor).contiguous() for tensor in tensors])
     if transfer.gives_new_memory:
-        return [_new_token(token), *outs]
+        return [_new_token(token), *transfer.run([as_data(tensor).contiguous() for tensor in tensors])]
+    outs = transfer.run([tensor.detach().contiguous() for tensor in tensors])
     # A compiler takes each result for memory of its own, from the beginning of its storage.
     taken = {_memory(tensor) for tensor in tensors}
     return [_new_token(token), *[_own_memory(out, taken) for out in outs]]
