@@ -61,6 +61,15 @@ def test_dtypes_that_cannot_be_copied_travel_by_rows() -> None:
 
 
 @ranks(4)
+def test_one_element_of_any_stride_moves() -> None:
+    """Torch calls one element contiguous whatever its stride is, and sees its bytes for a stride of 1 alone."""
+    before, after = chunks(0, 0, 1, 2, 3).layout((4,)), chunks(0, 0, 1).layout((4,))
+    mine = torch.empty_strided((1,), (5,)).fill_(dist.get_rank())
+    moved = execute.move(make_plan(before, after), [mine], dist.group.WORLD, dtype=mine.dtype).wait()
+    assert [part.tolist() for part in moved] == [[[0, 1]], [[2, 3]], [], []][dist.get_rank()]
+
+
+@ranks(4)
 def test_only_members_of_a_group_move() -> None:
     """Also where nothing is sent: an outsider gets an error, not an empty result."""
     group = dist.new_group([0, 1])

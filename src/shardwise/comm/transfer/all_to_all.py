@@ -14,7 +14,7 @@ from shardwise.comm.transfer.messages import LocalMemory, Message, Messages
 from shardwise.comm.transfer.operands import TransferOperands
 from shardwise.comm.transfer.planned import PlannedTransfer
 from shardwise.comm.transfer.sums import write_sum
-from shardwise.comm.transfer.views import copy, fits, parts_of
+from shardwise.comm.transfer.views import as_bytes, copy, fits, parts_of
 from shardwise.comm.transfer.wire import (
     Buffer,
     PendingExchange,
@@ -136,7 +136,7 @@ class AllToAll(Carrier):
         """Bring what stays on this rank to its place."""
         source, target = self._sources.run(sent), self._targets.run(self._due.own)
         if source is not None and target is not None:
-            target.view(torch.uint8).copy_(source.view(torch.uint8))  # of some dtypes, nothing else can be copied
+            as_bytes(target).copy_(as_bytes(source))  # of some dtypes, nothing else can be copied
             return
         for into, piece in zip(self._targets.views(self._due.own), self._sources.views(sent), strict=True):
             copy(into, piece)
