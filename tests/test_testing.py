@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -216,6 +217,8 @@ def test_what_cannot_travel_is_said() -> None:
     """Functions that are not at module level, results that cannot be pickled."""
     with pytest.raises(ValueError, match="module-level functions"):
         run_on_ranks(2, lambda: None)
+    with pytest.raises(TypeError, match="no function that other processes can find"):
+        run_on_ranks(2, functools.partial(unpicklable))
     with pytest.raises(RankFailure, match="the result could not be sent"):
         run_on_ranks(2, unpicklable)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from benchmarks.llama import Llama
 from tests.compilation.test_models import SHAPE
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import shardwise
 from shardwise.compilation import local_graph
@@ -45,3 +48,27 @@ def test_refusals() -> None:
         local_graph(lambda w: w * float(w.sum()), tensor)
     with pytest.raises(UnsupportedOpError, match="there are none"):
         local_graph(torch.sin, torch.ones(2))
+
+
+TRACERS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "make_fx": lambda model, x: make_fx(lambda x: model(x))(x),
+    "make_fx, fake": lambda model, x: make_fx(lambda x: model(x), tracing_mode="fake")(x),
+    "make_fx of a parameter": lambda model, x: make_fx(lambda weight: weight.full_tensor())(
+        model.get_parameter("weight")
+    ),
+    "export": lambda model, x: torch.export.export(model, (x,)),
+    "export, strict": lambda model, x: torch.export.export(model, (x,), strict=True),
+    "jit": lambda model, x: torch.jit.trace(model, (x,)),
+}
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@ranks(2)
+def test_tracers_of_torch_are_refused(tracer: str) -> None:
+    """They would give graphs without what goes between ranks; the error names what gives one with it."""
+    model = nn.Linear(8, 8)
+    shardwise.shard_module(model, {"weight": 0})
+    with pytest.raises(Exception, match=r"shardwise\.compilation\.local_graph"):
+        TRACERS[tracer](model, torch.ones(2, 8))
+    model(torch.ones(2, 8)).sum().backward()

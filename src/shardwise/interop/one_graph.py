@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from shardwise import errors
+from shardwise.comm.transfer.in_graph import TRACED
 from shardwise.compilation import in_one_graph
 from shardwise.compilation.compiled_threads import compiled_threads
 from shardwise.compilation.input_places import PLACES_OF_INPUTS
@@ -71,6 +72,8 @@ def _say_ours(theirs: Function) -> Function:
     def message(gb_type: str, context: str, explanation: str, hints: list[str]) -> Any:
         if FOLDER not in context:
             return theirs(gb_type, context, explanation, hints)
+        if torch.compiler.is_exporting():
+            return TRACED
         return WHY.format(f"'{_traced_op() or _named_op(context)}'")
 
     return message

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.comm.agreement import notify_if_alone
 from shardwise.comm.tracing import record
+from shardwise.comm.transfer.in_graph import refuse_tracers
 from shardwise.tensor.dispatch import Distributed, distributed_in, refuse_mixed, registry, unsupported
 from shardwise.tensor.frame import Frame
 from shardwise.tensor.saved_hooks import needs_saved, with_saved
@@ -81,6 +82,7 @@ class TorchFunctionTensor(Distributed, torch.Tensor):
         handler = registry.find(func, frame.spec_class)
         entered = record.enter(func) if record.running else None
         try:
+            refuse_tracers()
             if handler is None:
                 return registry.verbs["call_decomposed"](func, args, kwargs or {})
             if not args and kwargs:  # handlers find the first argument in its place
@@ -101,6 +103,7 @@ class TorchFunctionTensor(Distributed, torch.Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         refuse_forward_mode()
+        refuse_tracers()
         return registry.verbs["aten"](func, args, kwargs or {})
 
 
@@ -127,6 +130,7 @@ def call_directly(name: str) -> None:
         handler = registry.find(method, frame.spec_class)
         entered = record.enter(method) if record.running else None
         try:
+            refuse_tracers()
             transformed = functorch_level() is not None or forward_ad._current_level >= 0
             if handler is None or is_torch_function_mode_enabled() or not is_torch_function_enabled() or transformed:
                 return method(self, *args, **kwargs)

@@ -29,7 +29,9 @@ class Task:
     @staticmethod
     def of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Task:
         """The task; raises where other processes could not find the function."""
-        name = function.__qualname__
+        name = getattr(function, "__qualname__", None)
+        if name is None:
+            raise TypeError(f"{function!r} is no function that other processes can find: give a module-level function")
         if "<" in name:
             raise ValueError(f"{name} is made inside another function: ranks can only call module-level functions")
         module = sys.modules.get(function.__module__)

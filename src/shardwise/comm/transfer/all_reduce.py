@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from shardwise.comm.group import CallFingerprint, group_ranks, is_member, talks, without_data
 from shardwise.comm.tracing import record
 from shardwise.comm.transfer.collectives import REDUCED, begin_all_reduce
-from shardwise.comm.transfer.in_graph import transfer_ops
+from shardwise.comm.transfer.in_graph import refuse_tracers, transfer_ops
 from shardwise.comm.transfer.sums import add_in_order
 from shardwise.comm.transfer.views import resolved
 from shardwise.comm.transfer.wire import (
@@ -235,6 +235,7 @@ def sum_replicas(
     ops = transfer_ops.get()
     if ops is not None:
         return ops.sum_replicas(layout, tensors, group, dtype)
+    refuse_tracers()
     holding = holding_of(layout, dist.get_rank(), group.size())
     brought = holding.by_box(tensors)
     return holding.by_tensor(AllReduce(holding, brought, group, dtype=dtype, said=said, ready=ready).wait())

@@ -20,7 +20,7 @@ from shardwise.comm.tracing import record
 from shardwise.comm.transfer.all_to_all import AllToAll
 from shardwise.comm.transfer.bounded import Bounded, BoundedTransfer
 from shardwise.comm.transfer.collectives import own_collective
-from shardwise.comm.transfer.in_graph import transfer_ops
+from shardwise.comm.transfer.in_graph import refuse_tracers, transfer_ops
 from shardwise.comm.transfer.local_copies import Done, Tell, copy_own, tell_all
 from shardwise.comm.transfer.operands import TransferOperands
 from shardwise.comm.transfer.plan import TransferPlan
@@ -65,6 +65,7 @@ def move(
             for out, one in zip(outs or (), made, strict=outs is not None):
                 out.copy_(one)
         return Done(made if outs is None else outs)
+    refuse_tracers()
     begun = _begin_traced(plan, dtype.itemsize) if record.running and plan.moved and tell is None else None
     moving: Moving | None = None
     if plan.moved and tell is None:

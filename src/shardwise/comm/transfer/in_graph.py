@@ -1,7 +1,8 @@
 """Transfers while a compiler traces: instead of being sent, a transfer becomes an op of the graph.
 
 `transfer_ops` holds what adds such ops to the graph that is being traced, if any. `move` and `sum_replicas` ask here
-before anything is sent, so the code above them need not know that it is traced.
+before anything is sent, so the code above them need not know that it is traced. Torch's own tracers know nothing of
+transfers: what calls here under one of them raises.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from shardwise.comm.transfer.plan import TransferPlan
 from shardwise.errors import UnsupportedOpError
 from shardwise.layout import Layout
 from shardwise.settings import ContextValue
+from shardwise.torch_private import PROXY_MODE, dispatch_mode, jit_state
 
 
 class TransferOps(Protocol):
@@ -50,6 +52,19 @@ transfer_ops: ContextValue[TransferOps | None] = ContextValue("shardwise.transfe
 def is_traced() -> bool:
     """Whether a compiler traces what this thread does."""
     return transfer_ops.get() is not None
+
+
+TRACED = (
+    "torch's tracers (make_fx, torch.export, torch.jit.trace) see no layouts: a graph of theirs would lack what goes "
+    "between the ranks. Take shardwise.compilation.local_graph(function, *args): its module is this rank's graph, "
+    "transfers included, and torch.export.export takes it"
+)
+
+
+def refuse_tracers() -> None:
+    """Raise while a tracer of torch records what this thread does, and none of ours."""
+    if (dispatch_mode(PROXY_MODE) is not None and not is_traced()) or jit_state() is not None:
+        raise UnsupportedOpError(TRACED)
 
 
 VALUES_DECIDE = "which data goes to which rank depends on values, and a graph is made without values"

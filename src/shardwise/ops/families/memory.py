@@ -28,9 +28,12 @@ def _refuse(name: str) -> None:
 
 
 def _no_memory(name: str, tensor: object) -> UnsupportedOpError:
+    # Torch's tracers ask for it first.
+    tracing = "; torch.export takes the module of shardwise.compilation.local_graph(function, *args)"
     return UnsupportedOpError(
         f"{name} was called on {tensor!r}, which has no memory of its own. Take the tensors of local_shards(), "
         "each rank's part, or full_tensor(), a plain tensor; shardwise.save writes sharded tensors to files"
+        + (tracing if name == "untyped_storage" else "")
     )
 
 
