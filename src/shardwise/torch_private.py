@@ -95,7 +95,7 @@ _private("torch._C._InferenceMode", "run steps without data under no_grad where 
 dispatch_mode = _private("torch._C._get_dispatch_mode", "tell whether FakeTensorMode is active")
 FAKE_MODE = _private("torch._C._TorchDispatchModeKey.FAKE", "tell whether FakeTensorMode is active")
 PROXY_MODE = _private("torch._C._TorchDispatchModeKey.PROXY", "refuse tracers that see no layouts")
-jit_state = _private("torch._C._get_tracing_state", "refuse tracers that see no layouts")
+is_jit_tracing = _private("torch._C._is_tracing", "refuse tracers that see no layouts")
 OpOverload = _private("torch._ops.OpOverload", "tell aten ops from functions")
 decomposition_table = _private("torch._decomp.decomposition_table", "decompose aten ops that have no rule")
 if TYPE_CHECKING:

@@ -25,7 +25,9 @@ from shardwise.tensor.saved_hooks import needs_saved, with_saved
 from shardwise.tensor.transforms import compute_transformed, refuse_forward_mode
 from shardwise.torch_private import (
     StopRecomputation,
+    dispatch_mode_count,
     functorch_level,
+    is_jit_tracing,
     is_torch_function_enabled,
     is_torch_function_mode_enabled,
 )
@@ -82,7 +84,8 @@ class TorchFunctionTensor(Distributed, torch.Tensor):
         handler = registry.find(func, frame.spec_class)
         entered = record.enter(func) if record.running else None
         try:
-            refuse_tracers()
+            if dispatch_mode_count() or is_jit_tracing():
+                refuse_tracers()
             if handler is None:
                 return registry.verbs["call_decomposed"](func, args, kwargs or {})
             if not args and kwargs:  # handlers find the first argument in its place
@@ -130,7 +133,8 @@ def call_directly(name: str) -> None:
         handler = registry.find(method, frame.spec_class)
         entered = record.enter(method) if record.running else None
         try:
-            refuse_tracers()
+            if dispatch_mode_count() or is_jit_tracing():
+                refuse_tracers()
             transformed = functorch_level() is not None or forward_ad._current_level >= 0
             if handler is None or is_torch_function_mode_enabled() or not is_torch_function_enabled() or transformed:
                 return method(self, *args, **kwargs)

@@ -13,14 +13,17 @@ import torch.distributed as dist
 from tests.cases import chunks
 from tests.comm.disagreement.given import impatient
 from tests.deaths import WORLD, others_go_on
+from tests.patience import PATIENT
 
 import shardwise
 from shardwise import StateTransfer
 from shardwise.comm.agreement.steps import in_step
 from shardwise.comm.group import backend
 from shardwise.comm.peers import status
+from shardwise.comm.peers.store_channel import StoreChannel
 from shardwise.errors import TransferError
 from shardwise.tensor import shard_tensor
+from shardwise.testing import ranks
 
 PLAIN = torch.arange(48.0).reshape(8, 6)
 ROWS, NEXT = chunks(0, 0, 1, 2, 3), chunks(0, 0, 0, 1, 2)  # from one to the other each rank waits for the next one
@@ -85,6 +88,36 @@ def test_whoever_waits_for_a_rank_that_has_lost_another_is_told(tmp_path: Path) 
     """Each rank waits for the next, and the last one is gone: all that are left say so, soon, in whatever they are; and
     they can go on in a group without it."""
     others_go_on(a_rank_is_gone, str(tmp_path), dies=DIES)
+
+
+@ranks(2)
+def test_a_loss_that_is_found_while_another_rank_looks() -> None:
+    """Who finds it goes on to other calls. A rank that reads so raises the loss, and not that ranks are out of step."""
+    store, group = dist.distributed_c10d._get_default_store(), dist.new_group([0, 1])
+    channel = StoreChannel(store, "test_a_loss_that_is_found")
+    if dist.get_rank() == 1:
+        status.publish(group)
+        channel.write("published", True)
+        assert not channel.wait(["looks"], PATIENT)
+        status.notify_of_loss(group, TransferError("rank 2 is gone"))
+        channel.write("found", True)
+        return
+    read = StoreChannel.read
+
+    def before_it_is_found(self: StoreChannel, key: object) -> Any:
+        value = read(self, key)
+        if key == "loss" and not read(channel, "looks"):
+            channel.write("looks", True)
+            assert not channel.wait(["found"], PATIENT)
+        return value
+
+    assert not channel.wait(["published"], PATIENT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoreChannel, "read", before_it_is_found)
+        patch.setattr(status, "mismatch", lambda *_: ["mismatch", "ranks 0 and 1 are out of step"])
+        found = status.find_verdict(group, [1])
+    assert isinstance(found, TransferError)
+    assert "rank 2 is gone" in str(found)
 
 
 def raises_and_ends() -> None:

@@ -61,14 +61,16 @@ def find_verdict(process_group: ProcessGroup, peers: Sequence[int]) -> Exception
     history, channel = group_state(process_group).history, epoch_channel(process_group)
     with suppress(RuntimeError):  # a store that is gone knows nothing
         publish(process_group)
+        whole = _group_channel(process_group)
         found = channel.decision()
         if found is None:
-            found = _group_channel(process_group).read("loss")
+            found = whole.read("loss")
         for rank in () if found is not None else sampled(process_group, peers):
             theirs = channel.read(rank)
             proposed = None if theirs is None else _verdict(history, rank, theirs)
             if proposed is not None:
-                found = channel.decide(proposed)
+                # That rank may be elsewhere since it has found a loss, which it has written before it went on.
+                found = whole.read("loss") or channel.decide(proposed)
                 break
         return None if found is None else error_of(found, ranks_of(process_group))
     return None

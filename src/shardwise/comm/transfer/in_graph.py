@@ -17,7 +17,7 @@ from shardwise.comm.transfer.plan import TransferPlan
 from shardwise.errors import UnsupportedOpError
 from shardwise.layout import Layout
 from shardwise.settings import ContextValue
-from shardwise.torch_private import PROXY_MODE, dispatch_mode, jit_state
+from shardwise.torch_private import PROXY_MODE, dispatch_mode, is_jit_tracing
 
 
 class TransferOps(Protocol):
@@ -63,7 +63,7 @@ TRACED = (
 
 def refuse_tracers() -> None:
     """Raise while a tracer of torch records what this thread does, and none of ours."""
-    if (dispatch_mode(PROXY_MODE) is not None and not is_traced()) or jit_state() is not None:
+    if (dispatch_mode(PROXY_MODE) is not None and not is_traced()) or is_jit_tracing():
         raise UnsupportedOpError(TRACED)
 
 
