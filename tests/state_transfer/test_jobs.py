@@ -125,6 +125,24 @@ def test_versions_arrive_and_either_job_may_die(pair: Pair) -> None:
     pair.move(13)
 
 
+def test_an_engine_that_came_late_and_is_lost_is_not_waited_for(pair: Pair) -> None:
+    """The trainer has waited for it: the engine that it meets then is the one that is gone, not one that came since."""
+    pair.engine.call("stall", 2)
+    pair.trainer.begin("run", 1)
+    while not all(pair.engine.call("poll")):
+        pass
+    pair.engine.begin("run")
+    assert set(pair.engine.told()) == {"stalled"}
+    pair.engine.kill()
+    (said,) = failures(pair.trainer.told())
+    assert "of the target" in said
+    pair.trainer.call("wait_at_most", PATIENT / 10)
+    (said,) = failures(pair.trainer.begin("run", 2).told())
+    assert "still gone" in said
+    pair.engine = pair.start(1, 1)
+    pair.move(3)
+
+
 def test_an_engine_serves_while_it_receives(pair: Pair) -> None:
     """What arrives in the background is in place when the engine says so; until then it has the old version, whole."""
     assert pair.engine.call("poll") == [False]

@@ -21,7 +21,7 @@ from shardwise.state_transfer.job_meeting import SIDES, JobMeeting, Terms, failu
 from shardwise.state_transfer.job_store import PAUSE, SLACK, Address, StoreClient
 
 LONGEST_LIMIT = 366 * 24 * 3600.0  # seconds: torch's stores count milliseconds
-PROTOCOL = 2  # of what jobs say to each other here and in their meetings: it changes with that
+PROTOCOL = 3  # of what jobs say to each other here and in their meetings: it changes with that
 
 
 class OtherJob:
@@ -177,9 +177,9 @@ class OtherJob:
             same = epoch if all(each[0] == epoch for each in told) else None
             self._forget(channel)
             if self._side:
-                channel.add("target/seen", 1)
+                seen = channel.add("target/seen", 1)
                 number = channel.add("target/calls", 1)
-                words = {"answer": answer, "epoch": same, "ranks": self._ranks.all, "protocol": PROTOCOL}
+                words = {"answer": answer, "epoch": same, "ranks": self._ranks.all, "protocol": PROTOCOL, "seen": seen}
                 channel.write(f"target/call/{number}", words)
                 found = wait_for(channel, answer, end - time.monotonic()) or self._given_up(channel, answer, str(self))
             else:
@@ -214,6 +214,9 @@ class OtherJob:
                     other = TransferError("the two jobs have versions of shardwise that do not talk to each other")
                     self._decided(channel, failure(other, self._who), words["answer"])
                     return self._decided(channel, failure(other, self._who), answer)
+                if words["seen"] > seen:  # it has come since; if it is lost, it must not count as one that came then
+                    channel.add(looked, words["seen"] - seen)
+                    seen = words["seen"]
                 terms = self._terms(words, epoch, version)
                 if self._decided(channel, terms.words(), words["answer"]) != terms.words():
                     continue  # it has given up
