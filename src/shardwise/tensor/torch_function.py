@@ -85,7 +85,7 @@ class TorchFunctionTensor(Distributed, torch.Tensor):
         entered = record.enter(func) if record.running else None
         try:
             if dispatch_mode_count() or is_jit_tracing():
-                refuse_tracers()
+                refuse_tracers(frame.process_group)
             if handler is None:
                 return registry.verbs["call_decomposed"](func, args, kwargs or {})
             if not args and kwargs:  # handlers find the first argument in its place
@@ -106,7 +106,7 @@ class TorchFunctionTensor(Distributed, torch.Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         refuse_forward_mode()
-        refuse_tracers()
+        refuse_tracers(None)
         return registry.verbs["aten"](func, args, kwargs or {})
 
 
@@ -134,7 +134,7 @@ def call_directly(name: str) -> None:
         entered = record.enter(method) if record.running else None
         try:
             if dispatch_mode_count() or is_jit_tracing():
-                refuse_tracers()
+                refuse_tracers(frame.process_group)
             transformed = functorch_level() is not None or forward_ad._current_level >= 0
             if handler is None or is_torch_function_mode_enabled() or not is_torch_function_enabled() or transformed:
                 return method(self, *args, **kwargs)

@@ -235,7 +235,7 @@ def sum_replicas(
     ops = transfer_ops.get()
     if ops is not None:
         return ops.sum_replicas(layout, tensors, group, dtype)
-    refuse_tracers()
+    refuse_tracers(group)
     holding = holding_of(layout, dist.get_rank(), group.size())
     brought = holding.by_box(tensors)
     return holding.by_tensor(AllReduce(holding, brought, group, dtype=dtype, said=said, ready=ready).wait())

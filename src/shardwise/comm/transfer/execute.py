@@ -65,7 +65,7 @@ def move(
             for out, one in zip(outs or (), made, strict=outs is not None):
                 out.copy_(one)
         return Done(made if outs is None else outs)
-    refuse_tracers()
+    refuse_tracers(process_group)
     begun = _begin_traced(plan, dtype.itemsize) if record.running and plan.moved and tell is None else None
     moving: Moving | None = None
     if plan.moved and tell is None:

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import ProcessGroup
 
+from shardwise.comm.group import talks
+from shardwise.comm.peers import notify_of_failure
 from shardwise.comm.transfer.plan import TransferPlan
 from shardwise.errors import UnsupportedOpError
 from shardwise.layout import Layout
@@ -61,10 +63,16 @@ TRACED = (
 )
 
 
-def refuse_tracers() -> None:
-    """Raise while a tracer of torch records what this thread does, and none of ours."""
+def refuse_tracers(group: ProcessGroup | None) -> None:
+    """Raise while a tracer of torch records what this thread does, and none of ours.
+
+    The other ranks of the group get a notice: this rank may be the only one that traces.
+    """
     if (dispatch_mode(PROXY_MODE) is not None and not is_traced()) or is_jit_tracing():
-        raise UnsupportedOpError(TRACED)
+        error = UnsupportedOpError(TRACED)
+        if group is not None and talks(group):
+            notify_of_failure(group, error)
+        raise error
 
 
 VALUES_DECIDE = "which data goes to which rank depends on values, and a graph is made without values"
