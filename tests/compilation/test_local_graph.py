@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from benchmarks.llama import Llama
+from tests.comm.disagreement.given import impatient
 from tests.compilation.test_models import SHAPE
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -72,3 +74,25 @@ def test_tracers_of_torch_are_refused(tracer: str) -> None:
     with pytest.raises(Exception, match=r"shardwise\.compilation\.local_graph"):
         TRACERS[tracer](model, torch.ones(2, 8))
     model(torch.ones(2, 8)).sum().backward()
+
+
+LONE: dict[str, Callable[[Any], Any]] = {
+    "a verb": lambda tensor: tensor.full_tensor(),
+    "an op": lambda tensor: tensor.sum(),
+}
+
+
+@pytest.mark.parametrize("barrier", [False, True])
+@pytest.mark.parametrize("call", LONE)
+@ranks(2)
+def test_a_rank_that_traces_alone(call: str, barrier: bool) -> None:
+    """All ranks raise its error: the others do not try another way of computing what it refused. Then all go on."""
+    tensor, function = shardwise.ones(0, 4, 4), LONE[call]
+    traced = make_fx(lambda _: function(tensor))
+    mine = traced if dist.get_rank() == 0 else lambda _: function(tensor).sum().item()
+    with impatient():
+        with pytest.raises(UnsupportedOpError, match=r"shardwise\.compilation\.local_graph"):
+            mine(torch.ones(2))
+        if barrier:
+            dist.barrier()
+        assert torch.equal(tensor.full_tensor(), torch.ones(4, 4))

@@ -31,7 +31,7 @@ from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.comm.agreement import in_step_telling
 from shardwise.comm.group import Fields
-from shardwise.comm.peers import mark_known
+from shardwise.comm.peers import is_known, mark_known
 from shardwise.errors import ProcessGroupError, RankMismatchError, StateMismatchError, TransferError
 from shardwise.nn.optim import ShardedOptimizer
 from shardwise.nn.optim.state import Work
@@ -385,7 +385,7 @@ def _broken_off(error: TransferError, ranks: Ranks) -> Exception:
     )
     text = str(error)
     told = TransferError(text if advice in text else f"{text}\n{advice}")
-    return mark_known(told, ranks.all) if hasattr(error, "known_to") else told
+    return mark_known(told, ranks.all) if is_known(error) else told
 
 
 def _memory(local: Local, name: str) -> Any:

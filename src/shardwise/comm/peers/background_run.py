@@ -80,13 +80,13 @@ class BackgroundRun:
     def fail(self, error: BaseException) -> None:
         """Let the other ranks know by which error this rank leaves the run, unless they know."""
         with suppress(RuntimeError):
-            if self._ended_by is None and not hasattr(error, "known_to"):
+            if self._ended_by is None and not status.is_known(error):
                 self._channel.write(dist.get_rank(), [type(error).__name__, str(error)])
         status.mark_known(error, ranks_of(self._group))
 
     def raise_lost(self, what: str, error: Exception) -> NoReturn:
         """Raise that this rank could not do this with the others, and who is gone; or what is known of it."""
-        if isinstance(error, TransferError) or hasattr(error, "known_to"):
+        if isinstance(error, TransferError) or status.is_known(error):
             raise error
         self.look(range(self._group.size()))  # a rank that raised an error and ended may have said which
         found, is_gone = loss(what, error, self._group)

@@ -7,7 +7,7 @@ from typing import NoReturn
 from torch.distributed import ProcessGroup
 
 from shardwise.comm.peers.lost_ranks import is_late
-from shardwise.comm.peers.status import check_peers, loss_notice, require_usable
+from shardwise.comm.peers.status import check_peers, is_known, loss_notice, require_usable
 from shardwise.comm.peers.watchdog import abort_pending
 from shardwise.errors import TransferError
 
@@ -18,7 +18,7 @@ def raise_lost(what: str, error: Exception, process_group: ProcessGroup) -> NoRe
     If a rank is gone, what an accelerator is sending is ended before: whoever gets the error may wait for the device
     next, and nobody could call it back.
     """
-    if isinstance(error, TransferError) or hasattr(error, "known_to"):
+    if isinstance(error, TransferError) or is_known(error):
         raise error
     require_usable(process_group)  # a watchdog may have ended what was under way, and knows why
     try:

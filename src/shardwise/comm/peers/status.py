@@ -238,6 +238,11 @@ def mark_known(error: E, ranks: tuple[int, ...]) -> E:
     return error
 
 
+def is_known(error: BaseException) -> bool:
+    """Whether other ranks know the error: whoever catches it must raise it, and try nothing else."""
+    return hasattr(error, "known_to")
+
+
 # Groups whose messages have no tags ----------------------------------------------------------------------------------
 
 

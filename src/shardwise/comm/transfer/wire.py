@@ -23,6 +23,7 @@ from shardwise.comm.peers import (
     BackgroundRun,
     check_peers,
     find_verdict,
+    is_known,
     mark_unusable,
     notify_of_failure,
     raise_lost,
@@ -74,7 +75,7 @@ class failing_together:  # noqa: N801 # a context, in words
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leave word."""
-        if isinstance(error, Exception) and not hasattr(error, "known_to") and not isinstance(error, TransferError):
+        if isinstance(error, Exception) and not is_known(error) and not isinstance(error, TransferError):
             notify_of_failure(self._group, error)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from shardwise.comm.peers import is_known
 from shardwise.comm.transfer.in_graph import is_traced
 from shardwise.errors import CollectiveOpError, PropertyError, UnsupportedOpError, ViewWriteError
 from shardwise.ops.engine.call import Aten, Call, functional_overload, outer_function
@@ -134,6 +135,8 @@ def decompose_call(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str
     except CollectiveOpError:
         raise
     except (UnsupportedOpError, ViewWriteError) as error:
+        if is_known(error):
+            raise
         refusal = error
     finally:
         _outer.state, _outer.casts, _outer.has_proxies, _outer.arguments = before
@@ -262,6 +265,8 @@ def _without_rule(call: Call) -> Any:
     try:
         return compute_gathered(op, (), call.arguments, needs_whole(call))
     except UnsupportedOpError as error:
+        if is_known(error):
+            raise
         refusal = error
     with _decomposing(call) as is_new:
         if not is_new or op not in decomposition_table or op.overloadpacket in QUADRATIC:
@@ -269,7 +274,9 @@ def _without_rule(call: Call) -> Any:
         by_position, by_name = call.split_arguments()
         try:
             return decomposition_table[op](*by_position, **by_name)
-        except UnsupportedOpError:
+        except UnsupportedOpError as error:
+            if is_known(error):
+                raise
             raise refusal from None  # which names the op that was called
 
 

@@ -15,10 +15,11 @@ from shardwise import settings
 from shardwise.autograd.transfers import Way, moved_tensors
 from shardwise.comm.agreement import in_op, in_step_sharing
 from shardwise.comm.group import Fields, is_member, without_data
+from shardwise.comm.peers import is_known
 from shardwise.comm.transfer import make_plan
 from shardwise.comm.transfer.in_graph import refuse_in_graph
 from shardwise.comm.value_digest import digest
-from shardwise.errors import ProcessGroupError
+from shardwise.errors import ProcessGroupError, UnsupportedOpError
 from shardwise.layout import Layout
 from shardwise.ops.engine.call import Call, literals_text
 from shardwise.ops.engine.compute import assemble, group_places, result_frame
@@ -110,6 +111,16 @@ def _write_back(target: ShardedTensorBase, whole: torch.Tensor, places: Any, gro
         raise unsupported(torch.Tensor.resize_, (target,), {}, "a sharded tensor cannot be given another size in place")
     frame = result_frame(Layout.whole(whole.shape, places), whole.dtype, group)
     copy_into(target, assemble(type(target), frame, [whole], [], False))
+
+
+def try_gathered(call: Call) -> Any:
+    """The call on whole operands; NotImplemented if it is refused, as beyond the gather budget."""
+    try:
+        return compute_gathered(call.op, (), call.arguments, needs_whole(call))
+    except UnsupportedOpError as error:
+        if is_known(error):  # of another rank
+            raise
+        return NotImplemented
 
 
 def needs_whole(call: Call) -> str:

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from shardwise import settings
-from shardwise.errors import UnsupportedOpError
 from shardwise.ops.attention.by_heads import cut_by_heads, moved_like, prefers_heads
 from shardwise.ops.attention.ops import attend_in_pieces, plan_in_pieces
 from shardwise.ops.attention.visibility import Visibility
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.compute import compute, op_summary
-from shardwise.ops.engine.gathered import compute_gathered, needs_whole
+from shardwise.ops.engine.gathered import try_gathered
 from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.rule import Along, Labels, Rule
 from shardwise.ops.engine.table import TABLE
@@ -81,10 +80,8 @@ def _attention(call: Call) -> Any:
         result = compute(call, rule)
     if result is not NotImplemented:
         return result
-    try:
-        return compute_gathered(call.op, (), call.arguments, needs_whole(call))
-    except UnsupportedOpError:
-        return _formula(call)
+    result = try_gathered(call)
+    return _formula(call) if result is NotImplemented else result
 
 
 def _in_pieces(call: Call) -> Any:

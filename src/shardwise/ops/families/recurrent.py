@@ -10,18 +10,16 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from shardwise import settings
-from shardwise.errors import UnsupportedOpError
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.chunking import chunked
 from shardwise.ops.engine.compute import compute
-from shardwise.ops.engine.gathered import compute_gathered, needs_whole
+from shardwise.ops.engine.gathered import try_gathered
 from shardwise.ops.engine.result_metadata import expected_results
 from shardwise.ops.engine.rule import Labels, Rule
 from shardwise.ops.engine.table import DECOMPOSED_UNDER_AUTOCAST, TABLE
@@ -202,8 +200,9 @@ def _packed(kind: LayerType) -> Callable[[Call], Any]:
     def handler(call: Call) -> Any:
         if isinstance(call["batch_sizes"], ShardedTensorBase):
             return NotImplemented
-        with suppress(UnsupportedOpError):  # beyond the budget
-            return compute_gathered(call.op, (), call.arguments, needs_whole(call))
+        gathered = try_gathered(call)
+        if gathered is not NotImplemented:
+            return gathered
         result, ends = _layers(kind, call, chunked(call["data"], 1), call["batch_sizes"].tolist())
         return result, *ends
 
