@@ -31,6 +31,7 @@ SHAPES = {
     "gloo": Shape(layers=2, width=256, batch=16, sequence=64),
     "nccl": Shape(layers=4, width=1024, head=64, batch=64, sequence=256),
 }
+DTYPES = ("float32", "bfloat16")
 STEPS = 2  # in a block of measured ones
 WARM_UP = 4  # steps, of which the first two may compile
 
@@ -83,10 +84,10 @@ class Contender:
             torch.cuda.synchronize()
 
 
-def fully_sharded(shape: Shape, *, even: bool) -> Contender:
+def fully_sharded(shape: Shape, dtype: torch.dtype, *, even: bool) -> Contender:
     shares = (1,) * RANKS if even else SHARES
     parts = [shape.batch * share // sum(shares) for share in shares]
-    model = shardwise.fully_shard(start(shape), weights=None if even else SHARES)
+    model = shardwise.fully_shard(start(shape, dtype), weights=None if even else SHARES)
 
     def feed(batch: Tensor) -> Any:
         return shardwise.from_local(batch.split(parts)[dist.get_rank()], sizes=parts)
@@ -94,17 +95,17 @@ def fully_sharded(shape: Shape, *, even: bool) -> Contender:
     return Contender(model, feed, shape)
 
 
-def tensor_parallel(shape: Shape, *, even: bool) -> Contender:
-    made = our_tensor_parallel(start(shape), shape, even=even)
+def tensor_parallel(shape: Shape, dtype: torch.dtype, *, even: bool) -> Contender:
+    made = our_tensor_parallel(start(shape, dtype), shape, even=even)
     return Contender(made.model, made.feed, shape)
 
 
-def start(shape: Shape) -> nn.Module:
+def start(shape: Shape, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    return Llama(shape).to(device_here())
+    return Llama(shape).to(device_here(), dtype)
 
 
-SET_UPS: dict[str, Callable[[Shape], Contender]] = {
+SET_UPS: dict[str, Callable[[Shape, torch.dtype], Contender]] = {
     "fully sharded": functools.partial(fully_sharded, even=True),
     "fully sharded, 3 : 2 : 2 : 1": functools.partial(fully_sharded, even=False),
     "tensor parallel": functools.partial(tensor_parallel, even=True),
@@ -112,11 +113,11 @@ SET_UPS: dict[str, Callable[[Shape], Contender]] = {
 }
 
 
-def measure(set_up: str, shape: Shape, compiler: str, blocks: int) -> Found:
+def measure(set_up: str, shape: Shape, dtype: torch.dtype, compiler: str, blocks: int) -> Found:
     """On every rank."""
     warnings.simplefilter("ignore")
     graphs = Graphs(compiler)
-    contenders = {name: SET_UPS[set_up](shape) for name in ("eager", "compiled", "one graph")}
+    contenders = {name: SET_UPS[set_up](shape, dtype) for name in ("eager", "compiled", "one graph")}
     shardwise.compile(contenders["compiled"].model, backend=graphs)
     whole = contenders["one graph"]
     whole.model = shardwise.compile(whole.model, fullgraph=True, backend=compiler)
@@ -130,8 +131,8 @@ def measure(set_up: str, shape: Shape, compiler: str, blocks: int) -> Found:
     return Found(of_step[0], of_step[1], *map(int, counts.tolist()))
 
 
-def show(found: dict[str, Found], shape: Shape, compiler: str, backend: str) -> None:
-    what = f"{shape.layers} layers of {shape.width}, batch {shape.batch} x {shape.sequence}, AdamW"
+def show(found: dict[str, Found], shape: Shape, dtype: str, compiler: str, backend: str) -> None:
+    what = f"{shape.layers} layers of {shape.width}, batch {shape.batch} x {shape.sequence}, {dtype}, AdamW"
     print(f"\nCompiled units ({compiler}): {what}, {RANKS} {backend} ranks\n")
     head = ["", "eager", "units", "beside eager", "processor time", "graphs", "after the second step"]
     lines = [[*head, "one graph", "beside eager"]]
@@ -144,15 +145,21 @@ def show(found: dict[str, Found], shape: Shape, compiler: str, backend: str) -> 
 
 
 def run(
-    shape: Shape = SHAPES["gloo"], backend: str = "gloo", compiler: str = "inductor", blocks: int = 7, only: str = ""
+    shape: Shape = SHAPES["gloo"],
+    dtype: str = "float32",
+    backend: str = "gloo",
+    compiler: str = "inductor",
+    blocks: int = 7,
+    only: str = "",
 ) -> list[Row]:
     """Measure on ranks of their own, and print what was found."""
+    options: dict[str, Any] = {"timeout": 550, "fresh": True, "backend": backend}
     found = {
-        name: run_on_ranks(RANKS, measure, name, shape, compiler, blocks, timeout=550, fresh=True, backend=backend)[0]
+        name: run_on_ranks(RANKS, measure, name, shape, getattr(torch, dtype), compiler, blocks, **options)[0]
         for name in SET_UPS
         if name.startswith(only)
     }
-    show(found, shape, compiler, backend)
+    show(found, shape, dtype, compiler, backend)
     return [
         Row(f"compiled, {name}", {"shardwise": one.seconds["compiled"], "eager": one.seconds["eager"]})
         for name, one in found.items()
@@ -161,11 +168,12 @@ def run(
 
 def main() -> None:
     parser = parser_for(__doc__, SHAPES)
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of parameters and activations")
     parser.add_argument("--compiler", default="inductor", help="a backend of torch.compile")
     parser.add_argument("--blocks", type=int, default=7, help="of two steps each, of which the fastest counts")
     parser.add_argument("--only", default="", help="set-ups whose name begins so")
     given = parser.parse_args()
-    run(chosen_shape(given, SHAPES), given.backend, given.compiler, given.blocks, given.only)
+    run(chosen_shape(given, SHAPES), given.dtype, given.backend, given.compiler, given.blocks, given.only)
 
 
 if __name__ == "__main__":
