@@ -213,6 +213,25 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
     assert "must do so under `if __name__ == '__main__':`" in done.stderr
 
 
+LEAVES_A_SEMAPHORE = """
+import multiprocessing
+from shardwise.testing import run_on_ranks
+kept = []
+def leave_a_semaphore():
+    kept.append(multiprocessing.get_context("spawn").Semaphore())
+if __name__ == "__main__":
+    run_on_ranks(2, leave_a_semaphore, bare=True)
+"""
+
+
+def test_semaphores_of_ranks_end_with_them(tmp_path: Path) -> None:
+    """Inductor makes some; else Python would warn of them when a script ends."""
+    script = tmp_path / "script.py"
+    script.write_text(LEAVES_A_SEMAPHORE)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    assert not done.stderr, done.stderr
+
+
 def test_what_cannot_travel_is_said() -> None:
     """Functions that are not at module level, results that cannot be pickled."""
     with pytest.raises(ValueError, match="module-level functions"):

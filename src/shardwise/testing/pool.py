@@ -92,7 +92,7 @@ class Pool:
         except unittest.SkipTest:
             raise
         except BaseException:
-            self.close()  # late results would be taken for those of the next task
+            self.close(at_once=True)  # late results would be taken for those of the next task
             raise
 
     def _collect(self, timeout: float, output: _OutputFollower | None = None) -> list[Any]:
@@ -114,13 +114,13 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + GRACE)
         if len(outcomes) == self.world_size and all(outcome.failure is None for outcome in outcomes.values()):
             if any(outcome.spent for outcome in outcomes.values()):
-                self.close()
+                self.close(at_once=True)
             skipped = [outcome.skipped for outcome in outcomes.values() if outcome.skipped is not None]
             if skipped:
                 raise unittest.SkipTest(skipped[0])
             return [outcomes[rank].value for rank in range(self.world_size)]
         report = self._report(outcomes, timeout)
-        self.close()
+        self.close(at_once=True)
         raise RankFailure(report)
 
     def _receive(self, rank: int) -> Outcome:
@@ -176,11 +176,13 @@ class Pool:
     def _file(self, rank: int, kind: str) -> Path:
         return Path(self.folder.name) / f"{kind}-{rank}"
 
-    def close(self) -> None:
-        """End the ranks."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the ranks, unless at once as ranks end that wait for a task."""
         for connection in self.connections:
-            connection.close()
+            connection.close()  # at which a rank that waits for a task ends
+        end = time.monotonic() + (0 if at_once else ENDING)
         for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
             process.kill()
         for process in self.processes:
             process.join()

@@ -13,6 +13,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ def serve(connection: Connection, rank: int, world_size: int, folder: str, backe
             connection.send(outcome)
         except Exception:
             connection.send(Outcome(None, f"the result could not be sent:\n{traceback.format_exc()}"))
+    with suppress(Exception):  # of semaphores, such as inductor makes: Python warns of those that are left
+        util._run_finalizers(0)  # type: ignore[attr-defined] # which the stubs do not declare
     os._exit(0)  # threads of a half-finished collective must not keep the process
 
 
