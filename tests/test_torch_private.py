@@ -21,7 +21,7 @@ FILES = {path: ast.parse(path.read_text()) for path in SOURCE.rglob("*.py") if p
 LISTED = {**torch_private.NAMES, **torch_private.LATER}
 WORDS = {part for path in LISTED for part in path.split(".")}
 ELSEWHERE = {  # private attributes of objects that are not torch's, and of torch's options
-    *("_getframe", "_exit"),  # of Python
+    *("_getframe", "_exit", "_run_finalizers"),  # of Python
     *("_call_s3", "_fetch", "_get_kwargs_from_urls", "_strip_protocol"),  # of fsspec and s3fs
     *("_drop_last", "_models", "_init_weights", "_from_config"),  # of accelerate and transformers
     *("_Options", "_devices", "_threads", "_timeout"),  # of gloo's options

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from shardwise.comm.agreement import Gathering, begin_sending
 from shardwise.comm.group import CallFingerprint, group_state, is_tagged
-from shardwise.comm.peers import BackgroundRun, check_peers, notify_of_failure
+from shardwise.comm.peers import BackgroundRun, CallMark, check_peers, mark_of_call, notify_of_failure
 from shardwise.comm.transfer.wire import Buffer, GroupWire, PendingWork, failing_together
 from shardwise.errors import TransferError
 
@@ -46,11 +46,12 @@ class GroupStateWire(GroupWire, StateWire):
 
     def __init__(self, group: ProcessGroup, device_types: frozenset[str]) -> None:
         super().__init__(group, device_types, "a state on its way to other ranks")
-        self._epoch = 0
+        self._call: CallMark | None = None
 
     def begin(self, said: dict[str, object]) -> None:
         """Add it to the chain of what the ranks have done, by which they find out if they differ."""
-        self.tag, self._epoch = begin_sending(self.group, CallFingerprint(said)), group_state(self.group).history.epoch
+        self.tag = begin_sending(self.group, CallFingerprint(said))
+        self._call = mark_of_call(group_state(self.group).history, at_once=False)
         if self.device.type == "cpu" and is_tagged(self.group):
             self.run = BackgroundRun(self.group)
 
@@ -60,7 +61,7 @@ class GroupStateWire(GroupWire, StateWire):
             Gathering(self.group, b"!", 1, self.tag, self.run).wait(self.run.look)
             self.run = None
         elif is_tagged(self.group):
-            Gathering(self.group, b"!", 1, self.tag).wait(lambda peers: check_peers(self.group, peers, self._epoch))
+            Gathering(self.group, b"!", 1, self.tag).wait(lambda peers: check_peers(self.group, peers, self._call))
 
     def failing(self) -> AbstractContextManager[object]:
         """The others are left word."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,7 +29,7 @@ import shardwise
 from shardwise.comm.agreement.small_messages import HEADER
 from shardwise.comm.agreement.steps import in_step_sharing
 from shardwise.comm.group import group_state
-from shardwise.comm.group.message_threads import drop
+from shardwise.comm.group.message_threads import PendingMessages, drop
 from shardwise.errors import RankMismatchError, TransferError
 from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
@@ -151,6 +153,34 @@ def test_groups_do_not_know_of_each_other() -> None:
         shardwise.check(group)
 
 
+@contextmanager
+def slow_messages() -> Iterator[None]:
+    """Whoever waits for messages looks several times what the others are doing."""
+    run = PendingMessages.run
+
+    def run_late(messages: PendingMessages) -> None:
+        time.sleep(0.3)
+        run(messages)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PendingMessages, "run", run_late)
+        yield
+
+
+@ranks(2)
+def test_a_transfer_that_another_rank_did_not_begin_before_an_error_is_given_up() -> None:
+    """Its data will never come."""
+    x = shard_tensor(PLAIN, chunks(0, 0, 1))
+    with impatient():
+        with shardwise.validation(enabled=False):  # else it would meet the other rank before it begins
+            begun = None if rank() else x.redistribute(chunks(1, 1, 0), async_op=True)
+        assert "out of step" in caught_by(lambda: x.softmax(0))
+        if begun is not None:
+            with pytest.raises(TransferError, match="was given up: begin it again"):
+                begun.wait()
+        assert torch.equal(x.full_tensor(), PLAIN)
+
+
 @ranks(2)
 def test_a_transfer_that_was_begun_before_an_error_ends_or_is_given_up() -> None:
     """If all of it was sent, it comes; rounds that were not begun do not."""
@@ -160,7 +190,8 @@ def test_a_transfer_that_was_begun_before_an_error_ends_or_is_given_up() -> None
             begun = x.redistribute(chunks(1, 1, 0), async_op=True, max_bytes=rounds)
             assert "out of step" in caught_by(lambda: x @ x.t() if rank() else x.softmax(0))
             if rounds is None:
-                assert torch.equal(begun.wait().full_tensor(), PLAIN)
+                with slow_messages():
+                    assert torch.equal(begun.wait().full_tensor(), PLAIN)
             else:
                 with pytest.raises(TransferError, match="was given up: begin it again"):
                     begun.wait()

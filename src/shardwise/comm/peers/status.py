@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -30,17 +30,56 @@ E = TypeVar("E", bound=BaseException)
 _choice = random.Random()  # of its own: looking must not change what users draw
 
 
-def check_peers(process_group: ProcessGroup, peers: Sequence[int], epoch: int | None = None) -> None:
+def check_peers(process_group: ProcessGroup, peers: Sequence[int], call: CallMark | None = None) -> None:
     """Raise if it is known that these ranks, by their numbers in the group, will not come as they should.
 
-    They are waited for since an epoch, which may be over.
+    They are waited for in a call, whose epoch may be over: ranks that have begun it, too, bring it to its end.
     """
-    if epoch not in (None, group_state(process_group).history.epoch):
-        raise given_up()
+    if call is not None and call.epoch != group_state(process_group).history.epoch:
+        _check_call(process_group, peers, call)
+        return
     error = find_verdict(process_group, peers)
     if error is not None:
         end_epoch(process_group)
         raise error
+
+
+class CallMark(NamedTuple):
+    """Which call of a group's history this is, and in how many parts its data is sent."""
+
+    epoch: int
+    number: int
+    digest: bytes
+    at_once: bool  # whether all of it was sent when it began, so that an error later keeps nothing back
+
+
+def mark_of_call(history: CallHistory, *, at_once: bool) -> CallMark:
+    """Of the last call."""
+    return CallMark(history.epoch, history.number - 1, history.digest, at_once)
+
+
+def _check_call(process_group: ProcessGroup, peers: Sequence[int], call: CallMark) -> None:
+    """Raise if one of these ranks will not bring a call of an epoch to its end that is over here."""
+    lost, missed = None, not call.at_once
+    with suppress(RuntimeError):  # a store that is gone knows nothing
+        lost = find_loss(process_group)
+        channel = epoch_channel(process_group, call.epoch)
+        missed = missed or any(_has_missed(channel.read(rank), call) for rank in sampled(process_group, peers))
+    if lost is not None:
+        raise lost
+    if missed:
+        raise given_up()
+
+
+def _has_missed(state: dict[str, Any] | None, call: CallMark) -> bool:
+    """Whether a rank with this status has not begun a call, and will not; or may have failed in it."""
+    if state is None:
+        return False
+    entry = state["entries"].get(str(call.number))
+    if entry is not None and entry["digest"] != call.digest.hex():
+        return True
+    begun = state["number"] - call.number  # calls, from this one on
+    return bool(state["is_over"] and begun <= 0) or (state["failure"] is not None and begun <= 1)
 
 
 def end_epoch(process_group: ProcessGroup) -> None:

@@ -24,6 +24,7 @@ from shardwise.comm.peers import (
     check_peers,
     find_verdict,
     is_known,
+    mark_of_call,
     mark_unusable,
     notify_of_failure,
     raise_lost,
@@ -167,9 +168,12 @@ class TaggedExchange(PendingExchange):
         sends: Iterable[Buffer],
         tag: int,
         run: BackgroundRun | None = None,
+        *,
+        at_once: bool = True,
     ) -> None:
         super().__init__(group, what)
-        self.post, self.run, self._epoch = TaggedMessages(group), run, group_state(group).history.epoch
+        self.post, self.run = TaggedMessages(group), run
+        self._call = mark_of_call(group_state(group).history, at_once=at_once)
         for begin, buffers in ((self.post.receive, receives), (self.post.send, sends)):
             for peer, memory in buffers:  # errors of those who pack them are none of the wire
                 self._size += memory.nbytes
@@ -182,7 +186,7 @@ class TaggedExchange(PendingExchange):
         self.post.wait(self._look if self.run is None else self.run.look)
 
     def _look(self, peers: Sequence[int]) -> None:
-        check_peers(self._group, peers, self._epoch)
+        check_peers(self._group, peers, self._call)
 
 
 class PointToPointExchange(PendingExchange):
@@ -349,7 +353,7 @@ class GroupWire:
         if self.device.type != "cpu" or not is_tagged(self.group):
             return PointToPointExchange(self.group, self._what, receives, sends, self.device)
         both = self._numbered(receives), self._numbered(sends)
-        return TaggedExchange(self.group, self._what, *both, self.tag, self.run)
+        return TaggedExchange(self.group, self._what, *both, self.tag, self.run, at_once=False)
 
     def _numbered(self, buffers: Iterable[Buffer]) -> Iterable[Buffer]:
         return ((dist.get_group_rank(self.group, rank), memory) for rank, memory in buffers)
