@@ -18,7 +18,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional
 
 import shardwise
-from shardwise.compilation.full_graph import graph_ops
+from shardwise.compilation.full_graph import early_transfers, graph_ops
 from shardwise.compilation.full_graph.dynamic_sizes import DynamicSizes
 from shardwise.compilation.full_graph.early_transfers import MOST, begin_early
 from shardwise.nn.fully_sharded import Precision
@@ -45,13 +45,14 @@ class Block(nn.Module):
 class Early:
     """A compiler that changes graphs, keeps them, and runs them op by op."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, delays: bool = False) -> None:
+        self.delays = delays
         self.graphs: list[torch.fx.Graph] = []
         self.split: list[int] = []
 
     def __call__(self, module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
         """The forward of the changed graph."""
-        self.split.append(begin_early(module))
+        self.split.append(begin_early(module, delays=self.delays))
         self.graphs.append(module.graph)
         return make_boxed_func(module.forward)
 
@@ -86,6 +87,16 @@ def order(graph: torch.fx.Graph) -> str:
         if node.target in PRODUCTS | BEGINS | {ops.finish.default}
     ]
     return "".join(letters).replace("pppp", "P").replace("pp", "P")
+
+
+def early_products(graph: torch.fx.Graph) -> tuple[int, int]:
+    """How many products are computed while a transfer is under way, of how many."""
+    products, under_way, early = 0, 0, 0
+    for node in graph.nodes:
+        under_way += (node.target in BEGINS) - (node.target is ops.finish.default)
+        products += node.target in PRODUCTS
+        early += node.target in PRODUCTS and under_way > 0
+    return early, products
 
 
 @ranks(2)
@@ -181,6 +192,23 @@ def test_results_that_are_used_at_once_stay_one_op() -> None:
 
 
 @ranks(2)
+def test_gradients_of_weights_are_computed_while_those_of_activations_travel() -> None:
+    """On an accelerator: what the next transfer waits for is computed before it begins, and nothing else."""
+    plain = plain_model(3)
+    model, early = copy.deepcopy(plain), Early(delays=True)
+    shardwise.shard_module(model, {"*.up.*": 0, "*.down.weight": 1})
+    compiled = torch.compile(model, fullgraph=True, backend=aot_autograd(fw_compiler=early, bw_compiler=early))
+    x, _ = samples([3, 2])
+    for _ in range(2):
+        for run, parameters in ((plain, plain), (compiled, model)):
+            parameters.zero_grad()
+            run(x).square().mean().backward()
+        assert_same_gradients(model, plain)
+    assert early_products(early.graphs[0]) == (0, 6)
+    assert early_products(early.graphs[1]) == (10, 12)
+
+
+@ranks(2)
 def test_a_first_half_without_a_second_one_is_let_go_of() -> None:
     """As after an error in a kernel between both."""
     plain = plain_model(2)
@@ -256,3 +284,22 @@ def test_inductor_keeps_the_order_and_the_memory() -> None:
         compiled = torch.compile(model, fullgraph=True)
         for _ in range(2):
             train(plain, model, compiled, [4, 3])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@ranks(2)
+def test_inductor_computes_gradients_of_weights_behind_transfers() -> None:
+    """In the order that graphs have on an accelerator."""
+    plain = plain_model(2)
+    model = copy.deepcopy(plain)
+    shardwise.shard_module(model, {"*.up.*": 0, "*.down.weight": 1})
+    x, _ = samples([3, 2])
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.filterwarnings("ignore", category=DeprecationWarning)  # inductor's own imports
+        patch.setattr(early_transfers, "_is_on_accelerator", lambda node: True)
+        compiled = torch.compile(model, fullgraph=True)
+        for _ in range(2):
+            for run, parameters in ((plain, plain), (compiled, model)):
+                parameters.zero_grad()
+                run(x).square().mean().backward()
+            assert_same_gradients(model, plain)

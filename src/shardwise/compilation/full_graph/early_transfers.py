@@ -3,7 +3,9 @@
 A transfer begins before the first use of the last transfer's results, if its operands do not depend on them: so the
 next parameters of a fully sharded model are gathered while a layer computes. It ends before the first use of its own
 results, and before the graph writes into an input: so gradients are summed while the backward goes on. At most `MOST`
-are under way at once, which bounds their memory.
+are under way at once, which bounds their memory. On an accelerator, products that a transfer does not wait for, such as
+gradients of weights, move behind its begin: so they are computed while gradients of activations are on their way. (The
+cores of a CPU send what they compute: there it is not worth a second half.)
 
 The order in which transfers begin is that of the graph, as it is on all ranks. A transfer whose results are used at
 once stays one op.
@@ -26,6 +28,7 @@ MOST = 2  # transfers that are under way at once
 MOST_HOISTED = 16  # ops that are hoisted with a transfer, such as casts of its operands
 ops = torch.ops.shardwise
 VIEWS = {operator.getitem, torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default}  # beside what says so
+PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm")}
 HALVES: dict[Any, Any] = {  # the first half of each transfer
     ops.transfer.default: ops.begin.default,
     ops.transfer_of_size.default: ops.begin_of_size.default,
@@ -36,7 +39,7 @@ def with_early_transfers(compile: Callable[..., Any]) -> Callable[..., Any]:
     """A compiler of graphs, as inductor's ``compile``, whose transfers begin early."""
 
     def compile_early(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        begin_early(module)
+        begin_early(module, delays=any(map(_is_on_accelerator, module.graph.nodes)))
         # Inductor would move `finish` behind readers of the results: only its place in the graph says that it is first.
         with load_private("torch._inductor.config").patch(reorder_for_locality=False):
             return compile(module, inputs, **options)
@@ -44,8 +47,11 @@ def with_early_transfers(compile: Callable[..., Any]) -> Callable[..., Any]:
     return compile_early
 
 
-def begin_early(module: fx.GraphModule) -> int:
-    """Change a graph of aten ops in place; gives how many transfers are in two halves now."""
+def begin_early(module: fx.GraphModule, *, delays: bool = False) -> int:
+    """Change a graph of aten ops in place; gives how many transfers are in two halves now.
+
+    With ``delays``, products move behind transfers that do not wait for them.
+    """
     graph = module.graph
     transfers = [node for node in graph.nodes if node.target in HALVES]
     for node in transfers:
@@ -53,12 +59,21 @@ def begin_early(module: fx.GraphModule) -> int:
         _take_views_late(node)
     for last, node in pairwise(transfers):
         _hoist(graph, last, node)
+    if delays:
+        delayed = [_delay(graph, last, node) for last, node in pairwise((None, *transfers))]
+        for products, node in zip(delayed, transfers[1:], strict=False):
+            _share(graph, products, node)
     split = _split(graph, transfers)
     if transfers:
         _chain(graph, transfers[0].args[0])
         graph.lint()
         module.recompile()
     return split
+
+
+def _is_on_accelerator(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta")
 
 
 # Beginning earlier ----------------------------------------------------------------------------------------------------
@@ -105,6 +120,63 @@ def _may_move(node: fx.Node) -> bool:
 
 def _is_random(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+# Computing later ------------------------------------------------------------------------------------------------------
+
+
+def _delay(graph: fx.Graph, last: fx.Node | None, node: fx.Node) -> list[fx.Node]:
+    """Move products that a transfer does not wait for behind it; gives these products.
+
+    Those that are computed while the last transfer is under way stay where they are.
+    """
+    after = None if last is None else _latest_end(graph, last)
+    until, needed = _latest_end(graph, node), _needed(after, node)
+    return [one for one in _products(after, node) if _move_before(one, until, needed)]
+
+
+def _share(graph: fx.Graph, products: Sequence[fx.Node], node: fx.Node) -> None:
+    """Move half of the products behind the last transfer on behind this one, if nothing is computed there."""
+    until = _latest_end(graph, node)
+    if products and not _products(node, until):
+        needed = _needed(products[0], node)
+        for one in products[(len(products) + 1) // 2 :]:
+            _move_before(one, until, needed)
+
+
+def _products(after: fx.Node | None, before: fx.Node) -> list[fx.Node]:
+    """The products between two nodes; none if the second one comes first."""
+    found: list[fx.Node] = []
+    if after is not None and after > before:
+        return found
+    while (before := before.prev) is not after and before.op != "root":
+        if before.target in PRODUCTS:
+            found.append(before)
+    return found[::-1]
+
+
+def _needed(after: fx.Node | None, node: fx.Node) -> set[fx.Node]:
+    """What a node waits for, from another node on."""
+    found, new = set[fx.Node](), [node]
+    while new:
+        inputs = {one for one in new.pop().all_input_nodes if after is None or one >= after} - found
+        found |= inputs
+        new += inputs
+    return found
+
+
+def _move_before(product: fx.Node, until: fx.Node, needed: set[fx.Node]) -> bool:
+    """Move a product, and what is made of it, directly before a node, unless that is needed sooner or may not move."""
+    moved, new = {product}, [product]
+    while new:
+        users = {one for one in new.pop().users if one < until} - moved
+        moved |= users
+        new += users
+    if moved & needed or not all(map(_may_move, moved)):
+        return False
+    for one in sorted(moved):
+        until.prepend(one)
+    return True
 
 
 # Two halves -----------------------------------------------------------------------------------------------------------
