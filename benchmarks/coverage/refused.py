@@ -11,7 +11,6 @@ ONE_IMAGE = "one sample of one channel, whose space would have to be cut; sample
 MEMORY = "it writes at places in memory, or gives memory another size, which shards do not share"
 SPARSE = "a sparse tensor has no boxes"
 NO_VALUES = "no values to be counted, beside edges that are cut"
-NOT_YET = "no rule: its operands could be cut, by sequences, segments, bags or rows"
 
 REFUSED: dict[str, tuple[str, ...]] = {
     ONE_MATRIX: (
@@ -41,13 +40,4 @@ REFUSED: dict[str, tuple[str, ...]] = {
     MEMORY: ("as_strided_scatter", "resize_", "resize_as_"),
     SPARSE: ("sparse.mm.reduce", "sparse.sampled_addmm", "to_sparse"),
     NO_VALUES: ("histogram", "histogramdd"),
-    NOT_YET: (
-        *(
-            "_segment_reduce.lengths",
-            "_segment_reduce.offsets",
-            "nn.functional.ctc_loss",
-            "nn.functional.embedding_bag",
-        ),
-        *("nn.functional.linear_cross_entropy.chunked", "nn.functional.linear_cross_entropy.chunked_none"),
-    ),
 }

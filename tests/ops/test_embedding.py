@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import shardwise
 from shardwise import ReplicatedShardingSpec, ShardedTensor, from_local
-from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError, UnsupportedOpError
+from shardwise.errors import ProcessGroupError, PropertyError, RankMismatchError
 from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
@@ -144,7 +144,7 @@ BAG_IDS += [(kind, spec) for kind in ("offsets everywhere", "own, offsets everyw
 @pytest.mark.parametrize(("kind", "spec"), BAG_IDS)
 @ranks(4)
 def test_bags_of_flat_ids(kind: str, spec: str) -> None:
-    """However ids and offsets are given: dealt out, where they lie, or gathered if a bag is cut."""
+    """However ids and offsets are given: dealt out, where they lie, or redistributed if a bag is cut."""
     here, sizes = dist.get_rank(), [len(batch) for batch in BATCHES]
     starts = torch.tensor([0, *sizes[:-1]]).cumsum(0)
     offsets = torch.cat([bags + start for bags, start in zip(BAGS, starts, strict=True)])
@@ -224,6 +224,54 @@ def test_ids_of_one_number_and_of_none() -> None:
         assert functional.embedding(torch.zeros(3, 2, dtype=torch.int64, device="meta"), meta).shape == (3, 2, 6)
 
 
+@pytest.mark.parametrize("count", [16, 15, None])
+@ranks(4)
+def test_bags_that_are_cut_are_not_gathered(count: int | None) -> None:
+    """Ids and weights move to the ranks of their bags: few bags and many, empty ones, an id that is in no bag."""
+    samples = torch.rand(16, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    ends = [] if count is None else [count]
+    for begins in ([0], [0, 3], [0, 0, 5, 5, 9, 14, 14], [0, 1, 2, 3, 4, 5, 6, 7, 8, 15]):
+        plain, weights = table().requires_grad_(), samples.clone().requires_grad_()
+        expected = functional.embedding_bag(
+            IDS[:count], plain, torch.tensor(begins), per_sample_weights=weights[:count], mode="sum"
+        )
+        expected.square().sum().backward()
+        offsets = torch.tensor(begins + ends)
+        cuts = chunks(0, 1, 0, 3, 2), chunks(0, 2), boxes(([0], [7], 3), ([7], [2], 0), ([9], [7], 3))
+        for ids, where in (
+            *((shard_tensor(IDS, cut), offsets) for cut in cuts),
+            *((shard_tensor(IDS, cut), shard_tensor(offsets, cuts[0])) for cut in cuts),
+            (IDS, shard_tensor(offsets, cuts[1])),
+            (IDS, offsets),
+        ):
+            twin = shard_tensor(table(), ALL["uneven, several per rank"]).requires_grad_()
+            given = shard_tensor(samples, cuts[2]).requires_grad_()
+            with shardwise.gather_budget(0):
+                found = functional.embedding_bag(
+                    ids, twin, where, per_sample_weights=given, mode="sum", include_last_offset=bool(ends)
+                )
+            assert_close(found.full_tensor(), expected)
+            found.square().sum().backward()
+            shards_close(twin.grad, plain.grad)
+            shards_close(given.grad, weights.grad)
+
+
+@ranks(2)
+def test_offsets_of_bags_that_are_cut_are_checked() -> None:
+    """Every rank raises where they fall, begin late or end too late."""
+    weight, ids = shard_tensor(table(), chunks(0, 0, 1)), shard_tensor(IDS, chunks(0, 1, 0))
+    for offsets in (torch.tensor([0, 3, 9, 5]), torch.tensor([0, 17])):
+        for where in (offsets, shard_tensor(offsets, chunks(0, 1, 0))):
+            with pytest.raises(PropertyError, match="offsets of bags must not fall, and end within the 16 ids"):
+                functional.embedding_bag(ids, weight, where, include_last_offset=True)
+    for where in (torch.tensor([1, 5]), shard_tensor(torch.tensor([1, 5]), chunks(0, 0, 1))):
+        with pytest.raises(RuntimeError, match="offsets"):
+            functional.embedding_bag(ids, weight, where)
+    for given, where in ((ids, None), (shard_tensor(IDS.view(4, 4), chunks(0, 0, 1)), ids)):
+        with pytest.raises(ValueError, match="offsets"):
+            functional.embedding_bag(given, weight, where)
+
+
 @ranks(2)
 def test_below_functional_bags_are_gathered() -> None:
     """`torch.embedding_bag`, with all that it gives, as of whole tables within the budget."""
@@ -245,9 +293,6 @@ def test_ranks_that_do_not_have_the_same_ids_are_told() -> None:
     group = dist.new_group([0, 1])
     with pytest.raises(ProcessGroupError, match="same ProcessGroup"):
         functional.embedding(from_local(torch.tensor([1]), process_group=group), weight)
-    cut = shard_tensor(IDS, chunks(0, 1, 0))
-    with shardwise.gather_budget(0), pytest.raises(UnsupportedOpError, match="a bag that is cut needs its ids whole"):
-        functional.embedding_bag(cut, weight, torch.tensor([0, 3]))
     with pytest.raises(ValueError, match="offsets has to be"):
         functional.embedding_bag(IDS, weight)
     assert_close(functional.embedding(torch.tensor([6]), weight).full_tensor(), table()[[6]])

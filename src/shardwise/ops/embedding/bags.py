@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,14 +12,13 @@ import torch.distributed as dist
 
 from shardwise.comm.agreement import in_step_sharing
 from shardwise.comm.group import Fields
+from shardwise.errors import PropertyError
 from shardwise.layout import Grid, Layout
 from shardwise.layout.geometry import Boxes, IntArray
 from shardwise.layout.specs import spec_of
 from shardwise.ops.embedding.portion import Portion, chunk_ids, local_boxes, local_portion, require_same_group
 from shardwise.ops.engine.plain_operand import shared_plain
 from shardwise.tensor import ShardedTensor
-
-Gather = Callable[[list[ShardedTensor]], list[torch.Tensor]]  # within the budget, or it raises
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,26 +33,35 @@ class Bags:
     whole: tuple[Any, Any, Any] | None = None  # ids, offsets and weights of all bags, if they are plain
 
 
-def local_bags(ids: Any, offsets: Any, samples: Any, weight: ShardedTensor, *, ends: bool, gather: Gather) -> Bags:
+def local_bags(ids: Any, offsets: Any, samples: Any, weight: ShardedTensor, *, ends: bool) -> Bags:
     """The bags of this rank, from the arguments of `embedding_bag`; with ``ends``, the last offset is the end.
 
     Bags are computed on the rank with their ids if no bag is cut. Of plain ids, the same on every rank, each rank takes
-    a part. Other ids are gathered, or redistributed if bags are rows. Every rank of the group calls it.
+    a part. Other ids are redistributed, so that no bag is cut. Every rank of the group calls it.
     """
-    for one in (ids, offsets, samples):
-        if isinstance(one, ShardedTensor):
-            require_same_group(one, weight)
+    sharded = [one for one in (ids, offsets, samples) if isinstance(one, ShardedTensor)]
+    for one in sharded:
+        require_same_group(one, weight)
     if ids.ndim == 2 and not isinstance(offsets, ShardedTensor):
         return _in_rows(ids, offsets, samples, weight)
+    if ids.ndim != 1 or not isinstance(offsets, torch.Tensor) or offsets.ndim != 1 or len(offsets) < ends:
+        given = _stand_in(ids), _stand_in(offsets), _stand_in(samples)
+        return Bags(chunk_ids((0,), weight, [0]), *given, whole=given)  # torch will raise
     bags = None
-    if isinstance(ids, ShardedTensor) and ids.ndim == 1 and not ids._layout.has_replicas:
+    if isinstance(ids, ShardedTensor) and not ids._layout.has_replicas:
         bags = _whole_bags(ids, offsets, weight, ends)
     if bags is not None:
         return _bags_in_place(ids, offsets, samples, weight, bags)
-    sharded = [one for one in (ids, offsets, samples) if isinstance(one, ShardedTensor)]
-    whole = iter(gather(sharded))
-    ids, offsets, samples = (next(whole) if isinstance(one, ShardedTensor) else one for one in (ids, offsets, samples))
+    if sharded:
+        return _moved_bags(ids, offsets, samples, weight, ends)
     return _even_bags(ids, offsets, samples, weight, ends)
+
+
+def _stand_in(value: Any) -> Any:
+    """A plain tensor of the same size, for checks that read no values."""
+    if not isinstance(value, ShardedTensor):
+        return value
+    return torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
 
 
 def _in_rows(ids: Any, offsets: Any, samples: Any, weight: ShardedTensor) -> Bags:
@@ -90,19 +97,67 @@ def _local_weights(samples: Any, portion: Portion, like: torch.Tensor, weight: S
     return torch.cat([nothing, *moved._local_tensors()])
 
 
-def _even_bags(ids: torch.Tensor, offsets: Any, samples: Any, weight: ShardedTensor, ends: bool) -> Bags:
+def _even_bags(ids: torch.Tensor, offsets: torch.Tensor, samples: Any, weight: ShardedTensor, ends: bool) -> Bags:
     """Flat ids that every rank has: each rank takes the same number of bags."""
-    if not isinstance(offsets, torch.Tensor) or offsets.ndim != 1 or ids.ndim != 1:
-        return Bags(
-            chunk_ids((0,), weight, [0]), ids, offsets, samples, whole=(ids, offsets, samples)
-        )  # torch will raise
-    begins = [*offsets.tolist(), *([] if ends else [len(ids)])]
-    layout = chunk_ids((len(begins) - 1,), weight, [0])
-    first, last = _span(layout, dist.get_rank())
-    span = slice(begins[first], begins[last])
+    layout = chunk_ids((len(offsets) - ends,), weight, [0])
+    mine, bounds = _offsets_of_chunk(offsets, layout, len(ids), weight)
+    (row,) = layout.rows_on(dist.get_rank())
+    span = slice(bounds[row], bounds[row + 1])
     taken = None if samples is None else shared_plain(samples, weight._process_group)[span]
-    own = offsets[first:last] - begins[first]
-    return Bags(layout, ids[span], own, taken, whole=(ids, offsets, samples))
+    return Bags(layout, ids[span], mine - bounds[row], taken, whole=(ids, offsets, samples))
+
+
+def _moved_bags(ids: Any, offsets: torch.Tensor, samples: Any, weight: ShardedTensor, ends: bool) -> Bags:
+    """Flat ids that are redistributed: each rank takes the same number of bags."""
+    bags = chunk_ids((len(offsets) - ends,), weight, [0])
+    mine, bounds = _offsets_of_chunk(offsets, bags, len(ids), weight)
+    bounds[0] = 0  # torch will raise where the first offset is another
+    if bounds != sorted(bounds) or bounds[-1] > len(ids):
+        raise PropertyError(
+            f"offsets of bags must not fall, and end within the {len(ids)} ids: the bags of the ranks begin at "
+            f"{bounds[:-1]}, and the last ends at {bounds[-1]}"
+        )
+    edges = np.array([*bounds[:-1], len(ids)], dtype=np.int64).reshape(-1, 1)  # ids in no bag go to the last rank
+    layout = Layout.of(ids.shape, Boxes(edges[:-1], edges[1:] - edges[:-1]), bags.places)
+    if isinstance(ids, ShardedTensor):
+        moved = ids if ids._layout == layout else ids._redistributed(spec_of(layout))
+        portion = Portion(layout, moved._local_tensors())
+    else:
+        portion = Portion(layout, local_boxes(ids, layout))
+    (row,) = bags.rows_on(dist.get_rank())
+    count = bounds[row + 1] - bounds[row]
+    like = torch.empty(0, dtype=getattr(samples, "dtype", None), device=ids.device)
+    taken = None if samples is None else _local_weights(samples, portion, like, weight)[:count]
+    return Bags(bags, portion.tensors[0][:count], mine - bounds[row], taken)
+
+
+def _offsets_of_chunk(
+    offsets: torch.Tensor, bags: Layout, ids: int, weight: ShardedTensor
+) -> tuple[torch.Tensor, list[int]]:
+    """Where each bag of this rank begins, where the first of each rank does, and where the last bag ends.
+
+    There may be one offset more than bags: the end. Of sharded offsets, two numbers of each rank travel to all.
+    """
+    ends = len(offsets) - bags.size[0]
+    first, last = _span(bags, dist.get_rank())
+    if not isinstance(offsets, ShardedTensor):
+        known = [*offsets.tolist(), ids]
+        return offsets[first:last], [known[k] for k in (*bags.boxes.offsets[:, 0].tolist(), bags.size[0])]
+    sizes = bags.boxes.sizes.copy()
+    sizes[-1] += ends
+    layout = Layout.of(offsets.shape, Boxes(bags.boxes.offsets, sizes), bags.places)
+    moved: Any = offsets if offsets._layout == layout else offsets._redistributed(spec_of(layout))
+    mine: torch.Tensor = moved._local_tensors()[0]
+
+    def work() -> tuple[None, Fields, list[int]]:
+        about = {"verb": "embedding_bag", "offsets": offsets._layout.outline, "ids": ids}
+        return None, about, [*mine[:1].tolist(), *mine[-1:].tolist()]
+
+    told = in_step_sharing(weight._process_group, work)[1]
+    bounds = [told[-1][1] if ends else ids]
+    for brought in reversed(list(told)):
+        bounds.insert(0, brought[0] if brought else bounds[0])
+    return mine[: last - first], bounds
 
 
 def _bags_in_place(ids: ShardedTensor, offsets: Any, samples: Any, weight: ShardedTensor, bags: Layout) -> Bags:

@@ -13,7 +13,7 @@ result: its gradient counts once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ from shardwise.ops.embedding.masked_sums import add_up_rows, adds_up
 from shardwise.ops.embedding.portion import concat_ids, local_portion, operand_summaries, wrap_rows
 from shardwise.ops.engine.call_cache import cached_call
 from shardwise.ops.engine.decomposition import call_decomposed
-from shardwise.ops.engine.gathered import is_fully_replicated, require_budget
+from shardwise.ops.engine.gathered import is_fully_replicated
 from shardwise.ops.engine.steps import without_autocast
 from shardwise.tensor import ShardedTensor
 from shardwise.tensor.dispatch import Distributed, Op, registry
@@ -107,12 +107,7 @@ def _bags_of_shared(op: Op, given: dict[str, Any], options: LookupOptions) -> An
     weight, ends = given["weight"], given.get("include_last_offset", False)
     ids, offsets = (_as_plain(given.get(name), weight) for name in ("input", "offsets"))
     samples = given.get("per_sample_weights")
-
-    def gather(sharded: Sequence[ShardedTensor]) -> list[torch.Tensor]:
-        require_budget(op, (ids, weight), {"offsets": offsets}, "a bag that is cut needs its ids whole", sharded)
-        return [one.full_tensor() for one in sharded]
-
-    bags = local_bags(ids, offsets, samples, weight, ends=ends, gather=gather)
+    bags = local_bags(ids, offsets, samples, weight, ends=ends)
     plain: Plain = partial(functional.embedding_bag, mode=given["mode"])
     own = partial(plain, offsets=bags.offsets, per_sample_weights=bags.samples)
 

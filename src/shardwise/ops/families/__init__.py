@@ -7,7 +7,7 @@
   ``fourier``
 - with sizes that depend on values: ``selection`` (masks, nonzero, counts)
 - along a dim that is cut, by rows that go where values say: ``sorting``, ``order_statistics``, ``distinct``,
-  ``routed_indexing`` and the ``indexed_rows`` that it reads and writes; ``scans``
+  ``routed_indexing`` and the ``indexed_rows`` that it reads and writes; ``scans``, ``segments``
 - random numbers: ``dropout``, ``sampling``, ``filling`` (in place, `torch.nn.init`), ``creation`` (`rand_like`, ...)
 - without computing: ``attributes``, ``copies``, ``memory``
 """
@@ -41,6 +41,7 @@ from shardwise.ops.families import (
     routed_indexing,
     sampling,
     scans,
+    segments,
     selection,
     shape,
     slicing,
@@ -77,6 +78,7 @@ __all__ = [
     "routed_indexing",
     "sampling",
     "scans",
+    "segments",
     "selection",
     "shape",
     "slicing",
