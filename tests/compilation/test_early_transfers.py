@@ -15,6 +15,7 @@ from tests.compilation.test_full_graph import assert_same_gradients
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.utils import run_and_get_code
 from torch.nn import functional
 
 import shardwise
@@ -96,6 +97,17 @@ def early_products(graph: torch.fx.Graph) -> tuple[int, int]:
         under_way += (node.target in BEGINS) - (node.target is ops.finish.default)
         products += node.target in PRODUCTS
         early += node.target in PRODUCTS and under_way > 0
+    return early, products
+
+
+def early_lines(code: str) -> tuple[int, int]:
+    """The same of code that inductor has written."""
+    products, under_way, early = 0, 0, 0
+    for line in code[code.index("def call(") :].splitlines():
+        under_way += ("= torch.ops.shardwise.begin" in line) - ("= torch.ops.shardwise.finish" in line)
+        if "extern_kernels." in line:
+            products += 1
+            early += under_way > 0
     return early, products
 
 
@@ -209,6 +221,27 @@ def test_gradients_of_weights_are_computed_while_those_of_activations_travel() -
 
 
 @ranks(2)
+def test_products_stay_behind_a_transfer_that_the_next_one_waits_for() -> None:
+    """A transfer that takes what the last one brings does not draw products of layers before from their transfers."""
+
+    def function(x: Any, w: torch.Tensor) -> tuple[Any, ...]:
+        first = (w @ w) @ w
+        moved = x.redistribute(None)
+        second = first @ w
+        return moved.redistribute(1).redistribute(None) + 1, second
+
+    early, plain, w = Early(delays=True), torch.arange(24.0).reshape(4, 6), torch.ones(3, 3)
+    compiled = torch.compile(
+        function, fullgraph=True, backend=aot_autograd(fw_compiler=early, inference_compiler=early)
+    )
+    with torch.no_grad():
+        moved, second = compiled(shardwise.shard(plain, 0), w)
+    assert torch.equal(moved.full_tensor(), plain + 1)
+    assert torch.equal(second, w @ w @ w @ w)
+    assert order(early.graphs[0]) == "bpfbPf"
+
+
+@ranks(2)
 def test_a_first_half_without_a_second_one_is_let_go_of() -> None:
     """As after an error in a kernel between both."""
     plain = plain_model(2)
@@ -282,8 +315,10 @@ def test_inductor_keeps_the_order_and_the_memory() -> None:
         plain = plain_model(3)
         model = shardwise.fully_shard(copy.deepcopy(plain), weights=[3, 1])
         compiled = torch.compile(model, fullgraph=True)
-        for _ in range(2):
-            train(plain, model, compiled, [4, 3])
+        _, codes = run_and_get_code(train, plain, model, compiled, [4, 3])
+        train(plain, model, compiled, [4, 3])
+    early, products = early_lines(codes[1])
+    assert early > products / 2
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
@@ -298,8 +333,14 @@ def test_inductor_computes_gradients_of_weights_behind_transfers() -> None:
         warnings.filterwarnings("ignore", category=DeprecationWarning)  # inductor's own imports
         patch.setattr(early_transfers, "_is_on_accelerator", lambda node: True)
         compiled = torch.compile(model, fullgraph=True)
-        for _ in range(2):
+
+        def step() -> None:
             for run, parameters in ((plain, plain), (compiled, model)):
                 parameters.zero_grad()
                 run(x).square().mean().backward()
-            assert_same_gradients(model, plain)
+
+        _, codes = run_and_get_code(step)
+        assert_same_gradients(model, plain)
+        step()
+        assert_same_gradients(model, plain)
+    assert early_lines(codes[1]) == (6, 8)

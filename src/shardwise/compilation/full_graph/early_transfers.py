@@ -3,9 +3,9 @@
 A transfer begins before the first use of the last transfer's results, if its operands do not depend on them: so the
 next parameters of a fully sharded model are gathered while a layer computes. It ends before the first use of its own
 results, and before the graph writes into an input: so gradients are summed while the backward goes on. At most `MOST`
-are under way at once, which bounds their memory. On an accelerator, products that a transfer does not wait for, such as
-gradients of weights, move behind its begin: so they are computed while gradients of activations are on their way. (The
-cores of a CPU send what they compute: there it is not worth a second half.)
+are under way at once, which bounds their memory. On an accelerator, matrix products that a transfer does not wait for,
+such as gradients of weights, move behind its begin: so they are computed while gradients of activations are on their
+way. (The cores of a CPU send what they compute: there it is not worth a second half.)
 
 The order in which transfers begin is that of the graph, as it is on all ranks. A transfer whose results are used at
 once stays one op.
@@ -40,8 +40,10 @@ def with_early_transfers(compile: Callable[..., Any]) -> Callable[..., Any]:
 
     def compile_early(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         begin_early(module, delays=any(map(_is_on_accelerator, module.graph.nodes)))
-        # Inductor would move `finish` behind readers of the results: only its place in the graph says that it is first.
-        with load_private("torch._inductor.config").patch(reorder_for_locality=False):
+        # The order of this graph is final. For locality, inductor would move `finish` behind readers of the results,
+        # which nothing but its place forbids; for memory, directly behind `begin`, or all transfers to the end.
+        orders = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+        with load_private("torch._inductor.config").patch(orders):
             return compile(module, inputs, **options)
 
     return compile_early
@@ -50,7 +52,7 @@ def with_early_transfers(compile: Callable[..., Any]) -> Callable[..., Any]:
 def begin_early(module: fx.GraphModule, *, delays: bool = False) -> int:
     """Change a graph of aten ops in place; gives how many transfers are in two halves now.
 
-    With ``delays``, products move behind transfers that do not wait for them.
+    With ``delays``, matrix products move behind transfers that do not wait for them.
     """
     graph = module.graph
     transfers = [node for node in graph.nodes if node.target in HALVES]
@@ -60,9 +62,7 @@ def begin_early(module: fx.GraphModule, *, delays: bool = False) -> int:
     for last, node in pairwise(transfers):
         _hoist(graph, last, node)
     if delays:
-        delayed = [_delay(graph, last, node) for last, node in pairwise((None, *transfers))]
-        for products, node in zip(delayed, transfers[1:], strict=False):
-            _share(graph, products, node)
+        _delay_products(graph, transfers)
     split = _split(graph, transfers)
     if transfers:
         _chain(graph, transfers[0].args[0])
@@ -125,29 +125,42 @@ def _is_random(target: Any) -> bool:
 # Computing later ------------------------------------------------------------------------------------------------------
 
 
-def _delay(graph: fx.Graph, last: fx.Node | None, node: fx.Node) -> list[fx.Node]:
+def _delay_products(graph: fx.Graph, transfers: Sequence[fx.Node]) -> None:
+    """Move products behind transfers that do not wait for them, and share them out among transfers."""
+
+    def until(number: int) -> fx.Node:
+        """The node before which a transfer ends, at the latest where as many others as may be under way have begun."""
+        return min([_latest_end(graph, transfers[number]), *transfers[number + MOST : number + MOST + 1]])
+
+    delayed = [
+        _delay(until(number - 1) if number else None, node, until(number)) for number, node in enumerate(transfers)
+    ]
+    for number, products in enumerate(delayed[:-1], 1):
+        _share(products, transfers[number], until(number))
+
+
+def _delay(after: fx.Node | None, node: fx.Node, until: fx.Node) -> list[fx.Node]:
     """Move products that a transfer does not wait for behind it; gives these products.
 
-    Those that are computed while the last transfer is under way stay where they are.
+    Those that are computed while the last transfer is under way, before ``after``, stay where they are.
     """
-    after = None if last is None else _latest_end(graph, last)
-    until, needed = _latest_end(graph, node), _needed(after, node)
+    needed = _needed(after, node)
     return [one for one in _products(after, node) if _move_before(one, until, needed)]
 
 
-def _share(graph: fx.Graph, products: Sequence[fx.Node], node: fx.Node) -> None:
-    """Move half of the products behind the last transfer on behind this one, if nothing is computed there."""
-    until = _latest_end(graph, node)
+def _share(products: Sequence[fx.Node], node: fx.Node, until: fx.Node) -> None:
+    """Move half of the products before a transfer behind it, if nothing is computed there."""
     if products and not _products(node, until):
         needed = _needed(products[0], node)
         for one in products[(len(products) + 1) // 2 :]:
-            _move_before(one, until, needed)
+            if one < node:
+                _move_before(one, until, needed)
 
 
 def _products(after: fx.Node | None, before: fx.Node) -> list[fx.Node]:
-    """The products between two nodes; none if the second one comes first."""
+    """The matrix products between two nodes; none if the second one does not come behind the first."""
     found: list[fx.Node] = []
-    if after is not None and after > before:
+    if after is not None and after >= before:
         return found
     while (before := before.prev) is not after and before.op != "root":
         if before.target in PRODUCTS:
