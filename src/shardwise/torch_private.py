@@ -94,6 +94,7 @@ torch_c = _private("torch._C", "run steps without data under no_grad where they 
 _private("torch._C._InferenceMode", "run steps without data under no_grad where they ask for inference mode")
 dispatch_mode = _private("torch._C._get_dispatch_mode", "tell whether FakeTensorMode is active")
 FAKE_MODE = _private("torch._C._TorchDispatchModeKey.FAKE", "tell whether FakeTensorMode is active")
+pre_dispatch_mode = _private("torch._ops._get_dispatch_mode_pre_dispatch", "refuse tracers that see no layouts")
 PROXY_MODE = _private("torch._C._TorchDispatchModeKey.PROXY", "refuse tracers that see no layouts")
 is_jit_tracing = _private("torch._C._is_tracing", "refuse tracers that see no layouts")
 OpOverload = _private("torch._ops.OpOverload", "tell aten ops from functions")

@@ -7,12 +7,14 @@ import pickle
 import random
 import types
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import shardwise
 from shardwise.errors import UnsupportedOpError
@@ -150,6 +152,17 @@ class Settings:
 
     def __init__(self) -> None:
         self.scale, self.calls = 2.0, 0
+        self.log: list[int] = []
+        self.inner: Any = None
+
+    def scaled(self, x: Any) -> Any:
+        """The argument, scaled."""
+        return x * self.scale
+
+    def logged(self, x: Any) -> Any:
+        """The argument, scaled; notes the call."""
+        self.log.append(self.calls)
+        return self.scaled(x)
 
 
 @ranks(2)
@@ -165,6 +178,155 @@ def test_objects_whose_attributes_change() -> None:
     settings.calls += 1
     assert_same(compiled, function, tensor)
     assert compiled.full_graph.graphs == 2
+
+
+@ranks(2)
+def test_bound_methods_as_arguments() -> None:
+    """Are another object each time that they are looked up: the function and the object are compared."""
+    tensor, settings, factors = shardwise.ones(0, 4), Settings(), {"one": 3.0}
+    called = one_graph(lambda x, method: method(x))
+    for scale in (2.0, 2.0, 3.0):
+        settings.scale = scale
+        assert_same(called, lambda x, method: method(x), tensor, settings.scaled)
+    assert called.full_graph.graphs == 2
+    called = one_graph(lambda x, get: x * get("one"))
+    for _ in range(2):
+        assert_same(called, lambda x, get: x * get("one"), tensor, factors.get)
+    assert called.full_graph.graphs == 1
+
+
+@ranks(2)
+def test_objects_that_the_function_writes_into() -> None:
+    """As arguments, in arguments, and in closures: what it writes is not compared, the other attributes are."""
+    tensor, settings = shardwise.ones(0, 4), Settings()
+    settings.inner, calls = Settings(), 0
+
+    def of_argument(x: Any, given: Any) -> Any:
+        given.calls += 1
+        given.inner.log.append(1)
+        return x * given.scale * given.inner.scale
+
+    def of_closure(x: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        settings.calls += 1
+        settings.inner.log.append(1)
+        return x * settings.scale * settings.inner.scale
+
+    def of_method(x: Any, method: Any) -> Any:
+        return method(x)
+
+    for function, args in (
+        (of_argument, lambda: (settings,)),
+        (of_closure, tuple),
+        (of_method, lambda: (settings.logged,)),
+    ):
+        compiled = one_graph(function)
+        for scale in (2.0, 2.0, 3.0):
+            settings.scale = scale
+            assert_same(compiled, function, tensor, *args())
+        settings.inner.scale += 1
+        assert_same(compiled, function, tensor, *args())
+        assert compiled.full_graph.graphs == 3
+
+
+@ranks(2)
+def test_what_is_written_on_one_rank_more_often() -> None:
+    """A rank that traces for other strides alone still runs the graphs that the others run."""
+    tensor, settings, total = shardwise.ones(0, 4, 4), Settings(), 0
+    rows = torch.arange(16.0).reshape(4, 4)
+    others = rows.t().contiguous().t() if dist.get_rank() == 0 else rows
+
+    def function(x: Any, rows: torch.Tensor, given: Any) -> Any:
+        nonlocal total
+        total += 1
+        given.calls += 1
+        given.log.append(1)
+        return x * rows * given.scale
+
+    compiled = one_graph(function)
+    for each in (rows, others, rows, others):
+        torch.testing.assert_close(_whole(compiled(tensor, each, settings)), rows * 2)
+    assert compiled.full_graph.graphs == (2 if dist.get_rank() == 0 else 1)
+
+
+@ranks(2)
+def test_names_in_nested_code() -> None:
+    """Globals that only a lambda, a function or a comprehension within the function names, in any version of Python."""
+    tensor = shardwise.ones(0, 4)
+
+    def of_lambda(x: Any) -> Any:
+        return (lambda value: value * SCALE)(x)
+
+    def of_comprehension(x: Any) -> Any:
+        return [x * SCALE for _ in range(2)][1]
+
+    def of_function(x: Any) -> Any:
+        def inner() -> Any:
+            return [x * SCALE for _ in range(2)][1]
+
+        return inner()
+
+    global SCALE
+    for function in (of_lambda, of_comprehension, of_function):
+        compiled = one_graph(function)
+        for scale in (2, 5):
+            SCALE = scale
+            assert_same(compiled, function, tensor)
+
+
+@ranks(2)
+def test_collections_within_large_ones() -> None:
+    """Members are counted over all of a value."""
+    varied = Varied()
+    varied.factors = {f"key {k}": [0.0] for k in range(80)} | {"one": [1.0] * 60}
+    model = sharded(varied)
+    compiled = one_graph(model)
+    assert_same(compiled, model, X)
+    varied.factors["one"][0] = 3.0
+    assert_same(compiled, model, X)
+
+
+@ranks(2)
+def test_collections_far_within_others() -> None:
+    """Are compared, too."""
+    innermost = {"end": 1.0}
+    table: Any = innermost
+    for _ in range(8):
+        table = [table]
+
+    def function(x: Any) -> Any:
+        return x * table[0][0][0][0][0][0][0][0]["end"]
+
+    compiled = one_graph(function)
+    for innermost["end"] in (1.0, 2.0):
+        assert_same(compiled, function, shardwise.ones(0, 4))
+
+
+@ranks(2)
+def test_tensors_that_are_no_inputs_are_compared_by_size() -> None:
+    """In a closure, in an attribute that is a list, and in an object: Python may read their sizes and kinds."""
+    tensor, mask, given = shardwise.ones(0, 4), torch.ones(2), Settings()
+    masks = [torch.ones(2)]
+
+    def function(x: Any, given: Any) -> Any:
+        scale = 2 if mask.requires_grad else 1
+        return x * mask.shape[0] * scale + masks[0].shape[0] + given.inner.shape[0]
+
+    compiled = one_graph(function)
+    changes = [torch.ones(2), torch.ones(2), torch.ones(3), torch.ones(3, requires_grad=True), shardwise.ones(0, 5)]
+    for each in changes:
+        mask = each
+        given.inner = torch.ones(1)
+        assert_same(compiled, function, tensor, given)
+    mask.requires_grad_()
+    assert_same(compiled, function, tensor, given)
+    for size in (4, 5):
+        masks[0] = torch.ones(size)
+        assert_same(compiled, function, tensor, given)
+        given.inner = torch.ones(size)
+        assert_same(compiled, function, tensor, given)
+    assert compiled.full_graph.graphs == 9
 
 
 @ranks(2)
@@ -202,6 +364,147 @@ def draws_of_python(x: Any) -> Any:
 def draws_of_numpy(x: Any) -> Any:
     """Depends on a number of numpy's."""
     return x * float(numpy.random.rand())
+
+
+OWN = {"Random": random.Random(0), "Generator": numpy.random.default_rng(0), "RandomState": numpy.random.RandomState(0)}
+
+
+def of_closure(generator: Any) -> Any:
+    """A function with the generator in a dict of its closure, and no more arguments."""
+    kept = {"own": generator}
+    return lambda x: x * kept["own"].uniform(0, 1), ()
+
+
+def of_argument(generator: Any) -> Any:
+    """A function of the generator."""
+    return lambda x, given: x * given.uniform(0, 1), (generator,)
+
+
+@pytest.mark.parametrize("way", [of_closure, of_argument])
+@ranks(2)
+def test_generators_of_ones_own_are_refused(way: Any) -> None:
+    """Those of Python and of numpy that the call finds; they are as they were."""
+    for name, generator in OWN.items():
+        before, (function, args) = copy.deepcopy(generator), way(generator)
+        with pytest.raises(UnsupportedOpError, match=f"draws numbers of a `{name}`"):
+            one_graph(function)(shardwise.ones(0, 4), *args)
+        assert generator.uniform(0, 1) == before.uniform(0, 1)
+
+
+class Keeps(nn.Module):
+    """Has a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = random.Random(0)
+
+    def forward(self, x: Any) -> Any:
+        """The argument, times a number that is drawn."""
+        return x * self.generator.random()
+
+
+@ranks(2)
+def test_generators_of_modules_are_refused() -> None:
+    """As all random numbers of Python."""
+    with pytest.raises(UnsupportedOpError, match="draws numbers of a `Random`"):
+        one_graph(sharded(Keeps()))(X)
+
+
+class OfClass(nn.Module):
+    """Reads attributes of its class."""
+
+    factor = 2.0
+    table: ClassVar = {"one": 1.0}
+
+    def forward(self, x: Any) -> Any:
+        """The argument, scaled."""
+        return self.scaled(x)
+
+    def scaled(self, x: Any) -> Any:
+        """Times the numbers of the class."""
+        return x * self.factor * self.table["one"]
+
+
+class OfOtherClass(OfClass):
+    """Computes something else."""
+
+    def forward(self, x: Any) -> Any:
+        """Times seven."""
+        return x * 7
+
+
+class Defaults:
+    """Has its values in the class."""
+
+    scale = 2.0
+
+
+@ranks(2)
+def test_attributes_of_classes_of_modules() -> None:
+    """Those that the forward names, or a method that it names; and the class itself."""
+    module = OfClass()
+    model = sharded(module)
+    compiled = one_graph(model)
+    assert_same(compiled, model, X)
+    try:
+        OfClass.factor = 5.0
+        assert_same(compiled, model, X)
+        OfClass.table["one"] = 3.0
+        assert_same(compiled, model, X)
+    finally:
+        OfClass.factor, OfClass.table["one"] = 2.0, 1.0
+    assert_same(compiled, model, X)
+    module.__class__ = OfOtherClass
+    assert_same(compiled, model, X)
+    assert compiled.forward.full_graph.graphs == 4
+
+
+@ranks(2)
+def test_attributes_of_classes_of_objects() -> None:
+    """Those that the function names, until the object has an attribute of that name."""
+    tensor, defaults = shardwise.ones(0, 4), Defaults()
+
+    def function(x: Any) -> Any:
+        return x * defaults.scale
+
+    compiled = one_graph(function)
+    try:
+        for Defaults.scale in (2.0, 3.0):
+            assert_same(compiled, function, tensor)
+    finally:
+        Defaults.scale = 2.0
+    defaults.scale = 5.0
+    assert_same(compiled, function, tensor)
+
+
+class Watching(TorchFunctionMode):
+    """Sees functions of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Notes it."""
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+@ranks(2)
+def test_default_devices_and_modes() -> None:
+    """Another default device is another graph; under modes that see functions, a call runs uncompiled."""
+    tensor = shardwise.ones(0, 4)
+    compiled = one_graph(lambda x: (torch.sin(x), torch.zeros(3)))
+    with torch.device("cpu"):
+        compiled(tensor)
+    for _ in range(2):
+        assert compiled(tensor)[1].device.type == "cpu"
+        with torch.device("meta"):
+            assert compiled(tensor)[1].device.type == "meta"
+    assert compiled.full_graph.graphs == 2
+    with Watching() as mode:
+        compiled(tensor)
+    assert torch.sin in mode.seen
 
 
 @pytest.mark.parametrize(("drawing", "name"), [(draws_of_python, "`random`"), (draws_of_numpy, "`numpy.random`")])

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from benchmarks.llama import Llama
-from tests.comm.disagreement.given import impatient
+from tests.cases import chunks
+from tests.comm.disagreement.given import impatient, looked_for
 from tests.compilation.test_models import SHAPE
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -82,17 +83,68 @@ LONE: dict[str, Callable[[Any], Any]] = {
 }
 
 
+class Calling(nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """What the function gives."""
+        return self.function(x)
+
+
+LONE_TRACERS: dict[str, Callable[[Callable[[torch.Tensor], Any], torch.Tensor], Any]] = {
+    "make_fx": lambda function, x: make_fx(function)(x),
+    "make_fx, fake": lambda function, x: make_fx(function, tracing_mode="fake")(x),
+    "make_fx, symbolic": lambda function, x: make_fx(function, tracing_mode="symbolic")(x),
+    "export": lambda function, x: torch.export.export(Calling(function), (x,)),
+}
+
+
 @pytest.mark.parametrize("barrier", [False, True])
 @pytest.mark.parametrize("call", LONE)
+@pytest.mark.parametrize("tracer", LONE_TRACERS)
 @ranks(2)
-def test_a_rank_that_traces_alone(call: str, barrier: bool) -> None:
+def test_a_rank_that_traces_alone(tracer: str, call: str, barrier: bool) -> None:
     """All ranks raise its error: the others do not try another way of computing what it refused. Then all go on."""
     tensor, function = shardwise.ones(0, 4, 4), LONE[call]
-    traced = make_fx(lambda _: function(tensor))
-    mine = traced if dist.get_rank() == 0 else lambda _: function(tensor).sum().item()
+    lone, mine = LONE_TRACERS[tracer], dist.get_rank() == 0
     with impatient():
         with pytest.raises(UnsupportedOpError, match=r"shardwise\.compilation\.local_graph"):
-            mine(torch.ones(2))
+            lone(lambda _: function(tensor), torch.ones(2)) if mine else function(tensor).sum().item()
         if barrier:
             dist.barrier()
         assert torch.equal(tensor.full_tensor(), torch.ones(4, 4))
+
+
+@ranks(2)
+def test_ranks_that_trace_without_validation() -> None:
+    """What all of them were refused they raise once: a rank that waits for another in a later call finds nothing."""
+    tensor = shardwise.ones(0, 4, 4)
+    with looked_for() as be_late, shardwise.validation(enabled=False):
+        with pytest.raises(UnsupportedOpError, match=r"shardwise\.compilation\.local_graph"):
+            make_fx(lambda _: tensor.full_tensor())(torch.ones(2))
+        if dist.get_rank() == 1:
+            be_late()
+        assert torch.equal(tensor.full_tensor(), torch.ones(4, 4))
+
+
+VALUES_DECIDE: dict[str, Callable[[Any, Any], Any]] = {
+    "searchsorted": lambda rows, index: torch.searchsorted(rows, index),
+    "index_copy": lambda rows, index: rows.index_copy(0, index, rows[:4]),
+}
+
+
+@pytest.mark.parametrize("call", VALUES_DECIDE)
+@ranks(2)
+def test_ops_in_a_graph_that_send_rows_where_values_say(call: str) -> None:
+    """They are computed on gathered operands; the error where these are too large says so, and what to allow."""
+    rows = shardwise.tensor.shard_tensor(torch.arange(8), chunks(0, 0, 1))
+    index = shardwise.tensor.shard_tensor(torch.tensor([5, 0, 3, 7]), chunks(0, 0, 1))
+    with shardwise.gather_budget(0), pytest.raises(UnsupportedOpError, match=r"Allow it with shardwise\.gather_budget"):
+        local_graph(VALUES_DECIDE[call], rows, index)
+    graph = local_graph(VALUES_DECIDE[call], rows, index)
+    found = graph.results(graph.module(*graph.inputs))
+    assert torch.equal(found.full_tensor(), VALUES_DECIDE[call](rows, index).full_tensor())

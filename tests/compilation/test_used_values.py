@@ -146,6 +146,20 @@ def test_globals_of_decorated_functions() -> None:
         assert_close(whole(compiled(shardwise.ones(0, 4).double())), torch.full((4,), factor).double())
 
 
+NAMED: list[Any] = []
+
+
+@ranks(2)
+def test_models_that_nested_code_names() -> None:
+    """Are found, as those that the function itself names."""
+    plain = Layers()
+    NAMED[:] = [sharded(plain)]
+    compiled = torch.compile(
+        lambda rows: next(loss_of(model, rows) for model in (lambda: NAMED)()), fullgraph=True, backend="aot_eager"
+    )
+    assert_close(whole(compiled(batch()).detach()), loss_of(plain, batch()).detach())
+
+
 HIDDEN: list[Any] = []
 
 

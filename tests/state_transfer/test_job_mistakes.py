@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import socket
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.cases import chunks
-from tests.patience import PATIENT
+from tests.patience import PATIENT, until
 
 import shardwise
 from shardwise import StateTransfer
@@ -83,7 +84,9 @@ def test_who_else_writes_into_the_store(monkeypatch: pytest.MonkeyPatch) -> None
     address, target = f"127.0.0.1:{port}", torch.zeros(4, 3)
     source = StateTransfer.between(source={"w": WEIGHT}, address=address, timeout=TIMEOUT)
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=TIMEOUT), wait_for_workers=False)
-    for number, words in enumerate(["\xff", "[1, 2]", '{"answer": "x"}', "7"], 1):
+    others = ["\xff", "[1, 2]", '{"answer": "x"}', "7"]
+    others.append(json.dumps({"answer": "x", "epoch": None, "ranks": [0], "protocol": jobs.PROTOCOL}))
+    for number, words in enumerate(others, 1):
         store.set(f"shardwise/weights/target/call/{number}", words)
         store.add("shardwise/weights/target/calls", 1)
         assert not source.poll()
@@ -123,6 +126,32 @@ def test_who_else_writes_into_the_store(monkeypatch: pytest.MonkeyPatch) -> None
     for thread in threads:  # nobody has closed anything
         thread.join(TIMEOUT)
         assert not thread.is_alive()
+
+
+def test_a_target_that_had_given_up_when_it_was_found() -> None:
+    """It was not met: a source that was lost since waits for it, as it may come again."""
+    port, prefix = free_port(), "shardwise/weights"
+    source = StateTransfer.between(source={"w": WEIGHT}, address=f"127.0.0.1:{port}", timeout=TIMEOUT)
+    store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=TIMEOUT), wait_for_workers=False)
+
+    def call(number: int, **changes: Any) -> None:
+        words = {"answer": f"answer {number}", "epoch": None, "ranks": [0], "protocol": jobs.PROTOCOL, "seen": 1}
+        store.set(f"{prefix}/target/call/{number}", json.dumps(words | changes))
+        store.add(f"{prefix}/target/calls", 1)
+
+    def give_up() -> None:
+        until(lambda: store.check([f"{prefix}/source/waiting"]))
+        store.add(f"{prefix}/target/seen", 1)
+        store.set(f"{prefix}/answer 1", "{}")  # before anybody has answered
+        call(1)
+        until(lambda: store.add(f"{prefix}/target/read", 0))
+        call(2, protocol=0)  # which ends the source's call
+
+    said = together(source.run, give_up)
+    assert "do not talk to each other" in str(said[0])
+    call(3, protocol=0)
+    with pytest.raises(TransferError, match="do not talk to each other"):  # and not that it is still gone
+        source.run()
 
 
 @ranks(3)

@@ -214,12 +214,11 @@ class OtherJob:
                     other = TransferError("the two jobs have versions of shardwise that do not talk to each other")
                     self._decided(channel, failure(other, self._who), words["answer"])
                     return self._decided(channel, failure(other, self._who), answer)
-                if words["seen"] > seen:  # it has come since; if it is lost, it must not count as one that came then
-                    channel.add(looked, words["seen"] - seen)
-                    seen = words["seen"]
                 terms = self._terms(words, epoch, version)
                 if self._decided(channel, terms.words(), words["answer"]) != terms.words():
                     continue  # it has given up
+                if words["seen"] > seen:  # it has come since; if it is lost, it must not count as one that came then
+                    channel.add(looked, words["seen"] - seen)
                 found = self._decided(channel, terms.words(), answer)
                 if found != terms.words():  # a rank of this job has given up: those of the target need not wait
                     step = self.meeting.step if self.meeting is not None and terms.epoch == epoch else 0
@@ -276,5 +275,5 @@ def _call(channel: StoreChannel, number: int) -> dict[str, Any]:
         found = channel.read(f"target/call/{number}")
     except ValueError:
         return {}
-    known = isinstance(found, dict) and {"answer", "epoch", "ranks", "protocol"} <= found.keys()
+    known = isinstance(found, dict) and {"answer", "epoch", "ranks", "protocol", "seen"} <= found.keys()
     return found if known else {}

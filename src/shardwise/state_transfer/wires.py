@@ -9,8 +9,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from shardwise.comm.agreement import Gathering, begin_sending
-from shardwise.comm.group import CallFingerprint, group_state, is_tagged
-from shardwise.comm.peers import BackgroundRun, CallMark, check_peers, mark_of_call, notify_of_failure
+from shardwise.comm.group import CallFingerprint, is_tagged
+from shardwise.comm.peers import BackgroundRun, check_peers, notify_of_failure
 from shardwise.comm.transfer.wire import Buffer, GroupWire, PendingWork, failing_together
 from shardwise.errors import TransferError
 
@@ -46,22 +46,20 @@ class GroupStateWire(GroupWire, StateWire):
 
     def __init__(self, group: ProcessGroup, device_types: frozenset[str]) -> None:
         super().__init__(group, device_types, "a state on its way to other ranks")
-        self._call: CallMark | None = None
 
     def begin(self, said: dict[str, object]) -> None:
         """Add it to the chain of what the ranks have done, by which they find out if they differ."""
-        self.tag = begin_sending(self.group, CallFingerprint(said))
-        self._call = mark_of_call(group_state(self.group).history, at_once=False)
+        self.call = begin_sending(self.group, CallFingerprint(said), at_once=False)
         if self.device.type == "cpu" and is_tagged(self.group):
             self.run = BackgroundRun(self.group)
 
     def finish(self) -> None:
         """On the host: so not where it would have to wait for a device, as NCCL alone would."""
         if self.run is not None:
-            Gathering(self.group, b"!", 1, self.tag, self.run).wait(self.run.look)
+            Gathering(self.group, b"!", 1, self.call.tag, self.run).wait(self.run.look)
             self.run = None
         elif is_tagged(self.group):
-            Gathering(self.group, b"!", 1, self.tag).wait(lambda peers: check_peers(self.group, peers, self._call))
+            Gathering(self.group, b"!", 1, self.call.tag).wait(lambda peers: check_peers(self.group, peers, self.call))
 
     def failing(self) -> AbstractContextManager[object]:
         """The others are left word."""

@@ -106,7 +106,8 @@ class TorchFunctionTensor(Distributed, torch.Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         refuse_forward_mode()
-        refuse_tracers(None)
+        first = next(filter(_is_sharded, distributed_in(args, kwargs or {})), None)
+        refuse_tracers(first._frame.process_group if isinstance(first, TorchFunctionTensor) else None)
         return registry.verbs["aten"](func, args, kwargs or {})
 
 

@@ -177,7 +177,7 @@ class Pool:
         return Path(self.folder.name) / f"{kind}-{rank}"
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the ranks, unless at once as ranks end that wait for a task."""
+        """End the ranks: let them exit by themselves for up to ENDING seconds; with ``at_once``, kill them now."""
         for connection in self.connections:
             connection.close()  # at which a rank that waits for a task ends
         end = time.monotonic() + (0 if at_once else ENDING)

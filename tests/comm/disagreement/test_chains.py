@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,9 +27,11 @@ from tests.comm.sent_messages import sent
 
 import shardwise
 from shardwise.comm.agreement.small_messages import HEADER
-from shardwise.comm.agreement.steps import in_step_sharing
-from shardwise.comm.group import group_state
+from shardwise.comm.agreement.steps import in_step_sharing, record_call
+from shardwise.comm.group import CallFingerprint, TaggedMessages, group_state
+from shardwise.comm.group.call_history import KEPT
 from shardwise.comm.group.message_threads import PendingMessages, drop
+from shardwise.comm.transfer import all_reduce, all_to_all, wire
 from shardwise.errors import RankMismatchError, TransferError
 from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
@@ -196,6 +198,88 @@ def test_a_transfer_that_was_begun_before_an_error_ends_or_is_given_up() -> None
                 with pytest.raises(TransferError, match="was given up: begin it again"):
                     begun.wait()
             assert torch.equal(x.redistribute(chunks(1, 1, 0), max_bytes=rounds).full_tensor(), PLAIN)
+
+
+@ranks(2)
+def test_an_error_right_after_a_transfer_was_begun_keeps_nothing_of_it_back() -> None:
+    """It is of one rank, in a call that is not in its history yet: the transfer comes on all ranks."""
+    x, wrong = shard_tensor(PLAIN, chunks(0, 0, 1)), dict[str, Any](wrong=1) if rank() else {}
+    with impatient():
+        begun = x.redistribute(chunks(1, 1, 0), async_op=True)
+        with pytest.raises(TypeError, match="wrong"):
+            x.softmax(0, **wrong)
+        shardwise.check()
+        with slow_messages():
+            assert torch.equal(begun.wait().full_tensor(), PLAIN)
+
+
+class NoMemoryToSend(TaggedMessages):
+    """Messages of a rank that has no memory to send any."""
+
+    def send(self, *_: Any) -> None:
+        """Never."""
+        raise MemoryError("no memory")
+
+
+@ranks(2)
+def test_a_transfer_that_another_rank_could_not_send_is_given_up() -> None:
+    """It has failed before its history knew of the transfer, or afterwards."""
+    x = shard_tensor(PLAIN, chunks(0, 0, 1))
+    for module, name, fails in ((all_to_all, "fits", NoMemoryToSend.send), (wire, "TaggedMessages", NoMemoryToSend)):
+        with impatient():
+            with pytest.MonkeyPatch.context() as patch, no_memory() if rank() else nullcontext():
+                if rank():
+                    patch.setattr(module, name, fails)
+                begun = x.redistribute(chunks(1, 1, 0), async_op=True)
+            if not rank():
+                with no_memory():
+                    x.full_tensor()
+                with pytest.raises(TransferError, match="was given up: begin it again"):
+                    begun.wait()
+            assert torch.equal(x.full_tensor(), PLAIN)
+
+
+def no_memory() -> Any:
+    """Expects that error, of whatever rank."""
+    return pytest.raises(MemoryError, match="no memory")
+
+
+@ranks(2)
+def test_a_transfer_that_was_begun_more_calls_ago_than_are_kept() -> None:
+    """It comes if all ranks have begun it, and is given up if one of them has not."""
+    x = shard_tensor(PLAIN, chunks(0, 0, 1))
+    with impatient():
+        for everywhere in (True, False):
+            with shardwise.validation(enabled=False):  # else it would meet the other rank before it begins
+                begun = x.redistribute(chunks(1, 1, 0), async_op=True) if everywhere or not rank() else None
+            for _ in range(KEPT + 1):
+                record_call(world(), CallFingerprint({"op": "an op that sends nothing"}))
+            assert "out of step" in caught_by(lambda: x @ x.t() if rank() else x.softmax(0))
+            if everywhere:
+                with slow_messages():
+                    assert torch.equal(begun.wait().full_tensor(), PLAIN)
+            elif begun is not None:
+                with pytest.raises(TransferError, match="was given up: begin it again"):
+                    begun.wait()
+            assert torch.equal(x.full_tensor(), PLAIN)
+
+
+@ranks(2)
+def test_a_sum_in_two_exchanges_that_was_begun_before_an_error_is_given_up() -> None:
+    """No rank counts on the second exchange, which the others may not begin."""
+    x, said = shard_tensor(PLAIN, chunks(0, 0, 1)), CallFingerprint({"verb": "a sum"})
+    whole = shardwise.ReplicatedShardingSpec(["rank:0/cpu", "rank:1/cpu"]).layout(PLAIN.shape)
+    holding = all_reduce.holding_of(whole, rank(), 2)
+    with impatient(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(all_reduce, "AT_ONCE", 0)
+        for goes_ahead in (False, True):
+            begun = all_reduce.AllReduce(holding, [PLAIN], world(), dtype=PLAIN.dtype, said=said)
+            if goes_ahead:
+                begun.advance()
+            assert "out of step" in caught_by(lambda: x @ x.t() if rank() else x.softmax(0))
+            with slow_messages(), pytest.raises(TransferError, match="was given up: begin it again"):
+                begun.wait()
+            assert torch.equal(x.full_tensor(), PLAIN)
 
 
 # Messages -------------------------------------------------------------------------------------------------------------

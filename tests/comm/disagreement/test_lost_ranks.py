@@ -21,7 +21,7 @@ from shardwise.comm.agreement.steps import in_step
 from shardwise.comm.group import backend
 from shardwise.comm.peers import status
 from shardwise.comm.peers.store_channel import StoreChannel
-from shardwise.errors import TransferError
+from shardwise.errors import RankMismatchError, TransferError
 from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
@@ -90,15 +90,20 @@ def test_whoever_waits_for_a_rank_that_has_lost_another_is_told(tmp_path: Path) 
     others_go_on(a_rank_is_gone, str(tmp_path), dies=DIES)
 
 
+@pytest.mark.parametrize("decided", [False, True])
 @ranks(2)
-def test_a_loss_that_is_found_while_another_rank_looks() -> None:
-    """Who finds it goes on to other calls. A rank that reads so raises the loss, and not that ranks are out of step."""
+def test_a_loss_that_is_found_while_another_rank_looks(decided: bool) -> None:
+    """Who finds it goes on to other calls. A rank that reads so raises the loss, and not that ranks are out of step;
+    unless other ranks have raised that meanwhile, as they then all do."""
     store, group = dist.distributed_c10d._get_default_store(), dist.new_group([0, 1])
-    channel = StoreChannel(store, "test_a_loss_that_is_found")
+    channel = StoreChannel(store, f"test_a_loss_that_is_found, {decided}")
+    mismatch = ["mismatch", "ranks 0 and 1 are out of step"]
     if dist.get_rank() == 1:
         status.publish(group)
         channel.write("published", True)
         assert not channel.wait(["looks"], PATIENT)
+        if decided:
+            status.epoch_channel(group).decide(mismatch)
         status.notify_of_loss(group, TransferError("rank 2 is gone"))
         channel.write("found", True)
         return
@@ -114,10 +119,10 @@ def test_a_loss_that_is_found_while_another_rank_looks() -> None:
     assert not channel.wait(["published"], PATIENT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StoreChannel, "read", before_it_is_found)
-        patch.setattr(status, "mismatch", lambda *_: ["mismatch", "ranks 0 and 1 are out of step"])
+        patch.setattr(status, "mismatch", lambda *_: mismatch)
         found = status.find_verdict(group, [1])
-    assert isinstance(found, TransferError)
-    assert "rank 2 is gone" in str(found)
+    assert isinstance(found, RankMismatchError if decided else TransferError)
+    assert ("out of step" if decided else "rank 2 is gone") in str(found)
 
 
 def raises_and_ends() -> None:

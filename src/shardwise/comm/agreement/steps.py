@@ -19,7 +19,7 @@ from shardwise.comm.agreement.gathered import Gathered
 from shardwise.comm.agreement.meeting import SUBJECT, is_told, meet, settle
 from shardwise.comm.agreement.small_messages import HEADER
 from shardwise.comm.group import CallFingerprint, Fields, group_state, is_large, is_member, or_default, talks
-from shardwise.comm.peers import notify_of_failure
+from shardwise.comm.peers import CallMark, mark_of_call, notify_of_failure
 from shardwise.comm.tracing import record
 from shardwise.errors import ShardwiseError
 
@@ -141,11 +141,14 @@ def record_call(process_group: ProcessGroup, said: CallFingerprint) -> None:
         settle(process_group).add(said)
 
 
-def begin_sending(process_group: ProcessGroup, said: CallFingerprint) -> int:
-    """Add a transfer to the history, whether or not checks are on. Gives the tag of its data."""
+def begin_sending(process_group: ProcessGroup, said: CallFingerprint, *, at_once: bool = True) -> CallMark:
+    """Add a transfer to the history, whether or not checks are on. Gives its mark, with the tag of its data.
+
+    ``at_once`` says whether all of the data is sent now, or some of it when other data has come.
+    """
     history = settle(process_group)
     history.add(said)
-    return history.data_tag()
+    return mark_of_call(history, at_once=at_once)
 
 
 def in_op(process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | CallFingerprint]]) -> T:

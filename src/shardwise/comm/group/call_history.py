@@ -96,6 +96,7 @@ class CallHistory:
 
     def _begin(self, epoch: int) -> None:
         self.epoch, self.number = epoch, 0
+        self.last_sent = -1  # the last call whose data was all sent when it began; of others some is sent later
         self.digest = hashlib.blake2b(epoch.to_bytes(8, "little"), digest_size=DIGEST).digest()
         self.entries.clear()
         self.failure = None

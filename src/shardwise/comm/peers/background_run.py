@@ -26,7 +26,7 @@ class BackgroundRun:
 
     def __init__(self, process_group: ProcessGroup) -> None:
         history = group_state(process_group).history
-        self._group, self._history, self.tag = process_group, history, history.data_tag()
+        self._group, self._history = process_group, history
         self._epoch, self._entries = history.epoch, tuple(history.entries)
         self._number = history.number - 1  # of the call that began it
         self._ended_by: list[Any] | None = None  # the verdict, and whether it is one of the group's calls

@@ -45,17 +45,18 @@ def check_peers(process_group: ProcessGroup, peers: Sequence[int], call: CallMar
 
 
 class CallMark(NamedTuple):
-    """Which call of a group's history this is, and in how many parts its data is sent."""
+    """Which call of a group's history sends data, the tag of the data, and in how many parts it is sent."""
 
     epoch: int
     number: int
     digest: bytes
-    at_once: bool  # whether all of it was sent when it began, so that an error later keeps nothing back
+    tag: int
+    at_once: bool  # whether all of it is sent when the call begins, so that an error later keeps nothing back
 
 
 def mark_of_call(history: CallHistory, *, at_once: bool) -> CallMark:
-    """Of the last call."""
-    return CallMark(history.epoch, history.number - 1, history.digest, at_once)
+    """Of the last call, which sends data."""
+    return CallMark(history.epoch, history.number - 1, history.digest, history.data_tag(), at_once)
 
 
 def _check_call(process_group: ProcessGroup, peers: Sequence[int], call: CallMark) -> None:
@@ -64,22 +65,31 @@ def _check_call(process_group: ProcessGroup, peers: Sequence[int], call: CallMar
     with suppress(RuntimeError):  # a store that is gone knows nothing
         lost = find_loss(process_group)
         channel = epoch_channel(process_group, call.epoch)
-        missed = missed or any(_has_missed(channel.read(rank), call) for rank in sampled(process_group, peers))
+        missed = missed or any(_has_missed(channel, rank, call) for rank in sampled(process_group, peers))
     if lost is not None:
         raise lost
     if missed:
         raise given_up()
 
 
-def _has_missed(state: dict[str, Any] | None, call: CallMark) -> bool:
-    """Whether a rank with this status has not begun a call, and will not; or may have failed in it."""
+def _has_missed(channel: StoreChannel, rank: int, call: CallMark) -> bool:
+    """Whether a rank has not sent its data of a call, and will not."""
+    state = channel.read(rank)
     if state is None:
         return False
-    entry = state["entries"].get(str(call.number))
-    if entry is not None and entry["digest"] != call.digest.hex():
+    if state["number"] > call.number and not _has_begun(state["entries"], call, channel):
         return True
-    begun = state["number"] - call.number  # calls, from this one on
-    return bool(state["is_over"] and begun <= 0) or (state["failure"] is not None and begun <= 1)
+    return bool((state["is_over"] or state["failure"] is not None) and state["last_sent"] < call.number)
+
+
+def _has_begun(theirs: dict[str, dict[str, Any]], call: CallMark, channel: StoreChannel) -> bool:
+    """Whether a rank that has come further, with these last calls, has begun this call and no other in its place."""
+    entry = theirs.get(str(call.number))
+    if entry is not None:
+        return bool(entry["digest"] == call.digest.hex())
+    # That call is not kept any more. A digest covers all calls before, so a later call that is alike tells as much.
+    mine = (channel.read(dist.get_rank()) or {}).get("entries", {})
+    return any(number in theirs and theirs[number]["digest"] == one["digest"] for number, one in mine.items())
 
 
 def end_epoch(process_group: ProcessGroup) -> None:
@@ -102,15 +112,16 @@ def find_verdict(process_group: ProcessGroup, peers: Sequence[int]) -> Exception
         publish(process_group)
         whole = _group_channel(process_group)
         found = channel.decision()
-        if found is None:
-            found = whole.read("loss")
-        for rank in () if found is not None else sampled(process_group, peers):
+        proposed = whole.read("loss") if found is None else None
+        for rank in () if found is not None or proposed is not None else sampled(process_group, peers):
             theirs = channel.read(rank)
             proposed = None if theirs is None else _verdict(history, rank, theirs)
             if proposed is not None:
                 # That rank may be elsewhere since it has found a loss, which it has written before it went on.
-                found = whole.read("loss") or channel.decide(proposed)
+                proposed = whole.read("loss") or proposed
                 break
+        if proposed is not None:  # another rank may have decided something else meanwhile
+            found = channel.decide(proposed)
         return None if found is None else error_of(found, ranks_of(process_group))
     return None
 
@@ -134,10 +145,15 @@ def _write_status(process_group: ProcessGroup, *, is_over: bool) -> None:
     """Write down where this rank is in its epoch, and whether the epoch is over."""
     history = group_state(process_group).history
     with suppress(RuntimeError):
-        state = (history.epoch, history.number, history.failure, is_over)
+        state = (history.epoch, history.number, history.last_sent, history.failure, is_over)
         if history.published != state:
-            entries = {entry.number: entry.described() for entry in tuple(history.entries)}
-            here = {"number": history.number, "failure": history.failure, "entries": entries, "is_over": is_over}
+            here = {
+                "number": history.number,
+                "last_sent": history.last_sent,
+                "failure": history.failure,
+                "entries": {entry.number: entry.described() for entry in tuple(history.entries)},
+                "is_over": is_over,
+            }
             epoch_channel(process_group, state[0]).write(dist.get_rank(), here)
             history.published = state
 

@@ -113,7 +113,8 @@ class AllReduce:
             return
         self._members = group_ranks(group)
         self._wire = wire_device(holding.device_types, group)
-        all_are_ready = when_ready(group, ready, said)
+        small = holding.most * dtype.itemsize * len(self._members) <= AT_ONCE
+        all_are_ready = when_ready(group, ready, said, at_once=small)
         with failing_together(group), unrecorded():
             flat = [resolved(tensor.detach()).reshape(-1) for tensor in tensors]
             flat = [one.to(self._wire, dtype) for one in flat]
@@ -123,7 +124,7 @@ class AllReduce:
                 self._sums = total.split_with_sizes([one.numel() for one in flat])
                 all_are_ready()
                 self._way = begin_all_reduce(total, group)
-            elif holding.most * dtype.itemsize * len(self._members) <= AT_ONCE:
+            elif small:
                 each = [[one] * len(team) for one, team in zip(flat, teams, strict=True)]
                 self._exchange(each, each, all_are_ready)
                 self._then = AllReduce._add_whole
@@ -166,7 +167,7 @@ class AllReduce:
         """Give the sum of the part that is added up here to all holders."""
         self._then = AllReduce._join
         each = [[add_in_order(came)] * len(came) for came in self._came]
-        self._exchange(each, self._parts, lambda: self._tag)
+        self._exchange(each, self._parts, lambda: self._call)
 
     def _join(self) -> None:
         self._sums = [torch.cat(list(each)) for each in self._came]
@@ -189,8 +190,8 @@ class AllReduce:
             for (box, place), part in zip(places, arrived.split_with_sizes(sizes) if sizes else (), strict=True):
                 self._came[box][place] = part
         given = _packed(list(sent.values()), buffer.new_empty(0))
-        self._tag = ready()
-        self._way = exchange_with_all(self._group, taken, given, self._tag, self._wire)
+        self._call = ready()
+        self._way = exchange_with_all(self._group, taken, given, self._call, self._wire)
 
 
 def _begin_traced(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.peers import CallMark
 from shardwise.comm.tracing import record
 from shardwise.comm.transfer.messages import LocalMemory, Message, Messages
 from shardwise.comm.transfer.operands import TransferOperands
@@ -94,8 +95,8 @@ class AllToAll(Carrier):
         elif not sums:
             self._copy_own(sent.own)
 
-    def _begin(self, given: list[Buffer], taken: list[Buffer], tag: int) -> PendingExchange:
-        return exchange(self._group, taken, given, tag, self._wire)
+    def _begin(self, given: list[Buffer], taken: list[Buffer], call: CallMark) -> PendingExchange:
+        return exchange(self._group, taken, given, call, self._wire)
 
     def _given(self, sent: Messages) -> list[Buffer]:
         """What each rank gets: as it lies if it may, else packed; what several ranks get is packed once."""

@@ -77,7 +77,7 @@ class BoundedTransfer:
             reused=False,
             write=_add if plan.sums else copy,
         )
-        wire.tag = ready()
+        wire.call = ready()
         self._epoch, self._failure = group_state(group).history.epoch, ""
         self._is_over = threading.Event()
         self._is_tagged = on_cpu and is_tagged(group)

@@ -50,11 +50,11 @@ def exchange_numbers(
         with failing_together(group):
             numbers = _on(numbers, wire_device(frozenset((numbers.device.type,)), group))
             came, given = numbers.unbind()
-            tag = begin_sending(group, _said(verb, numbers.shape[2]))
+            call = begin_sending(group, _said(verb, numbers.shape[2]))
         size = given.nbytes // len(given) * (group.size() - 1)
         each = (1,) * len(given)
         with record.waiting("meeting", size, size):
-            exchange_rows_of(group, _rows_as_bytes(came), each, _rows_as_bytes(given), each, tag, verb).wait()
+            exchange_rows_of(group, _rows_as_bytes(came), each, _rows_as_bytes(given), each, call, verb).wait()
     received, sent = numbers.tolist()
     return list(zip(*sent, strict=True)), list(zip(*received, strict=True))
 
@@ -81,8 +81,8 @@ def exchange_rows(
         with failing_together(group):
             wire = wire_device(frozenset((device.type,)), group)
             given, taken = form.pack(tensors, wire, index), form.empty(rows, wire)
-            tag = begin_sending(group, _said(verb, form))
-        way = exchange_rows_of(group, taken, counts.received, given, counts.sent, tag, verb)
+            call = begin_sending(group, _said(verb, form))
+        way = exchange_rows_of(group, taken, counts.received, given, counts.sent, call, verb)
         if begun is not None:
             begun.waits()
         way.wait()

@@ -1,7 +1,7 @@
 """Sending what a plan says: by a collective of the backend's own, in one exchange of messages, or in rounds.
 
 On an accelerator a plan that is a collective is carried by the backend's own. Else all that one rank has for another is
-one message, and all go in one exchange of bytes, straight from the source and into the destination if they lie there
+one message, and all messages go in one exchange, straight from the source and into the destination if they lie there
 whole. Under a limit of extra memory they are cut into segments that go in rounds.
 """
 
@@ -115,7 +115,7 @@ def _begun(
     """A transfer in which something is sent. The other ranks count on this one from now on."""
     plan, group = planned.plan, planned.group
     owned = outs is None or lent or not planned.is_tagged
-    all_are_ready = when_ready(group, ready, planned.said(max_bytes, verb))
+    all_are_ready = when_ready(group, ready, planned.said(max_bytes, verb), at_once=max_bytes is None)
     with failing_together(group), unrecorded():
         if outs is None:
             outs = planned.made()

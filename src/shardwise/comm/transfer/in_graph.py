@@ -13,13 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import ProcessGroup
 
-from shardwise.comm.group import talks
+from shardwise import settings
+from shardwise.comm.group import is_fake, is_member
 from shardwise.comm.peers import notify_of_failure
 from shardwise.comm.transfer.plan import TransferPlan
 from shardwise.errors import UnsupportedOpError
 from shardwise.layout import Layout
 from shardwise.settings import ContextValue
-from shardwise.torch_private import PROXY_MODE, dispatch_mode, is_jit_tracing
+from shardwise.torch_private import PROXY_MODE, dispatch_mode, is_jit_tracing, pre_dispatch_mode
 
 
 class TransferOps(Protocol):
@@ -66,13 +67,23 @@ TRACED = (
 def refuse_tracers(group: ProcessGroup | None) -> None:
     """Raise while a tracer of torch records what this thread does, and none of ours.
 
-    The other ranks of the group get a notice: this rank may be the only one that traces.
+    The other ranks of the group get a notice, also from a rank that traces without data: it may be the only one that
+    traces.
     """
-    if (dispatch_mode(PROXY_MODE) is not None and not is_traced()) or is_jit_tracing():
+    if is_jit_tracing() or (_makes_proxies() and not is_traced()):
         error = UnsupportedOpError(TRACED)
-        if group is not None and talks(group):
+        if settings.current().validate and group is not None and _has_others(group):
             notify_of_failure(group, error)
         raise error
+
+
+def _makes_proxies() -> bool:
+    """Whether a tracer of torch is active; torch.export has its own above autograd."""
+    return dispatch_mode(PROXY_MODE) is not None or pre_dispatch_mode(PROXY_MODE) is not None
+
+
+def _has_others(group: ProcessGroup) -> bool:
+    return is_member(group) and group.size() > 1 and not is_fake(group)
 
 
 VALUES_DECIDE = "which data goes to which rank depends on values, and a graph is made without values"

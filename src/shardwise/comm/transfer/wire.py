@@ -21,10 +21,10 @@ from shardwise.comm.group import CallFingerprint, TaggedMessages, cached_per_gro
 from shardwise.comm.peers import (
     NOT_BEGUN,
     BackgroundRun,
+    CallMark,
     check_peers,
     find_verdict,
     is_known,
-    mark_of_call,
     mark_unusable,
     notify_of_failure,
     raise_lost,
@@ -35,10 +35,11 @@ from shardwise.comm.transfer.views import as_bytes
 from shardwise.errors import TransferError
 
 Buffer = tuple[int, torch.Tensor]  # the other rank, and contiguous memory that it sends or gets
-Bytes = Sequence[torch.Tensor]  # for each member of a group in order; empty where there is nothing
-Ready = Callable[[], int]  # called once, after packing and before anything is sent; gives the tag of the data
+PerMember = Sequence[torch.Tensor]  # memory for each member of a group in order; empty where there is nothing
+Ready = Callable[[], CallMark]  # called once, after packing and before anything is sent; gives the call that sends
 
 A_TENSOR = "a tensor on its way to other ranks"
+NO_CALL = CallMark(-1, -1, b"", 0, at_once=True)  # of tensors without data: nothing is sent
 CPU = torch.device("cpu")
 
 
@@ -88,12 +89,12 @@ def unrecorded() -> AbstractContextManager[object]:
 _NOTHING = nullcontext()
 
 
-def when_ready(group: ProcessGroup, ready: Callable[[], object], said: CallFingerprint) -> Ready:
+def when_ready(group: ProcessGroup, ready: Callable[[], object], said: CallFingerprint, *, at_once: bool) -> Ready:
     """To be called before anything is sent: the ranks have said that they are ready, and which transfer this is."""
 
-    def all_are_ready() -> int:
+    def all_are_ready() -> CallMark:
         ready()
-        return 0 if without_data() else begin_sending(group, said)
+        return NO_CALL if without_data() else begin_sending(group, said, at_once=at_once)
 
     return all_are_ready
 
@@ -166,21 +167,20 @@ class TaggedExchange(PendingExchange):
         what: str,
         receives: Iterable[Buffer],
         sends: Iterable[Buffer],
-        tag: int,
+        call: CallMark,
         run: BackgroundRun | None = None,
-        *,
-        at_once: bool = True,
     ) -> None:
         super().__init__(group, what)
-        self.post, self.run = TaggedMessages(group), run
-        self._call = mark_of_call(group_state(group).history, at_once=at_once)
+        self.post, self.run, self._call = TaggedMessages(group), run, call
         for begin, buffers in ((self.post.receive, receives), (self.post.send, sends)):
             for peer, memory in buffers:  # errors of those who pack them are none of the wire
                 self._size += memory.nbytes
                 try:
-                    begin(memory, peer, tag)
+                    begin(memory, peer, call.tag)
                 except (RuntimeError, TimeoutError) as error:
                     self._raise_lost(error)
+        if call.at_once:
+            group_state(group).history.last_sent = call.number
 
     def _wait(self) -> None:
         self.post.wait(self._look if self.run is None else self.run.look)
@@ -251,7 +251,7 @@ class PendingCollective(PendingExchange):
 class _PackedCollective(PendingCollective):
     """In one all-to-all from one run of memory into another."""
 
-    def __init__(self, group: ProcessGroup, what: str, taken: Bytes, given: Bytes) -> None:
+    def __init__(self, group: ProcessGroup, what: str, taken: PerMember, given: PerMember) -> None:
         self._taken, sizes = taken, [each.numel() for each in taken]
         buffer = torch.empty(sum(sizes), dtype=torch.uint8)
         self._arrived = buffer.split_with_sizes(sizes)
@@ -290,7 +290,7 @@ def exchange(
     group: ProcessGroup,
     taken: Sequence[Buffer],
     given: Sequence[Buffer],
-    tag: int,
+    call: CallMark,
     wire: torch.device,
     what: str = A_TENSOR,
 ) -> PendingExchange:
@@ -298,7 +298,7 @@ def exchange(
     if without_data():
         return Unsent(group, what, taken, given)
     if wire.type == "cpu" and is_tagged(group):
-        return TaggedExchange(group, what, taken, given, tag)
+        return TaggedExchange(group, what, taken, given, call)
     nothing = torch.empty(0, dtype=torch.uint8, device=wire)
     into, out = ([nothing] * group.size() for _ in range(2))
     for each, buffers in ((into, taken), (out, given)):
@@ -310,7 +310,7 @@ def exchange(
 
 
 def exchange_with_all(
-    group: ProcessGroup, taken: Bytes, given: Bytes, tag: int, wire: torch.device, what: str = A_TENSOR
+    group: ProcessGroup, taken: PerMember, given: PerMember, call: CallMark, wire: torch.device, what: str = A_TENSOR
 ) -> PendingExchange:
     """Begin to give each member of a group its memory, and to take some from each, this rank among them."""
     here = group.rank()
@@ -318,7 +318,7 @@ def exchange_with_all(
         taken[here].copy_(given[here])
     after = [*range(here + 1, len(given)), *range(here)]  # the next one first: so not all send to the same one
     into, out = ([(peer, memory[peer]) for peer in after if memory[peer].numel()] for memory in (taken, given))
-    return exchange(group, into, out, tag, wire, what)
+    return exchange(group, into, out, call, wire, what)
 
 
 def exchange_rows_of(
@@ -327,13 +327,13 @@ def exchange_rows_of(
     received: Sequence[int],
     given: torch.Tensor,
     sent: Sequence[int],
-    tag: int,
+    call: CallMark,
     what: str,
 ) -> PendingExchange:
     """Begin to exchange rows of bytes that lie in the order of the members: so many to each, and so many from each."""
     if without_data() or (given.device.type == "cpu" and is_tagged(group)):
         into, out = taken.split_with_sizes(received), given.split_with_sizes(sent)
-        return exchange_with_all(group, into, out, tag, given.device, what)
+        return exchange_with_all(group, into, out, call, given.device, what)
     memory = taken, given, list(received), list(sent)
     return PendingCollective(group, what, given.numel(), given.device, dist.all_to_all_single, *memory)
 
@@ -343,7 +343,7 @@ class GroupWire:
 
     def __init__(self, group: ProcessGroup, device_types: frozenset[str], what: str = A_TENSOR) -> None:
         self.group, self.device, self._what = group, wire_device(device_types, group), what
-        self.tag = 0  # of the transfer that is under way
+        self.call = NO_CALL  # the transfer that is under way
         self.run: BackgroundRun | None = None  # the run that it is, if it goes on beside other calls of the group
         if self.device.type != "cpu" and is_tagged(group):  # gloo alone may have been used
             _connect(group, self.device.type)
@@ -353,7 +353,7 @@ class GroupWire:
         if self.device.type != "cpu" or not is_tagged(self.group):
             return PointToPointExchange(self.group, self._what, receives, sends, self.device)
         both = self._numbered(receives), self._numbered(sends)
-        return TaggedExchange(self.group, self._what, *both, self.tag, self.run, at_once=False)
+        return TaggedExchange(self.group, self._what, *both, self.call, self.run)
 
     def _numbered(self, buffers: Iterable[Buffer]) -> Iterable[Buffer]:
         return ((dist.get_group_rank(self.group, rank), memory) for rank, memory in buffers)

@@ -58,7 +58,7 @@ def _described(function: Callable[..., Any], places: Sequence[Place], key: Graph
     for values in key.used.each:
         for name, *value in values:
             yield f"the value '{name}' that the function uses", shown(*value)
-    for name, setting in zip((*SETTINGS, "autocast"), key.process, strict=True):
+    for name, setting in zip((*SETTINGS, "autocast", "the default device"), key.process, strict=True):
         yield name, str(setting)
 
 

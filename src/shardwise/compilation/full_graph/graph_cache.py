@@ -12,9 +12,10 @@ from torch import nn
 
 from shardwise.comm.group import GroupState, without_data
 from shardwise.comm.transfer.in_graph import is_traced, transfer_ops
+from shardwise.compilation.full_graph.compared_values import changed_attributes
 from shardwise.compilation.full_graph.differences import GraphKey, what_differs
 from shardwise.compilation.full_graph.ended_groups import forget_at_end
-from shardwise.compilation.full_graph.guards import ModuleState, process_key
+from shardwise.compilation.full_graph.guards import ModuleState, is_watched, process_key
 from shardwise.compilation.full_graph.inputs import CallInputs
 from shardwise.compilation.full_graph.tracing import Results, TracedCall, graph_module
 from shardwise.compilation.full_graph.tracing_together import (
@@ -24,7 +25,7 @@ from shardwise.compilation.full_graph.tracing_together import (
     tracing_lock,
     try_without_data,
 )
-from shardwise.compilation.full_graph.used_values import UsedValues, modules_of_call, unbound
+from shardwise.compilation.full_graph.used_values import UsedValues, generators_of_call, modules_of_call, unbound
 from shardwise.compilation.full_graph.variants import Variants, refusing_shared_memory
 from shardwise.errors import UnsupportedOpError
 from shardwise.torch_private import load_private, pytree
@@ -72,6 +73,7 @@ class FullGraph:
         self._function, self._bound = unbound(function)
         self._plain, self._backend = plain, backend
         self._used = UsedValues(self._function)
+        self._changed: set[tuple[type, str]] = set()  # attributes of arguments into which the function writes
         self._states: list[_ModuleGraphs] = []  # the last used one first
 
     @property
@@ -81,7 +83,7 @@ class FullGraph:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, compiled now if there is none for such a call."""
-        if without_data() or is_traced() or _is_eager():  # in an estimate, or within another graph
+        if without_data() or is_traced() or _is_eager() or is_watched():  # in an estimate, or within another graph
             args, kwargs = self._bound.joined(args, kwargs)
             return self._function(*args, **kwargs)
         leaves, structure = pytree.tree_flatten(self._bound.joined(args, kwargs))
@@ -91,19 +93,25 @@ class FullGraph:
         if not call.groups:
             return self._plain(*args, **kwargs)
         process = process_key(("cpu", call.device.type))
-        key = GraphKey(process, modules.attributes(), self._used.now(), call.key())
+        key = GraphKey(process, modules.attributes(), self._used.now(), call.key(self._changed))
         variants = modules.compiled.get(key)
         if variants is None:
             if len(modules.compiled) >= MOST_GRAPHS:
                 self._make_room(modules, key)
             variants = self._compile(modules, call)
-            self._used.leave_out_changed(key.used)
-            key = key._replace(used=self._used.now())
+            key = self._without_changed(key, call)
             forget_at_end(self, call.groups)
         else:
             del modules.compiled[key]  # and put it last: the first one is the one that was not used for longest
         modules.compiled[key] = variants
         return variants.run(call, partial(self._compile_alone, modules))
+
+    def _without_changed(self, key: GraphKey, call: CallInputs) -> GraphKey:
+        """The key of a call that was compiled just now, without what the function has changed of its arguments."""
+        self._used.leave_out_changed(key.used)
+        pairs = zip(key.call.constants, call.key(self._changed).constants, strict=True)
+        self._changed.update(one for before, after in pairs for one in changed_attributes(before, after))
+        return key._replace(used=self._used.now(), call=call.key(self._changed))
 
     def _modules(self, roots: Sequence[nn.Module]) -> _ModuleGraphs:
         """The state of these modules, if nothing of them has changed; else a new one, without graphs."""
@@ -131,7 +139,8 @@ class FullGraph:
 
     def _compile_alone(self, modules: ModuleState, call: CallInputs) -> tuple[CompiledCall, dict[str, Any]]:
         with tracing_lock, modules.unchanged(), refusing_shared_memory(call):
-            return compile_call(self._function, call, self._backend)
+            generators = generators_of_call(self._function, [*call.leaves, *modules.values()])
+            return compile_call(self._function, call, self._backend, generators)
 
     def _make_room(self, modules: _ModuleGraphs, key: GraphKey) -> None:
         """Drop the graph that was not used for longest. Raise if values differ in every call, not sizes alone."""
@@ -153,15 +162,18 @@ def _is_eager() -> bool:
 
 
 def compile_call(
-    function: Callable[..., Any], call: CallInputs, backend: Backend
+    function: Callable[..., Any], call: CallInputs, backend: Backend, generators: Sequence[Any] = ()
 ) -> tuple[CompiledCall, dict[str, Any]]:
-    """A compiled call, and what ranks compare of it: which transfers its graphs make, in which order."""
+    """A compiled call, and what ranks compare of it: which transfers its graphs make, in which order.
+
+    It may not draw from these generators.
+    """
     recorded = torch.is_grad_enabled() and any(one.grad for one in call.inputs)
     traced = TracedCall(function, call.form)
     tensors = [torch.zeros((), device=call.device, requires_grad=recorded), *call.tensors()]
     tracing, context = load_private("torch._guards.tracing"), load_private("torch._guards.TracingContext")
     with transfer_ops.set(traced.transfers), compiling():
-        mode, fake, outputs = try_without_data(traced, tensors)
+        mode, fake, outputs = try_without_data(traced, tensors, generators)
         with tracing(context(mode)):
             run = backend(graph_module(traced, len(tensors), outputs), fake)
     assert traced.results is not None

@@ -1,8 +1,9 @@
 """What a compiled graph depends on besides its tensors: settings of torch and of the library, and the modules.
 
-Of modules, the submodules, hooks and attributes are compared in every call, and so are values that a function uses
-(`used_values`): numbers and collections by what they are (`compared_values`), other objects, such as functions and
-configurations, by which object it is. What such an object holds is taken as it was when the graph was compiled.
+Of modules, the class, submodules, hooks and attributes are compared in every call, with those attributes of the class
+that the forward names, and so are values that a function uses (`used_values`): numbers and collections by what they
+are (`compared_values`), other objects, such as functions and configurations, by which object it is. What such an object
+holds is taken as it was when the graph was compiled.
 """
 
 from __future__ import annotations
@@ -19,14 +20,21 @@ import torch
 from torch import nn
 
 from shardwise import settings
+from shardwise.closures import class_values, decorated, names_used
 from shardwise.compilation.full_graph.compared_values import Seen, is_same, named_values
 from shardwise.compilation.full_graph.inputs import Input, Place, PlacedInputs, tensor_places
 from shardwise.errors import UnsupportedOpError
 from shardwise.ops.engine.call_cache import FLAGS
 from shardwise.tensor.dispatch import registry
-from shardwise.torch_private import is_any_autocast_enabled
+from shardwise.torch_private import (
+    is_any_autocast_enabled,
+    is_torch_function_mode_enabled,
+    torch_function_mode_at,
+    torch_function_mode_count,
+)
 
 COLLECTIONS = {list, dict, set}
+CPU = torch.device("cpu")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_EVERY_MODULE = vars(nn.Module()).keys() - {"training"}
 
@@ -46,6 +54,14 @@ def process_key(device_types: Sequence[str]) -> tuple[Any, ...]:
         registry.version,
         flags,
         autocast,
+        torch.get_default_device() if is_torch_function_mode_enabled() else CPU,
+    )
+
+
+def is_watched() -> bool:
+    """Whether a torch function mode is active that wants to see each function, and is no default device."""
+    return is_torch_function_mode_enabled() and any(
+        type(torch_function_mode_at(k)).__module__ != "torch.utils._device" for k in range(torch_function_mode_count())
     )
 
 
@@ -59,6 +75,7 @@ class ModuleState:
         self._children = [(module._modules, list(module._modules.values())) for _, module in self._modules]
         self.places: list[Place] = tensor_places(self._modules)
         self._placed = PlacedInputs([])
+        self._class_names: dict[type, list[str]] = {}  # of attributes of classes that the forward names
         self._look()
 
     def _look(self) -> None:
@@ -69,9 +86,29 @@ class ModuleState:
             for holder in (vars(module), module._modules, module._parameters, module._buffers)
         ]
         hooks = [getattr(module, kind) for _, module in self._modules for kind in HOOKS]
-        values = [one for _, module in self._modules for one in _attributes(module).values()]
-        self._seen = Seen([*each, *hooks], values)
-        self._attributes = known_values(tuple([(path, _compared(module)) for path, module in self._modules]))
+        self._classes = [type(module) for _, module in self._modules]
+        for cls in self._classes:
+            if cls not in self._class_names:
+                self._class_names[cls] = class_values(cls, names_used(decorated(getattr(cls, "forward", None)), cls))
+        self._class_reads = [(cls, name) for cls in dict.fromkeys(self._classes) for name in self._class_names[cls]]
+        self._class_values = self._read_classes()
+        self._seen = Seen([*each, *hooks], [*self.values(), *self._class_values])
+        of_modules = [(path, _compared(module)) for path, module in self._modules]
+        pairs = zip(self._class_reads, self._class_values, strict=True)
+        of_classes = [(cls.__qualname__, named_values({name: value})) for (cls, name), value in pairs]
+        self._attributes = known_values((*of_modules, *of_classes))
+
+    def values(self) -> list[Any]:
+        """The attributes of all modules that are no tensors."""
+        return [one for _, module in self._modules for one in _attributes(module).values()]
+
+    def _read_classes(self) -> list[Any]:
+        return [getattr(cls, name, None) for cls, name in self._class_reads]
+
+    def _has_same_classes(self) -> bool:
+        """Whether all modules are of the classes that they were, and the attributes of these are the same."""
+        now = [type(module) for _, module in self._modules]
+        return now == self._classes and all(map(operator.is_, self._read_classes(), self._class_values))
 
     def has_roots(self, roots: Sequence[nn.Module]) -> bool:
         """Whether these are the modules."""
@@ -81,7 +118,7 @@ class ModuleState:
         """Whether these are the modules, and still have the same submodules and places of tensors."""
         if not self.has_roots(roots):
             return False
-        if self._seen.holds():
+        if self._seen.holds() and self._has_same_classes():
             return True
         if not all(starmap(is_same, self._children)) or not _same_places(tensor_places(self._modules), self.places):
             return False
@@ -129,12 +166,13 @@ def _same_places(now: list[Place], before: list[Place]) -> bool:
 def _compared(module: nn.Module) -> tuple[Any, ...]:
     """Names and values of a module's attributes, then its hooks, in the order in which they are called."""
     hooks = {kind.strip("_"): _hooks(module, kind) for kind in HOOKS if getattr(module, kind)}
-    return named_values({**_attributes(module), **hooks})
+    return named_values({"class": type(module), **_attributes(module), **hooks})
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """All but those that torch gives to every module."""
-    return {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
+    """All but those that torch gives to every module, and tensors, which are inputs."""
+    own = {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
+    return {name: value for name, value in own.items() if not isinstance(value, torch.Tensor)}
 
 
 def _hooks(module: nn.Module, kind: str) -> list[Any]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -150,7 +151,7 @@ class CallInputs:
 
     def __init__(self, places: Sequence[Place], placed: PlacedInputs, leaves: list[Any], structure: Any) -> None:
         """Of arguments that are flattened."""
-        self._leaves, self._structure = leaves, structure
+        self.leaves, self._structure = leaves, structure
         self._places, self._placed = places, placed
         self._added: list[Input] = []  # arguments that are in no module
         numbers: dict[int, int] = {}
@@ -176,14 +177,14 @@ class CallInputs:
     @property
     def form(self) -> CallForm:
         """The call without its tensors."""
-        leaves = [leaf if number is None else None for leaf, number in zip(self._leaves, self._of_leaves, strict=True)]
+        leaves = [leaf if number is None else None for leaf, number in zip(self.leaves, self._of_leaves, strict=True)]
         forms = tuple([one.form for one in self.inputs])
         return CallForm(forms, self._places, self._placed.of_places, leaves, self._of_leaves, self._structure)
 
-    def key(self) -> CallKey:
-        """What a graph depends on of this call."""
-        pairs = zip(self._leaves, self._of_leaves, strict=True)
-        constants = tuple([None if number is not None else _literal(leaf) for leaf, number in pairs])
+    def key(self, without: Container[tuple[type, str]] = ()) -> CallKey:
+        """What a graph depends on of this call, ``without`` these attributes of the objects of these types."""
+        pairs = zip(self.leaves, self._of_leaves, strict=True)
+        constants = tuple([None if number is not None else _literal(leaf, without) for leaf, number in pairs])
         placed, added = self._placed, tuple([one.form for one in self._added])
         return CallKey(self._structure, placed.of_places, self._of_leaves, constants, placed.forms, added)
 
@@ -217,9 +218,9 @@ class CallInputs:
         return new
 
 
-def _literal(value: Any) -> Any:
+def _literal(value: Any, without: Container[tuple[type, str]]) -> Any:
     """An argument that is no tensor, as a part of a key."""
-    found = comparable(value, _members)
+    found = comparable(value, partial(_members, without))
     try:
         hash(found)
     except TypeError:
@@ -227,12 +228,12 @@ def _literal(value: Any) -> Any:
     return found
 
 
-def _members(value: Any) -> dict[str, Any] | None:
+def _members(without: Container[tuple[type, str]], value: Any) -> dict[str, Any] | None:
     """What is compared of an object in an argument: all attributes, or that it is this object, if it has none."""
     found = attributes_of(value)
     if found is None and type(value).__hash__ is None:
         raise _not_compared(value)
-    return found
+    return {name: one for name, one in found.items() if (type(value), name) not in without} if found else found
 
 
 def _not_compared(value: Any) -> UnsupportedOpError:

@@ -30,7 +30,7 @@ FOUND_ELSEWHERE = (
     "module that has it, as an argument"
 )
 DRAWS = (
-    "the call draws numbers of `{}`, which would be the same in every call of the graph. Draw before the call, and "
+    "the call draws numbers of {}, which would be the same in every call of the graph. Draw before the call, and "
     "give the number as an argument, as a tensor if it differs from call to call"
 )
 RUNS_BACKWARD = "the compiled call runs a backward: compile the forward and the loss, and call backward() on the result"
@@ -55,16 +55,16 @@ def agreed(group: ProcessGroup, work: Callable[[], tuple[Any, Any]]) -> Callable
 
 
 def try_without_data(
-    traced: TracedCall, tensors: Sequence[torch.Tensor]
+    traced: TracedCall, tensors: Sequence[torch.Tensor], generators: Sequence[Any] = ()
 ) -> tuple[FakeTensorMode, list[torch.Tensor], int]:
     """Run a call without data: the mode, the tensors without data, and how many outputs there are.
 
-    It raises where the call cannot be traced, before a compiler is asked.
+    It raises where the call cannot be traced, before a compiler is asked, also where it draws from these generators.
     """
     sizes = load_private("torch.fx.experimental.symbolic_shapes.ShapeEnv")
     mode = FakeTensorMode(shape_env=sizes(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False))
     fake = [_without_data(mode, tensor) for tensor in tensors]
-    watch, numbers = _Watch(fake), _RandomNumbers()
+    watch, numbers = _Watch(fake), _RandomNumbers(generators)
     try:
         with mode, watch:
             outputs = len(traced(*fake))
@@ -149,22 +149,39 @@ _result: Callable[..., torch.Tensor] = _Result.apply  # which torch declares wit
 class _RandomNumbers:
     """The generators of Python and of numpy, as they were before a call: a graph would always have the same numbers."""
 
-    def __init__(self) -> None:
-        self._numpy: Any = sys.modules.get("numpy")
-        self._state = random.getstate()
-        self._state_of_numpy = None if self._numpy is None else self._numpy.random.get_state()
+    def __init__(self, generators: Sequence[Any]) -> None:
+        """With generators that the call may use besides the global ones."""
+        numpy: Any = sys.modules.get("numpy")
+        named: dict[str, Any] = (
+            {"`random`": random} if numpy is None else {"`random`": random, "`numpy.random`": numpy.random}
+        )
+        own = [(f"a `{type(one).__qualname__}`", one) for one in generators]
+        self._before = [(name, one, _state_of(one)) for name, one in (*named.items(), *own)]
 
     def restore(self) -> str:
-        """The name of the one that a call has used, if any; both are as they were before."""
+        """The name of the one that a call has used, if any; all are as they were before."""
         used = ""
-        if random.getstate() != self._state:
-            used = "random"
-            random.setstate(self._state)
-        numpy = self._numpy
-        if numpy is not None and pickle.dumps(numpy.random.get_state()) != pickle.dumps(self._state_of_numpy):
-            used = "numpy.random"
-            numpy.random.set_state(self._state_of_numpy)
+        for name, one, state in self._before:
+            if pickle.dumps(_state_of(one)) != pickle.dumps(state):
+                used = name
+                _set_state(one, state)
         return used
+
+
+def _state_of(generator: Any) -> Any:
+    """The state of a generator of Python or of numpy, or of the module that has a global one."""
+    if hasattr(generator, "getstate"):
+        return generator.getstate()
+    return generator.get_state() if hasattr(generator, "get_state") else generator.bit_generator.state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if hasattr(generator, "setstate"):
+        generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
 
 
 @contextmanager

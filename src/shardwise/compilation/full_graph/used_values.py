@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import functools
 import operator
+import random
+import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from shardwise.closures import closure_of
-from shardwise.compilation.full_graph.compared_values import COLLECTIONS, SIMPLE, Seen, attributes_of, named_values
+from shardwise.closures import class_values, closure_of, decorated, names_in, names_used
+from shardwise.compilation.full_graph.compared_values import (
+    SIMPLE,
+    Seen,
+    attributes_of,
+    changed_attributes,
+    named_values,
+)
 from shardwise.compilation.full_graph.guards import Values, known_values
 
 MOST_MEMBERS = 64  # of a collection or an object in which modules are looked for: every call looks
@@ -47,8 +55,18 @@ def unbound(function: Callable[..., Any]) -> tuple[Callable[..., Any], BoundArgu
 def modules_of_call(function: Callable[..., Any], leaves: Sequence[Any]) -> list[nn.Module]:
     """The modules that a call uses, each once: those of the function, and those among the leaves of its arguments."""
     found = modules_of(function)
-    given = [module for leaf in leaves if type(leaf) not in WITHOUT for module in _modules_in(leaf, 2)]
+    given = [module for leaf in leaves if type(leaf) not in WITHOUT for module in _instances_in(leaf, 2, nn.Module)]
     return [*found, *dict.fromkeys(one for one in given if not any(one is other for other in found))]
+
+
+def generators_of_call(function: Callable[..., Any], others: Iterable[Any]) -> list[Any]:
+    """The generators of random numbers of Python and numpy that a function keeps, or that are in other values."""
+    numpy: Any = sys.modules.get("numpy")
+    kinds = (random.Random, *(() if numpy is None else (numpy.random.Generator, numpy.random.RandomState)))
+    values = [*_kept_by(function), *[(value, 2) for value in others]]
+    found = [one for value, depth in values for one in _instances_in(value, depth, kinds)]
+    # That of the system has no state.
+    return list({id(one): one for one in found if not isinstance(one, random.SystemRandom)}.values())
 
 
 def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
@@ -57,7 +75,7 @@ def modules_of(function: Callable[..., Any]) -> list[nn.Module]:
         return [function]
     found: dict[int, nn.Module] = {}
     for value, depth in _kept_by(function):
-        for module in _modules_in(value, depth):
+        for module in _instances_in(value, depth, nn.Module):
             found[id(module)] = module
     return list(found.values())
 
@@ -73,19 +91,10 @@ def _kept_by(function: Any) -> Iterator[tuple[Any, int]]:
         yield owner, 0
     elif owner is not None:
         yield from ((value, 1) for value in _members(owner))
-    for each in _decorated(inner):
+    for each in decorated(inner):
         yield from ((cell.cell_contents, 2) for _, cell in closure_of(each))
         yield from ((value, 2) for value in _defaults(each).values())
-        yield from ((each.__globals__.get(name), 1) for name in each.__code__.co_names)
-
-
-def _decorated(function: types.FunctionType | None) -> list[types.FunctionType]:
-    """A function, and those that decorators have wrapped (`functools.wraps`)."""
-    found: list[types.FunctionType] = []
-    while isinstance(function, types.FunctionType) and function not in found:
-        found.append(function)
-        function = getattr(function, "__wrapped__", None)
-    return found
+        yield from ((each.__globals__.get(name), 1) for name in names_in(each.__code__))
 
 
 def _defaults(function: types.FunctionType) -> dict[str, Any]:
@@ -104,12 +113,13 @@ def code_and_owner(function: Any) -> tuple[types.FunctionType | None, Any]:
     return inner if isinstance(inner, types.FunctionType) else None, owner
 
 
-def _modules_in(value: Any, depth: int) -> Iterator[nn.Module]:
-    if isinstance(value, nn.Module):
+def _instances_in(value: Any, depth: int, kinds: Any) -> Iterator[Any]:
+    """The objects of some types in a value."""
+    if isinstance(value, kinds):
         yield value
     elif depth and type(value) not in SIMPLE and not isinstance(value, WITHOUT_MODULES):
         for member in _members(value):
-            yield from _modules_in(member, depth - 1)
+            yield from _instances_in(member, depth - 1, kinds)
 
 
 def _members(value: Any) -> list[Any]:
@@ -138,11 +148,12 @@ class UsedValues:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         inner, owner = code_and_owner(function)
-        self._inners = _decorated(inner)
+        self._inners = decorated(inner)
         is_known = owner is None or isinstance(owner, nn.Module)  # a module's attributes are all compared
         self._owner = None if is_known else owner
-        self._names_of: dict[type, set[str]] = {}
+        self._names_of: dict[type, tuple[set[str], list[str]]] = {}  # of attributes, and of those of the class
         self._changed: set[tuple[int, str]] = set()  # which holder, and the name in it
+        self._changed_attributes: set[tuple[type, str]] = set()  # of objects in holders
         self._now = known_values(())
         self._before: list[Any] = []
         self._seen = Seen([], [])
@@ -160,18 +171,21 @@ class UsedValues:
         return self._now
 
     def leave_out_changed(self, before: Values) -> None:
-        """Compare collections no longer that have changed since: the function itself writes into them."""
+        """Compare no longer what has changed since: the function itself writes it, on some ranks more often."""
         now = self.now()
         for number, (old, new) in enumerate(zip(before.each, now.each, strict=False)):
-            same = {name: tuple(value) for name, *value in old}
-            for name, kind, *value in new:
-                if issubclass(kind, COLLECTIONS) and same.get(name) != (kind, *value):
-                    self._changed.add((number, name))
+            forms = {name: tuple(form) for name, *form in old}
+            for name, *form in new:
+                if forms.get(name) != tuple(form):
+                    inner = set(changed_attributes(forms[name], tuple(form))) if name in forms else set()
+                    self._changed_attributes |= inner
+                    if not inner:
+                        self._changed.add((number, name))
 
     def _holders(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = [] if self._owner is None else [self._named(self._owner)]
+        found: list[dict[str, Any]] = [] if self._owner is None else [self._named(self._owner) or {}]
         for inner in self._inners:
-            names = inner.__code__.co_names
+            names = names_in(inner.__code__)
             found.append({name: cell.cell_contents for name, cell in closure_of(inner)} if inner.__closure__ else {})
             found.append({name: inner.__globals__[name] for name in names if name in inner.__globals__})
             if inner.__defaults__ or inner.__kwdefaults__:
@@ -180,27 +194,20 @@ class UsedValues:
             found[number].pop(name, None)
         return found
 
-    def _named(self, value: Any) -> dict[str, Any]:
-        """The attributes of an object that the code names."""
-        cls = type(value)
+    def _named(self, value: Any) -> dict[str, Any] | None:
+        """The attributes of an object and of its class that the code names; None if the object can have none."""
+        cls, own = type(value), attributes_of(value)
+        if own is None:
+            return None
         if cls not in self._names_of:
-            names = self._names_of[cls] = set()
-            for inner in self._inners:
-                _add_names(inner.__code__, cls, names)
-        return {name: one for name, one in (attributes_of(value) or NOTHING).items() if name in self._names_of[cls]}
+            names = names_used(self._inners, cls)
+            self._names_of[cls] = names, class_values(cls, names)
+        names, of_class = self._names_of[cls]
+        found = {name: getattr(cls, name, None) for name in of_class}
+        found |= {name: one for name, one in own.items() if name in names}
+        return {name: one for name, one in found.items() if (cls, name) not in self._changed_attributes}
 
     def _members(self, value: Any) -> dict[str, Any] | None:
         found = self._named(value)
-        self._has_objects = self._has_objects or bool(found)
+        self._has_objects = self._has_objects or found is not None
         return found or None
-
-
-def _add_names(code: types.CodeType, cls: type, names: set[str]) -> None:
-    """Add the names in some code, and in methods of a class that are named there."""
-    new = set(code.co_names) - names
-    names |= new
-    members = [getattr(cls, name, None) for name in new]
-    methods = [one.fget if isinstance(one, property) else one for one in members]
-    for each in (*[getattr(one, "__code__", None) for one in methods], *code.co_consts):
-        if isinstance(each, types.CodeType):
-            _add_names(each, cls, names)

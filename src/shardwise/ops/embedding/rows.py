@@ -46,10 +46,10 @@ class Table:
             return taken
         sent = as_bytes(resolved(given.to(self.wire)).contiguous())
         came, went = ((counts * given.element_size()).tolist() for counts in (into, out))
-        tag, here = begin_sending(self.group, self._said), self.route.here
+        call, here = begin_sending(self.group, self._said), self.route.here
         messages = as_bytes(taken).split_with_sizes(came), sent.split_with_sizes(went)
         with record.waiting("exchange", sum(went) - went[here], sum(came) - came[here]):
-            exchange_with_all(self.group, *messages, tag, self.wire, "ids or rows of a sharded table").wait()
+            exchange_with_all(self.group, *messages, call, self.wire, "ids or rows of a sharded table").wait()
         return taken
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.transfer.in_graph import refuse_in_graph
 from shardwise.comm.transfer.wire import failing_together
 from shardwise.ops.engine.call import Call
 from shardwise.ops.engine.chunking import concat_ranks
@@ -128,6 +129,7 @@ def search_sorted(edges: Any, values: Any, *, right: bool) -> Any:
 
     The edges have one dim, and are cut. Every rank of their group calls it; the result is cut as the values are.
     """
+    refuse_in_graph("a search among sorted elements")
     own, runs = local_run(edges.detach(), edges)
     group = edges._frame.process_group
     lasts = from_local(own[-1:], process_group=group, sizes=[min(int(size), 1) for size in runs.sizes])._full_for_op()

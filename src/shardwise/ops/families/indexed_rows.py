@@ -14,6 +14,7 @@ import torch
 
 from shardwise.comm.agreement import in_op, settle
 from shardwise.comm.group import Fields, is_member, talks, without_data
+from shardwise.comm.transfer.in_graph import refuse_in_graph
 from shardwise.comm.transfer.wire import failing_together
 from shardwise.ops.embedding.ops import rows_of_shared
 from shardwise.ops.engine.call import Call
@@ -70,6 +71,7 @@ def write_rows(x: Any, index: Any, source: Any, write: Write, model: ShardedTens
     Each rank writes the rows that it has. Sources of the same row come in the order of the indices, which must be
     within the first dim.
     """
+    refuse_in_graph("writing rows at indices")
     own, runs = local_run(x, model)
     at, given = local_run(index.detach(), model)
     rows, _ = local_run(source, model, given)
