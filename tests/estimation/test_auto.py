@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,13 @@ from torch import nn
 import shardwise
 from shardwise import plans
 from shardwise.errors import PlanError
-from shardwise.estimation.devices import Device, Rate
+from shardwise.estimation.devices import Device, Rate, devices_of
 from shardwise.estimation.planning import Candidate, estimate_candidate
 from shardwise.estimation.planning.auto import best_of
+from shardwise.estimation.planning.candidate import usable
 from shardwise.estimation.planning.curve import Curve, Line
-from shardwise.estimation.planning.probes import Costs
-from shardwise.estimation.planning.shares import BUSY, SPARE, _without_stdout, best_shares, least_seconds
+from shardwise.estimation.planning.probes import Costs, Probes
+from shardwise.estimation.planning.shares import BUSY, Shares, _without_stdout, best_shares, least_seconds
 from shardwise.testing import ranks
 
 MIB = 2**20
@@ -198,32 +200,89 @@ COSTS = st.builds(
 )
 
 
+def shares(costs: Sequence[Costs], sizes: Sequence[int], samples: int, *, shared: bool = True) -> Shares:
+    """The best ones, of which there are some."""
+    found = best_shares(costs, sizes, samples, shared=shared)
+    assert found is not None
+    return found
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(COSTS, min_size=1, max_size=4), st.integers(1, 40), st.integers(1, 8))
-def test_shares(costs: list[Costs], samples: int, memory: int) -> None:
+@given(st.lists(st.tuples(COSTS, st.integers(1, 2)), min_size=1, max_size=3), st.integers(1, 40), st.integers(1, 8))
+def test_shares(kinds: list[tuple[Costs, int]], samples: int, memory: int) -> None:
     """They fit, they are all, and no sample moved to another row makes the step shorter."""
+    costs = [cost for cost, rows in kinds for _ in range(rows)]
     sizes = [memory * 10**9] * len(costs)
-    found = best_shares(costs, sizes, samples, shared=True, apart=True)
+    found = shares(costs, sizes, samples)
     assert sum(found.samples) == samples
     assert sum(found.weights) == pytest.approx(1)
-    used = [
-        cost.memory.of(count) + cost.states * weight
-        for cost, count, weight in zip(costs, found.samples, found.weights, strict=True)
-    ]
-    if found.lacking > 0:
-        assert max(used) > (1 - SPARE) * min(sizes) - 1
-        return
-    assert all(use <= size for use, size in zip(used, sizes, strict=True))
-    assert least_seconds([costs], samples) <= found.seconds * (1 + 1e-6)
+    used = [cost.used(count, weight) for cost, count, weight in zip(costs, found.samples, found.weights, strict=True)]
+    limit = usable(sizes[0])
+    assert found.lacking == pytest.approx(max(used) - limit)
+    assert least_seconds(costs, samples) <= found.seconds * (1 + 1e-6)
     slowest = max(range(len(costs)), key=lambda row: costs[row].seconds.of(found.samples[row]))
-    if not found.samples[slowest]:
+    if found.lacking > 0 or not found.samples[slowest]:
         return
     for row, cost in enumerate(costs):
-        if row != slowest:
-            moved = cost.memory.of(found.samples[row] + 1)
-            room = sum((1 - SPARE) * size for size in sizes) - sum(used) - moved + cost.memory.of(found.samples[row])
-            if moved + cost.states * found.weights[row] <= (1 - SPARE) * sizes[row] and room > 0:
-                assert cost.seconds.of(found.samples[row] + 1) >= found.seconds * (1 - 2 * BUSY)
+        count = found.samples[row] + 1
+        room = sum(limit - use for use in used) - cost.memory.of(count) + cost.memory.of(count - 1)
+        if row != slowest and count < samples and cost.used(count, found.weights[row]) <= limit and room > 0:
+            moved = [*found.samples]
+            moved[row], moved[slowest] = count, moved[slowest] - 1
+            step = max(each.seconds.of(number) for each, number in zip(costs, moved, strict=True))
+            assert step >= found.seconds * (1 - 2 * BUSY)
+
+
+LINE = st.builds(lambda line: Curve((line,)), st.builds(Line, st.floats(0, 2e9), st.floats(0, 1e9)))
+STEPS = st.builds(Line, st.just(0.0), st.floats(0, 2e9))
+ROWS = st.tuples(st.builds(replace, COSTS, memory=LINE, step=STEPS), st.integers(1, 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(ROWS, min_size=1, max_size=2), st.integers(2, 6), st.integers(2, 8))
+def test_shares_fit_if_any_do(kinds: list[tuple[Costs, int]], samples: int, memory: int) -> None:
+    """Whatever samples the rows have, the states do not fit beside them where the shares lack memory."""
+    costs = [cost for cost, rows in kinds for _ in range(rows)]
+    sizes = [memory * 10**9] * len(costs)
+    if shares(costs, sizes, samples).lacking <= 0:
+        return
+    most = samples if len(costs) == 1 else samples - 1
+    limit = usable(sizes[0]) * (1 - 1e-5)
+    for counts in product(range(most + 1), repeat=len(costs)):
+        fits = all(cost.memory.of(count) <= limit for cost, count in zip(costs, counts, strict=True))
+        if sum(counts) == samples and fits:
+            pairs = zip(costs, counts, strict=True)
+            assert sum(cost.share_within(count, limit) for cost, count in pairs) < 1, counts
+
+
+def test_rows_that_are_alike_with_samples_that_are_not() -> None:
+    """Of two equal rows, the one with fewer samples has more of the states, where even shares do not fit."""
+    each = Curve((Line(0, 0.1),))
+    cost = Costs(each, each, Curve((Line(1e9, 10e9),)), 14e9)
+    found = shares([cost] * 2, [24 * 10**9] * 2, 3)
+    assert found.samples == (2, 1)
+    assert found.weights == pytest.approx((1 / 7, 6 / 7))
+    assert found.lacking < 0
+    assert shares([cost] * 2, [40 * 10**9] * 2, 3).weights == (0.5, 0.5)
+
+
+def test_a_row_has_not_all_samples() -> None:
+    """Beside other rows, however slow they are: alone it would not compute as it does beside others."""
+    fast, slow = Curve((Line(0, 0.1),)), Curve((Line(0, 1e3),))
+    none = Curve((Line(0, 0),))
+    found = shares([Costs(slow, slow, none, 1e9), Costs(fast, fast, none, 1e9)], [10**10] * 2, 64)
+    assert found.samples == (1, 63)
+    assert shares([Costs(fast, fast, none, 1e9)], [10**10], 64).samples == (64,)
+
+
+def test_what_a_plan_leaves_free_is_lacking() -> None:
+    """A plan that takes nearly all of the memory does not fit, and is told to lack what it should leave free."""
+    one = Candidate("replicated", 1, (1,), None, needed=(99, 98), memory=(100, 100))
+    assert one.lacking == {0: 1}
+    roomy = plans.auto(model(), devices=[device("one", 1e9)], batch=BATCH, recompute=False)
+    memory = int(roomy.chosen.needed[0] / 0.99)
+    with pytest.raises(PlanError, match=r"rank 0 \(one\) lacks"):
+        plans.auto(model(), devices=[device("one", 1e9, memory)], batch=BATCH, recompute=False)
 
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=8))
@@ -248,11 +307,10 @@ def test_a_replica_has_all_states() -> None:
     """States that are not shared out are on every row."""
     each = Curve((Line(0, 1),))
     cost = Costs(each, each, Curve((Line(0, 0),)), 5e8)
-    found = best_shares([cost] * 2, [10**9] * 2, 4, shared=False, apart=True)
+    found = shares([cost] * 2, [10**9] * 2, 4, shared=False)
     assert found.weights == (1.0, 1.0)
     assert found.lacking <= 0
-    tight = best_shares([replace(cost, states=2e9)] * 2, [10**9] * 2, 4, shared=False, apart=True)
-    assert tight.lacking > 0
+    assert shares([replace(cost, states=2e9)] * 2, [10**9] * 2, 4, shared=False).lacking > 0
 
 
 class Wide(nn.Module):
@@ -267,7 +325,7 @@ class Wide(nn.Module):
         return x + self.down_proj(torch.relu(self.up_proj(x)))  # type: ignore[no-any-return] # torch's
 
 
-def wide(blocks: int) -> nn.Module:
+def wide(blocks: int) -> nn.Sequential:
     """Of equal blocks that ranks may share, on meta."""
     with torch.device("meta"):
         return nn.Sequential(*[Wide() for _ in range(blocks)])
@@ -310,6 +368,71 @@ def test_unequal_rows_of_ranks_that_share_layers() -> None:
     assert one.seconds == pytest.approx(needs.seconds, rel=0.02)
     for rank in (0, 2):
         assert needs.rank(rank).peak <= 1.01 * one.needed[rank] <= 1.15 * needs.rank(rank).peak
+
+
+@pytest.mark.parametrize("call", [0.0, 1e-4])
+def test_no_plan_is_below_the_bound(call: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where hosts are slow, ways that launch fewer kernels are looked at, too; and the fastest one is chosen."""
+    devices = [replace(device("one", 1e12), call=call)] * 2
+    plan = plans.auto(wide(6), devices=devices, batch=BATCH, recompute=False)
+    monkeypatch.setattr(sys.modules["shardwise.estimation.planning.auto"], "NEAR", -1.0)
+    known = plans.auto(wide(6), devices=devices, batch=BATCH, recompute=False).candidates
+    assert {one.kind for one in known} == {"fully sharded", "replicated", "tensor parallel"}
+    assert all(one.seconds >= plan.bound for one in known)
+    assert plan.chosen.seconds <= 1.1 * min(one.seconds for one in known)
+
+
+def test_few_samples_on_rows_that_share_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row has one, and time and memory are those of the estimate; with fewer samples the way is left out."""
+    monkeypatch.setattr(sys.modules["shardwise.estimation.planning.auto"], "NEAR", -1.0)
+    devices = [device("fast", 1e12, link=1e8)] * 2 + [device("slow", 1e9, link=1e6)] * 2
+    batch = torch.empty(12, 40, WIDTH, device="meta")
+    plan = plans.auto(wide(5), devices=devices, batch=batch, recompute=False)
+    one = next(each for each in plan.candidates if each.kind == "mixed")
+    assert min(one.samples) >= 1
+    for each in plan.candidates:
+        needs = plan.estimate(each)
+        assert each.seconds == pytest.approx(needs.seconds, rel=0.03), each.name
+        assert 0.98 * needs.peak <= max(each.needed), each.name
+    single = plans.auto(wide(5), devices=devices, batch=batch[:1], recompute=False)
+    assert "needs a sample, and the batch has 1" in single.rejected[one.name]
+
+
+def test_the_step_of_uneven_states() -> None:
+    """Memory of the optimizer's step is that of each rank's own share, and so is its time."""
+    batch, width = torch.empty(24, 256, device="meta"), 256
+    with torch.device("meta"):
+        wider = nn.Sequential(*[nn.Linear(width, width) for _ in range(12)])
+    large = device("large", 1e9, link=1e10)
+    needed = plans.auto(wider, devices=[large] * 2, batch=batch, recompute=False).candidates[0].needed[0]
+    small = replace(large, name="small", memory=int(0.75 * needed))
+    plan = plans.auto(wider, devices=[large, small], batch=batch, recompute=False)
+    one = next(each for each in plan.candidates if each.kind == "fully sharded")
+    assert one.weights is not None
+    assert one.weights[0] > 0.9
+    needs = plan.estimate(one)
+    assert one.seconds == pytest.approx(needs.seconds, rel=0.02)
+    assert 0.98 * needs.rank(0).peak <= one.needed[0] <= 1.05 * needs.rank(0).peak
+    slow = [replace(each, copies=Rate(1e6)) for each in (large, small)]  # of which the step is the longest part
+    probes = Probes(plan.work, one, slow, [0, 0])
+    even, more, all_of_them = (probes.seconds(one.samples, shares) for shares in ((0.5, 0.5), (0.75, 0.25), (1.0, 0.0)))
+    assert all_of_them - even == pytest.approx(2 * (more - even), rel=0.01)
+    assert all_of_them > 1.1 * even
+
+
+def test_rows_of_every_size_are_compared() -> None:
+    """As many equal devices of one machine as are a power of two."""
+    sizes = sys.modules["shardwise.estimation.planning.auto"]._row_sizes
+    assert sizes(devices_of("8xH100-80GB")) == [1, 2, 4, 8]
+    assert sizes(devices_of("4xH100-80GB,2xA100-40GB")) == [1, 2]
+
+
+def test_devices_that_differ_in_memory_alone() -> None:
+    """Have lines of their own, and the line is of the fullest rank."""
+    devices = [device("one", 1e9), device("one", 1e9, memory=20 * MIB)]
+    told = str(plans.auto(model(), devices=devices, batch=BATCH, recompute=False))
+    assert "rank 0 (one@1.0 GiB): at most" in told
+    assert "rank 1 (one@20.0 MiB): at most" in told
 
 
 def test_activations_that_fit_nowhere() -> None:

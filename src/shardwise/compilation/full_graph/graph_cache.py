@@ -15,7 +15,7 @@ from shardwise.comm.transfer.in_graph import is_traced, transfer_ops
 from shardwise.compilation.full_graph.compared_values import changed_attributes
 from shardwise.compilation.full_graph.differences import GraphKey, what_differs
 from shardwise.compilation.full_graph.ended_groups import forget_at_end
-from shardwise.compilation.full_graph.guards import ModuleState, is_watched, process_key
+from shardwise.compilation.full_graph.guards import ModuleState, has_function_modes, process_key
 from shardwise.compilation.full_graph.inputs import CallInputs
 from shardwise.compilation.full_graph.tracing import Results, TracedCall, graph_module
 from shardwise.compilation.full_graph.tracing_together import (
@@ -83,7 +83,7 @@ class FullGraph:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, compiled now if there is none for such a call."""
-        if without_data() or is_traced() or _is_eager() or is_watched():  # in an estimate, or within another graph
+        if without_data() or is_traced() or _is_eager() or has_function_modes():  # as in an estimate, or another graph
             args, kwargs = self._bound.joined(args, kwargs)
             return self._function(*args, **kwargs)
         leaves, structure = pytree.tree_flatten(self._bound.joined(args, kwargs))

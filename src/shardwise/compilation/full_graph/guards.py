@@ -58,7 +58,7 @@ def process_key(device_types: Sequence[str]) -> tuple[Any, ...]:
     )
 
 
-def is_watched() -> bool:
+def has_function_modes() -> bool:
     """Whether a torch function mode is active that wants to see each function, and is no default device."""
     return is_torch_function_mode_enabled() and any(
         type(torch_function_mode_at(k)).__module__ != "torch.utils._device" for k in range(torch_function_mode_count())

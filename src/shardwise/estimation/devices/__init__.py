@@ -6,6 +6,6 @@
 """
 
 from shardwise.estimation.devices.device import Device, Rate
-from shardwise.estimation.devices.listing import Devices, devices_of, machines, read_devices, write_devices
+from shardwise.estimation.devices.listing import Devices, devices_of, kinds_of, machines, read_devices, write_devices
 
-__all__ = ["Device", "Devices", "Rate", "devices_of", "machines", "read_devices", "write_devices"]
+__all__ = ["Device", "Devices", "Rate", "devices_of", "kinds_of", "machines", "read_devices", "write_devices"]

@@ -16,10 +16,11 @@ from typing import Any
 from shardwise.errors import DeviceError
 from shardwise.estimation.devices.device import Device, Rate
 from shardwise.estimation.devices.table import TABLE
+from shardwise.layout.pictures.words import bytes_text
 from shardwise_command.byte_counts import parse_bytes
 from shardwise_command.suggestions import did_you_mean
 
-__all__ = ["Device", "Rate", "devices_of", "machines", "read_devices", "write_devices"]
+__all__ = ["Device", "Rate", "devices_of", "kinds_of", "machines", "read_devices", "write_devices"]
 
 VERSION = 1  # of the file format
 ITEM = re.compile(r"(?:(\d+)\s*[x×]\s*)?([^@]+?)\s*(?:@\s*([^@]+))?")
@@ -101,6 +102,22 @@ def machines(devices: Iterable[Device]) -> list[int]:
         first = numbers[-1] + 1 if numbers else 0
         numbers += [first + place // device.per_machine for place, device in enumerate(run)]
     return numbers
+
+
+def kinds_of(devices: Sequence[Device]) -> dict[str, list[int]]:
+    """The ranks that have each kind of device; kinds that differ in their memory alone are named with it.
+
+    >>> kinds_of(devices_of("2xT4,A10,A10@8GiB"))
+    {'T4': [0, 1], 'A10@21.0 GiB': [2], 'A10@8.0 GiB': [3]}
+    """
+    sizes: dict[str, set[int]] = {}
+    for device in devices:
+        sizes.setdefault(device.name, set()).add(device.memory)
+    kinds: dict[str, list[int]] = {}
+    for rank, device in enumerate(devices):
+        name = device.name if len(sizes[device.name]) == 1 else f"{device.name}@{bytes_text(device.memory)}"
+        kinds.setdefault(name, []).append(rank)
+    return kinds
 
 
 # Files ---------------------------------------------------------------------------------------------------------------

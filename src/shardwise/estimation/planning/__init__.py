@@ -2,8 +2,9 @@
 
 - `work`: what is trained: the model, the batch, the optimizer
 - `candidate`: one way to train it: who has which part of the model, and how many samples
-- `probes`: what a model of one or two blocks costs, by which the cost of all blocks is known
+- `probes`: what models of three and of four blocks cost, by which the cost of all blocks is known
 - `shares`: how many samples and which share of the states each rank gets, by a solver of linear programs
+- `shortened_steps`: what these models cost with the shares of one candidate, where ranks share layers
 - `auto`: all ways compared, and the choice in words
 """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,13 @@ import torch
 from torch import nn
 
 from shardwise.errors import PlanError, ShardwiseError
-from shardwise.estimation.devices import Devices, devices_of, machines
+from shardwise.estimation.devices import Devices, devices_of, kinds_of, machines
 from shardwise.estimation.devices.device import Device
 from shardwise.estimation.estimate import Estimate
 from shardwise.estimation.planning.candidate import (
     FULLY_SHARDED,
     MIXED,
+    PLAIN,
     REPLICATED,
     TENSOR_PARALLEL,
     Candidate,
@@ -26,6 +26,7 @@ from shardwise.estimation.planning.candidate import (
 )
 from shardwise.estimation.planning.probes import Costs, Probes
 from shardwise.estimation.planning.shares import Shares, best_shares, least_seconds
+from shardwise.estimation.planning.shortened_steps import estimated
 from shardwise.estimation.planning.work import Work, work_of
 from shardwise.estimation.without_data.rank_run import Job, rank_runs
 from shardwise.estimation.without_data.stand_ins import restoring_state
@@ -81,7 +82,7 @@ class AutoPlan:
         """All candidates, and ways that cannot be."""
         rows = []
         for one in self.candidates:
-            fullest = max(range(len(one.needed)), key=lambda rank: one.needed[rank] / one.memory[rank])
+            fullest = one.fullest(range(len(one.needed)))
             needed, memory = one.needed[fullest], one.memory[fullest]
             rows.append(PlanRow(one.name, one.seconds, needed, memory, one.fits, one is self.chosen, one.reason))
         rows += [PlanRow(name, None, None, None, None, False, why) for name, why in self.rejected.items()]
@@ -100,8 +101,8 @@ class AutoPlan:
         lines.append(f"  samples by row of ranks: {_runs(chosen.samples)}")
         if chosen.weights is not None and len(set(chosen.weights)) > 1:
             lines.append(f"  states by row of ranks: {_runs([f'{weight:.1%}' for weight in chosen.weights])}")
-        for device, ranks in _by_device(self.devices):
-            rank = max(ranks, key=lambda rank: chosen.needed[rank])
+        for device, ranks in kinds_of(self.devices).items():
+            rank = chosen.fullest(ranks)
             needs = f"{bytes_text(chosen.needed[rank])} of {bytes_text(chosen.memory[rank])}"
             lines.append(f"  {ranks_text(ranks)} ({device}): at most {needs}")
         for one in self.candidates[1:]:
@@ -153,7 +154,7 @@ def auto(
     best, why = best_of([one for one in candidates if one.fits])
     others = sorted((one for one in candidates if one is not best), key=lambda one: (not one.fits, one.seconds))
     told = [replace(best, reason=why), *(_compared(one, best) for one in others)]
-    return AutoPlan(told, search.bound, work, search.devices, search.rejected)
+    return AutoPlan(told, search.bound, search.work, search.devices, search.rejected)
 
 
 def best_of(fitting: Sequence[Candidate]) -> tuple[Candidate, str]:
@@ -167,7 +168,7 @@ def best_of(fitting: Sequence[Candidate]) -> tuple[Candidate, str]:
 
 def _memory_fraction(one: Candidate) -> float:
     """The part of its memory that the fullest device needs."""
-    return max(needed / there for needed, there in zip(one.needed, one.memory, strict=True))
+    return one.fullness(one.fullest(range(len(one.needed))))
 
 
 def estimate_candidate(
@@ -204,9 +205,11 @@ class _Search:
         self.work, self.devices = work, devices
         self.judged: list[tuple[Candidate, list[Costs]]] = []
         self.rejected: dict[str, str] = {}
+        self._bounds: list[float] = []  # of each way that can be
+        self._plain: dict[bool, float] = {}
 
     def starts(self, recompute: bool | None) -> Iterator[Candidate]:
-        """All ways, without shares: ranks with whole layers first, whose work bounds that of ranks which share them."""
+        """All ways, without shares: ranks with whole layers first, for their activations have to fit somewhere."""
         for row in _row_sizes(self.devices):
             rows = len(self.devices) // row
             for again in (False, True) if recompute is None else (recompute,):
@@ -217,94 +220,118 @@ class _Search:
     @property
     def bound(self) -> float:
         """Seconds that no plan of these kinds can beat."""
-        return least_seconds([costs for _, costs in self.judged], self.work.samples)
+        return min(self._bounds)
 
-    def _bound_of(self, start: Candidate) -> float:
-        """The same of plans that recompute if this one does: ranks that share layers compute no less together."""
-        alike = [costs for one, costs in self.judged if one.recompute >= start.recompute]
-        return least_seconds(alike, self.work.samples) if alike else self.bound
+    def _bound_of_any(self, recompute: bool) -> float:
+        """Seconds that no plan can beat, however it shards the model: all have the kernels of the model itself."""
+        if recompute not in self._plain:
+            plain = Candidate(PLAIN, 1, (1,) * len(self.devices), None, recompute)
+            self._plain[recompute] = least_seconds(self._plain_probes(plain).costs(), self.work.samples)
+        return self._plain[recompute]
+
+    def _plain_probes(self, plain: Candidate) -> Probes:
+        """Of the model as it is, which tell whether it runs with fewer blocks, too."""
+        try:
+            return Probes(self.work, plain, self.devices, machines(self.devices))
+        except Exception:  # a forward that counts on all its blocks may fail in any way
+            whole = replace(self.work, runs_shortened=False)
+            if self.work.probed == whole.probed:
+                raise
+            self.work = whole
+            return self._plain_probes(plain)
 
     def look_at(self, start: Candidate) -> None:
         """Find the best shares of one way, unless it cannot be, or cannot matter."""
-        why = self._needless(start)
-        if not why:
-            try:
-                probes = Probes(self.work, start, self.devices, machines(self.devices))
-            except ShardwiseError as error:
-                why = str(error).splitlines()[0]
-        if why:
+        bound = self._bound_of_any(start.recompute)
+        if why := self._cannot_be(start):
             self.rejected[start.name] = why
-            return
-        shares, costs = _shares(start, probes, self.work, self.devices)
-        self.judged.append((_judged(start, shares, costs, self.devices), costs))
+        elif why := self._gains_nothing(bound):
+            self.rejected[start.name] = why
+            self._bounds.append(bound)
+        else:
+            try:
+                self._judge(start)
+            except ShardwiseError as error:
+                self.rejected[start.name] = str(error).splitlines()[0]
 
-    def _needless(self, start: Candidate) -> str:
-        """Why a way need not be looked at; empty if it must."""
-        best = min((one for one, _ in self.judged if one.fits), key=lambda one: one.seconds, default=None)
-        if best is not None and best.seconds <= (bound := self._bound_of(start)) * (1 + NEAR):
-            more = best.seconds / bound - 1
-            return f"it cannot be faster than {best.name}" + (f" by more than {more:.0%}" if more >= LEAST_TOLD else "")
+    def _judge(self, start: Candidate) -> None:
+        """Predict a way with its best shares."""
+        probes = Probes(self.work, start, self.devices, machines(self.devices))
+        costs = probes.costs()
+        shares = _best_shares(start, costs, self.devices, self.work.samples)
+        if shares is None:
+            raise PlanError("the solver found no shares of samples and states")
+        candidate = _judged(start, shares, probes, costs, self.devices)
+        if not probes.hold_for(candidate.samples):
+            candidate = estimated(candidate, self.work, self.devices)
+        # Predicted times are those of steps of few blocks: they may be below what the bound counts of all.
+        bound = least_seconds(costs, self.work.samples)
+        self.judged.append((replace(candidate, seconds=max(candidate.seconds, bound)), costs))
+        self._bounds.append(bound)
+
+    @property
+    def _best(self) -> Candidate | None:
+        return min((one for one, _ in self.judged if one.fits), key=lambda one: one.seconds, default=None)
+
+    def _gains_nothing(self, bound: float) -> str:
+        """Why a way with this bound is not looked at; empty if it may be faster than those that are known."""
+        best = self._best
+        if best is None or best.seconds > bound * (1 + NEAR):
+            return ""
+        more = best.seconds / bound - 1
+        return f"it cannot be faster than {best.name}" + (f" by more than {more:.0%}" if more >= LEAST_TOLD else "")
+
+    def _cannot_be(self, start: Candidate) -> str:
+        """Why a way cannot be; empty if it may."""
+        rows, samples = len(start.samples), self.work.samples
+        if start.kind == MIXED and samples < rows:
+            return f"each of {rows} rows of ranks that share layers needs a sample, and the batch has {samples}"
         for one, costs in self.judged:
             if start.kind == REPLICATED and one.kind == FULLY_SHARDED:
                 states, least = costs[0].states, min(device.memory for device in self.devices)
                 if states > least:
                     return f"parameters, gradients and states alone need {bytes_text(int(states))} on each rank"
-            if best is not None and one.kind == FULLY_SHARDED and one.recompute == start.recompute:
+            if self._best is not None and one.kind == FULLY_SHARDED and one.recompute == start.recompute:
                 memory, there = costs[0].memory, sum(one.memory)
-                needed = memory.of(self.work.samples) - memory.of(0)
+                needed = memory.of(samples) - memory.of(0)
                 if needed > there:  # of samples on ranks that share layers, each has a part at best
                     return f"activations alone need {bytes_text(int(needed))}, and all ranks have {bytes_text(there)}"
         return ""
 
 
 def _row_sizes(devices: Sequence[Device]) -> list[int]:
-    """How many ranks may share a layer: one alone, two, or as many as are equal and in one machine."""
-    places, found = machines(devices), []
-    size = 2
+    """How many ranks may share a layer: one alone; or two, four and so on, as many as are equal and in one machine."""
+    places, found, size = machines(devices), [1], 2
     while size <= len(devices):
         rows = [range(first, first + size) for first in range(0, len(devices), size)]
         fits = len(devices) % size == 0
         if fits and all(len({(places[rank], devices[rank]) for rank in row}) == 1 for row in rows):
             found.append(size)
         size *= 2
-    return [1, *dict.fromkeys(found[:1] + found[-1:])]
+    return found
 
 
-def _shares(start: Candidate, probes: Probes, work: Work, devices: Sequence[Device]) -> tuple[Shares, list[Costs]]:
-    costs, memory = probes.costs(), [device.memory for device in devices[:: start.row]]
-    shared = start.kind in (FULLY_SHARDED, MIXED)
-    found = best_shares(
-        costs,
-        memory,
-        work.samples,
-        shared=shared,
-        apart=start.kind != TENSOR_PARALLEL,
-        fewest=_fewest(start, work.samples),
-    )
-    if isfinite(found.seconds):  # rows that are not alike wait for each other at every transfer
-        pairs = zip(costs, found.samples, strict=True)
-        least = max(max(cost.computing.of(count), cost.host) for cost, count in pairs)  # which the bound counts
-        found = replace(found, seconds=max(probes.seconds(found.samples), least))
-    return found, costs
+def _best_shares(start: Candidate, costs: Sequence[Costs], devices: Sequence[Device], samples: int) -> Shares | None:
+    """The best shares of one way, for so many samples."""
+    memory = [device.memory for device in devices[:: start.row]]
+    # Layers that ranks share are computed by all rows where a row has hardly any samples, which takes other transfers
+    # than those that are known.
+    fewest = -(-samples // (LEAST_SHARE * len(costs))) if start.kind == MIXED else 0
+    return best_shares(costs, memory, samples, shared=start.kind in (FULLY_SHARDED, MIXED), fewest=fewest)
 
 
-def _fewest(start: Candidate, samples: int) -> int:
-    """The samples that a row has at least. Layers that ranks share are computed by all rows where a row has hardly any,
-    which takes other transfers than those that are known."""
-    return samples // (LEAST_SHARE * len(start.samples)) if start.kind == MIXED else 0
-
-
-def _judged(start: Candidate, shares: Shares, costs: Sequence[Costs], devices: Sequence[Device]) -> Candidate:
+def _judged(
+    start: Candidate, shares: Shares, probes: Probes, costs: Sequence[Costs], devices: Sequence[Device]
+) -> Candidate:
     """The candidate with its shares, and what comes of them."""
     each = zip(costs, shares.samples, shares.weights, strict=True)
-    needed = [int(cost.memory.of(count) + cost.states * weight) for cost, count, weight in each]
+    needed = [int(cost.used(count, weight)) for cost, count, weight in each]
     by_rank = tuple(needed[rank // start.row] for rank in range(len(devices)))
-    memory = tuple(device.memory for device in devices)
-    fits = all(need <= have for need, have in zip(by_rank, memory, strict=True)) and shares.seconds < float("inf")
     weights = shares.weights if start.kind in (FULLY_SHARDED, MIXED) else None
-    return replace(
-        start, samples=shares.samples, weights=weights, seconds=shares.seconds, needed=by_rank, memory=memory, fits=fits
-    )
+    seconds = probes.seconds(shares.samples, shares.weights)  # rows that are not alike wait at every transfer
+    found = replace(start, samples=shares.samples, weights=weights, seconds=seconds)
+    found = replace(found, needed=by_rank, memory=tuple(device.memory for device in devices))
+    return replace(found, fits=not found.lacking)
 
 
 def _compared(one: Candidate, best: Candidate) -> Candidate:
@@ -321,7 +348,7 @@ def _nothing_fits(search: _Search, recompute: bool | None) -> str:
     nearest = min(candidates, key=lambda one: max(one.lacking.values(), default=0))
     rank, lacking = max(nearest.lacking.items(), key=lambda pair: pair[1])
     changes = []
-    fewer = max((_most_samples(one, costs, work.samples) for one, costs in search.judged), default=0)
+    fewer = max((_most_samples(one, costs, devices, work.samples) for one, costs in search.judged), default=0)
     if fewer:
         changes.append(f"a batch of {fewer} samples instead of {work.samples}")
     changes.append(f"{bytes_text(lacking)} more memory on each device like it, or more devices")
@@ -333,27 +360,17 @@ def _nothing_fits(search: _Search, recompute: bool | None) -> str:
     )
 
 
-def _most_samples(candidate: Candidate, costs: Sequence[Costs], samples: int) -> int:
+def _most_samples(candidate: Candidate, costs: Sequence[Costs], devices: Sequence[Device], samples: int) -> int:
     """The largest batch that fits, found by halving."""
-    memory = [candidate.memory[row * candidate.row] for row in range(len(costs))]
-    shared, apart = candidate.kind in (FULLY_SHARDED, MIXED), candidate.kind != TENSOR_PARALLEL
     low, high = 0, samples
     while high - low > 1:
         middle = (low + high) // 2
-        fewest = _fewest(candidate, middle)
-        fits = best_shares(costs, memory, middle, shared=shared, apart=apart, fewest=fewest).lacking <= 0
-        low, high = (middle, high) if fits else (low, middle)
+        found = _best_shares(candidate, costs, devices, middle)
+        low, high = (middle, high) if found is not None and found.lacking <= 0 else (low, middle)
     return low
 
 
 # In words -------------------------------------------------------------------------------------------------------------
-
-
-def _by_device(devices: Sequence[Device]) -> list[tuple[str, list[int]]]:
-    found: dict[str, list[int]] = {}
-    for rank, device in enumerate(devices):
-        found.setdefault(device.name, []).append(rank)
-    return list(found.items())
 
 
 def _runs(values: Sequence[Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,6 +28,8 @@ from shardwise.tensor.frame import Frame
 from shardwise.torch_private import pytree
 
 FULLY_SHARDED, REPLICATED, TENSOR_PARALLEL, MIXED = "fully sharded", "replicated", "tensor parallel", "mixed"
+PLAIN = "plain"  # the model as it is, on one rank: nobody trains so, but every way computes at least this
+SPARE = 0.02  # of the memory that a plan leaves free: a prediction is not exact
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,17 @@ class Candidate:
 
     @property
     def lacking(self) -> dict[int, int]:
-        """By rank, the bytes that are missing."""
-        pairs = enumerate(zip(self.needed, self.memory, strict=True))
+        """By rank, the bytes that are missing for a plan that leaves some memory free."""
+        pairs = enumerate(zip(self.needed, map(usable, self.memory), strict=True))
         return {rank: needed - memory for rank, (needed, memory) in pairs if needed > memory}
+
+    def fullness(self, rank: int) -> float:
+        """The part of its memory that a rank needs."""
+        return self.needed[rank] / self.memory[rank]
+
+    def fullest(self, ranks: Iterable[int]) -> int:
+        """The one of these ranks that needs the largest part of its memory."""
+        return max(ranks, key=self.fullness)
 
     def as_json(self) -> dict[str, Any]:
         """As JSON's types."""
@@ -93,6 +103,8 @@ class Candidate:
         kind = device_for(_device_of(model), _world())
         if self.recompute:
             recompute_blocks(model)
+        if self.kind == PLAIN:
+            return model
         if self.kind == TENSOR_PARALLEL:
             return shard_module(model, tensor_parallel(model))
         weights = None if self.weights is None or len(set(self.weights)) == 1 else list(self.weights)
@@ -109,9 +121,14 @@ class Candidate:
 
     def cut(self, batch: Any) -> Any:
         """The samples of a batch, which all ranks have, to the ranks that compute them."""
-        if self.kind == TENSOR_PARALLEL:
+        if self.kind in (PLAIN, TENSOR_PARALLEL):
             return batch
         return pytree.tree_map(lambda one: _cut(one, self.samples, self.row), batch)
+
+
+def usable(memory: int) -> int:
+    """The bytes of a memory that a plan may use."""
+    return int((1 - SPARE) * memory)
 
 
 def set_up(model: nn.Module, candidate: Candidate, work: Work) -> Callable[[], None]:

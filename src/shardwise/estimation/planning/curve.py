@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Curve:
     def through(counts: Sequence[int], values: Sequence[float]) -> Curve:
         """The convex curve from point to point, below the points that it leaves out; by ascending numbers of samples.
 
-        No line falls: more samples never cost less.
+        No line falls: more samples never cost less. Lines meet at these numbers.
         """
         hull: list[tuple[int, float]] = []
-        for point in zip(counts, values, strict=True):
+        for point in zip(counts, accumulate(values, max), strict=True):
             while len(hull) > 1 and _slope(hull[-2], point) <= _slope(hull[-2], hull[-1]):
                 hull.pop()
             hull.append(point)
-        slopes = [max(_slope(one, other), 0.0) for one, other in pairwise(hull)]
+        slopes = [_slope(one, other) for one, other in pairwise(hull)]
         lines = [Line(value - slope * count, slope) for (count, value), slope in zip(hull, slopes, strict=False)]
         return Curve(tuple(lines) or (Line(values[0], 0.0),))
 

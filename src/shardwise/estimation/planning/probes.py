@@ -2,8 +2,8 @@
 
 Each kernel, each transfer and each allocation grows with the samples, and the step grows with the blocks. So four
 steps of small models, run without data on two rows of ranks, tell costs for all: those of three and of four blocks,
-with about as many samples as a rank gets, and with half of them. Fewer blocks tell less: while one computes, another
-is gathered and a third one is summed.
+with about as many samples as a rank gets, and with half of them. A model that does not run with fewer blocks is
+probed with all of them.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from shardwise.estimation.account.tape import Kernel, Sending, Tape
 from shardwise.estimation.account.timeline import simulate
 from shardwise.estimation.devices.device import Device
 from shardwise.estimation.explanation import stopped_text
-from shardwise.estimation.planning.candidate import REPLICATED, Candidate, Training
-from shardwise.estimation.planning.curve import Curve
+from shardwise.estimation.planning.candidate import FULLY_SHARDED, MIXED, PLAIN, Candidate, Training
+from shardwise.estimation.planning.curve import Curve, Line
 from shardwise.estimation.planning.sampled_tape import SampledTape
 from shardwise.estimation.planning.work import Work
 from shardwise.estimation.without_data.rank_run import Job, acting_as
 from shardwise.torch_private import FAKE_TENSOR_ERRORS
 
-ROWS, FEW = 2, 3  # of ranks, and of blocks, in a probe
+ROWS = 2  # of ranks in a probe
 ALIGNED = 8  # samples of a probe are a multiple of it, if there are as many: odd numbers may take other kernels
 NUMBER = re.compile(r"\d+")
 NOTHING: Any = None
+NO_BYTES = Line(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -42,33 +43,45 @@ class Costs:
 
     seconds: Curve  # where all rows have such devices, and as many samples
     computing: Curve  # of kernels alone, but for the optimizer's: without transfers, and without waiting for the host
-    memory: Curve  # bytes, without states, gradients and parameters
+    memory: Curve  # bytes of the forward and the backward, without states, gradients and parameters
     states: float  # bytes of all states, gradients and parameters, of which a row has its share
     host: float = 0.0  # seconds in which the host starts all kernels, but for the optimizer's
+    step: Line = NO_BYTES  # of the optimizer's step besides states, by the share of states that it is of
+
+    def used(self, samples: int, share: float) -> float:
+        """The bytes of a row with so many samples and this share of all states."""
+        return max(self.memory.of(samples), self.step.of(share)) + self.states * share
+
+    def share_within(self, samples: int, memory: float) -> float:
+        """The largest share of all states that fits, beside so many samples."""
+        in_backward = (memory - self.memory.of(samples)) / self.states
+        in_step = (memory - self.step.fixed) / (self.states + self.step.each)
+        return max(min(in_backward, in_step), 0.0)
 
 
 class Probes:
-    """The four steps of a candidate, from which costs on any device are known: two of each shortened model."""
+    """The steps of a candidate from which costs on any device are known: two of each shortened model, or of all."""
 
     def __init__(self, work: Work, candidate: Candidate, devices: Sequence[Device], machines: Sequence[int]) -> None:
-        self._blocks, self._rows, self._bytes_of_sample = work.blocks, len(candidate.samples), work.bytes_of_sample
+        self._work, self._rows, self._bytes_of_sample = work, len(candidate.samples), work.bytes_of_sample
         few = max(work.samples // (2 * self._rows), 1)  # near to what a rank will have: a host may be the slower
-        self._few = few - few % ALIGNED if few > ALIGNED else few
+        self._few, self._row = few - few % (ALIGNED if few > ALIGNED else min(few, candidate.row)), candidate.row
         # Costs are worked out for these numbers of samples; a fast device has several times as many as most.
         self._counts = sorted({work.samples, *(min(k * self._few, work.samples) for k in (0, 1, 2, 3, 4, 8))})
-        self._sizes = (FEW, FEW + 1) if self._blocks > FEW else (self._blocks,)
-        rows = min(self._rows, ROWS)
+        self._sizes = work.probed
+        self._probed_rows = rows = min(self._rows, ROWS) if candidate.kind != PLAIN else 1
         some = replace(candidate, samples=(1,) * rows)
         world = devices[: rows * candidate.row], machines[: rows * candidate.row]
         counts = self._few, 2 * self._few
         self._runs = {blocks: _runs(work, some, *world, blocks, counts) for blocks in self._sizes}
-        self._holders = rows if candidate.kind != REPLICATED else 1  # who have all states together
+        self._shares_states = candidate.kind in (FULLY_SHARDED, MIXED)
+        self._holders = rows if self._shares_states else 1  # who have all states together
         firsts = machines[:: candidate.row]
         self._near = [firsts.count(machine) for machine in firsts]
         self._devices = devices[:: candidate.row]
         self._tapes = {}
         for near in dict.fromkeys(self._near):
-            dealt = Dealt(rows, self._rows, candidate.row, near, shares_states=candidate.kind != REPLICATED)
+            dealt = Dealt(rows, self._rows, candidate.row, near)
             for blocks, (one, other) in self._runs.items():
                 self._tapes[blocks, near] = SampledTape(dealt.tape(one.tape), dealt.tape(other.tape), self._few)
 
@@ -88,61 +101,75 @@ class Probes:
         def computing(count: int, blocks: int) -> float:
             return sum(one.seconds(device) for one in kernels(count, blocks))
 
-        counts = self._counts
+        counts, even = self._counts, 1.0 / self._rows if self._shares_states else 1.0
         return Costs(
-            Curve.through(counts, [self._seconds([(device, near, count)]) for count in counts]),
+            Curve.through(counts, [self._seconds([(device, near, count, even)]) for count in counts]),
             Curve.through(counts, [self._for_all(partial(computing, count)) for count in counts]),
             Curve.through(counts, [peak + device.reserved for peak in self._peaks]),
             self._for_all(lambda blocks: _held(self._runs[blocks][0])) * self._holders,
             self._for_all(lambda blocks: sum(one.calls for one in kernels(self._few, blocks))) * device.call,
+            replace(self._step, fixed=self._step.fixed + device.reserved),
         )
 
-    def seconds(self, samples: Sequence[int]) -> float:
-        """Of a step of rows that have so many samples, and wait for each other."""
-        return self._seconds(list(dict.fromkeys(zip(self._devices, self._near, samples, strict=True))))
+    def hold_for(self, samples: Sequence[int]) -> bool:
+        """Whether rows with so many samples do what those of the probes did: ranks that share layers cut activations by
+        samples, and where some of them have more, transfers depend on the samples of all rows."""
+        return all(count % self._row == 0 for count in (self._few, *samples))
 
-    def _seconds(self, rows: Sequence[tuple[Device, int, int]]) -> float:
+    def seconds(self, samples: Sequence[int], shares: Sequence[float]) -> float:
+        """Of a step of rows that have so many samples and these shares of all states, and wait for each other."""
+        return self._seconds(list(dict.fromkeys(zip(self._devices, self._near, samples, shares, strict=True))))
+
+    def _seconds(self, rows: Sequence[tuple[Device, int, int, float]]) -> float:
         def slowest(blocks: int) -> float:
-            tapes = [self._tapes[blocks, near].of(count) for _, near, count in rows]
+            tapes = [
+                _with_states(self._tapes[blocks, near].of(count), self._holders * share)
+                for _, near, count, share in rows
+            ]
             return max(one.seconds for one in simulate(tapes, [device for device, *_ in rows]))
 
         return self._for_all(slowest)
 
     def _for_all(self, measure: Callable[[int], float]) -> float:
         """A measure for all blocks, of measures for few."""
-        first, last = (measure(blocks) for blocks in (self._sizes[0], self._sizes[-1]))
-        return first + (last - first) * (self._blocks - self._sizes[0])
+        return self._work.for_all_blocks(measure(self._sizes[0]), measure(self._sizes[-1]))
 
     @cached_property
     def _peaks(self) -> list[float]:
-        """The most bytes that are there besides states, for each number of samples."""
-        fewer, more = ([_by_place(run) for run in self._runs[blocks]] for blocks in (self._sizes[0], self._sizes[-1]))
-        found = []
-        for count in self._counts:
-            ratio = count / self._few - 1
-            whole = self._bytes_of_sample * (self._counts[-1] - count * min(self._rows, ROWS))  # which each rank has
-            found.append(self._peak(_between(fewer, ratio), _between(more, ratio)) + whole)
-        return found
+        """The most bytes in the forward and the backward besides states, for each number of samples."""
+        return [self._peak(count, lambda place: place.phase != STEP) + self._batch for count in self._counts]
 
-    def _peak(self, fewer: _Sizes, more: _Sizes) -> float:
-        """The same for the sizes of fewer and of more blocks: of each place in the model, then of all."""
-        further = self._blocks - self._sizes[-1]
-        dealt = self._holders / self._rows if self._holders > 1 else 1.0  # of states, as an optimizer steps them
-        return max(
-            (size + (size - fewer.get(place, size)) * further) * (dealt if place.phase == STEP else 1.0)
-            for place, size in more.items()
-        )
+    @cached_property
+    def _step(self) -> Line:
+        """The most bytes in the optimizer's step besides states."""
+        return Line(self._batch, max(self._peak(self._few, lambda place: place.phase == STEP), 0.0) * self._holders)
+
+    @property
+    def _batch(self) -> float:
+        """The bytes of all samples, which each rank has."""
+        return self._bytes_of_sample * self._counts[-1]
+
+    def _peak(self, count: int, is_counted: Callable[[_Place], bool]) -> float:
+        """The most bytes besides states and the batch at some places: at each for all blocks, then at any."""
+        fewer, more = (_between(both, count / self._few - 1) for both in (self._places[0], self._places[-1]))
+        for_all = self._work.for_all_blocks
+        sizes = (for_all(fewer.get(place, size), size) for place, size in more.items() if is_counted(place))
+        return max(sizes, default=0.0) - self._bytes_of_sample * count * self._probed_rows
+
+    @cached_property
+    def _places(self) -> list[list[_Sizes]]:
+        """For each number of blocks, the sizes at all places for both numbers of samples."""
+        return [[_by_place(run) for run in runs] for runs in self._runs.values()]
 
 
 @dataclass(frozen=True)
 class Dealt:
-    """How what some rows do becomes what all rows do: transfers between rows, and the step on a row's states."""
+    """How transfers between some rows become transfers between all rows."""
 
     some: int
     all: int
     row: int
     near: int  # rows in one machine
-    shares_states: bool  # whether each row has a part of the states
 
     def tape(self, tape: Tape) -> Tape:
         """The same for all rows."""
@@ -152,8 +179,6 @@ class Dealt:
         for entry in tape.entries:
             if isinstance(entry, Sending):
                 made.send(self._sending(entry))
-            elif isinstance(entry, Kernel) and entry.is_step and self.shares_states:
-                made.entries.append(replace(entry, bytes=entry.bytes * self.some // self.all))
             else:
                 made.entries.append(entry)
         return made
@@ -165,6 +190,15 @@ class Dealt:
         sent = int(one.sent * factor)
         network = sent // self.near if self.near < self.all else 0
         return replace(one, sent=sent, received=int(one.received * factor), to={}, network=network)
+
+
+def _with_states(tape: Tape, times: float) -> Tape:
+    """The same for an optimizer that steps so many times the states."""
+    entries = [
+        replace(one, bytes=int(one.bytes * times)) if isinstance(one, Kernel) and one.is_step else one
+        for one in tape.entries
+    ]
+    return Tape(entries, tape.sendings)
 
 
 class ProbedStep(NamedTuple):
@@ -200,8 +234,10 @@ def _steps(account: Accounting, training: Training, even: Candidate, counts: Seq
     found: list[ProbedStep] = []
     for count in counts:
         step = training.step_on(tuple(count for _ in even.samples))
-        if not found:
-            step()  # in the first one optimizers make their states, and units find out in which order they come
+        # In the first one optimizers make their states, and units find out in which order they come.
+        if not found and even.kind != PLAIN:
+            account.begin_step(settles=True)
+            step()
         account.begin_step()
         step()
         found.append(ProbedStep(account.tape, account.ledger))

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.errors import PlanError
+from shardwise.estimation.planning.candidate import usable
 from shardwise.estimation.planning.curve import Curve
 from shardwise.estimation.planning.probes import Costs
 
 BUSY, TIE = 1e-3, 1e-5  # what the time in which the busiest row computes, and memory, count beside the time of a step
-SPARE = 0.02  # of the memory that a plan leaves free: a prediction is not exact
+TOLERANCE = 1e-6  # of the solver: a row may come out fuller by this part of its memory
 HALVINGS = 50
 
 
@@ -32,91 +33,114 @@ class Shares:
 
 
 def best_shares(
-    costs: Sequence[Costs], memory: Sequence[int], samples: int, *, shared: bool, apart: bool, fewest: int = 0
-) -> Shares:
-    """The shares with the shortest step, for rows with these costs and memory; the least lacking one if none fits.
+    costs: Sequence[Costs], memory: Sequence[int], samples: int, *, shared: bool, fewest: int = 0
+) -> Shares | None:
+    """The shares with the shortest step, for rows with these costs and memory; the least lacking ones if none fit.
 
-    If states are ``shared`` out, each row has a part of them, else all. If samples are ``apart``, each row has its own,
-    at least the fewest.
+    If states are ``shared`` out, each row has a part of them, else all. Each row has at least the fewest samples; None
+    if there are not as many.
     """
-    problem = _Problem(costs, memory, samples, shared, apart, fewest)
-    return _solve(problem, slack=False) or _solve(problem, slack=True) or _nothing(len(costs))
+    limits = [usable(one) for one in memory]
+    alike: dict[tuple[Costs, int], list[int]] = {}
+    for row, key in enumerate(zip(costs, limits, strict=True)):
+        alike.setdefault(key, []).append(row)
+    kinds = [_Kind(*key, len(rows)) for key, rows in alike.items()]
+    problem = _Problem(kinds, samples, shared, fewest)
+    totals = _solve(problem, slack=False) or _solve(problem, slack=True)
+    if totals is None:
+        return None
+    counts = [0] * len(costs)
+    for total, rows in zip(totals, alike.values(), strict=True):
+        for number, row in enumerate(rows):
+            counts[row] = total // len(rows) + (number < total % len(rows))
+    weights = _weights(costs, limits, counts) if shared else (1.0,) * len(costs)
+    used = [cost.used(count, weight) for cost, count, weight in zip(costs, counts, weights, strict=True)]
+    lacking = max(use - limit for use, limit in zip(used, limits, strict=True))
+    slowest = max(cost.seconds.of(count) for cost, count in zip(costs, counts, strict=True))
+    return Shares(tuple(counts), weights, slowest, lacking)
+
+
+class _Kind(NamedTuple):
+    """Rows that are alike: their samples differ by one at most."""
+
+    cost: Costs
+    limit: int  # bytes that a plan may use of each
+    rows: int
 
 
 class _Problem(NamedTuple):
     """What `best_shares` is asked."""
 
-    costs: Sequence[Costs]
-    memory: Sequence[int]
+    kinds: Sequence[_Kind]
     samples: int
     shared: bool
-    apart: bool
     fewest: int
 
 
-def _solve(problem: _Problem, *, slack: bool) -> Shares | None:
-    """One mixed integer program. Its variables: samples of rows, shares of rows, seconds, bytes that are lacking, the
-    seconds in which the busiest row computes, and the part of the memory that the fullest row uses: of plans that are
-    as fast, as where all wait for transfers, the one that keeps most in reserve."""
+def _solve(problem: _Problem, *, slack: bool) -> list[int] | None:
+    """The samples of each kind of rows together, by one mixed integer program; None if it has no solution.
+
+    Its variables: samples of each kind together, the most that one row of it has, and its share of the states; seconds,
+    the seconds in which the busiest row computes, and the part of the usable memory that the fullest row needs: of
+    plans that are as fast, as where all wait for transfers, the one that keeps most in reserve. With ``slack``, rows
+    may be too full, and the solution is the one in which the fullest is least so.
+    """
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp
     except ImportError as error:
         raise PlanError("plans.auto needs scipy, whose solver it asks: pip install 'shardwise[plan]'") from error
-    costs, memory, samples, shared, apart, fewest = problem
-    rows, unit = len(costs), float(max(memory))
-    limit = [(1 - SPARE) * one / unit for one in memory]
-    table, low, high = [], [], []
-    seconds, lacking, busiest, fullest, variables = (2 * rows + k for k in range(5))
+    kinds, samples, shared, fewest = problem
+    first_most, first_share = len(kinds), 2 * len(kinds)
+    seconds, busiest, fullest, variables = (3 * len(kinds) + k for k in range(4))
+    unit = max(kind.cost.seconds.of(samples) for kind in kinds) or 1.0  # of times
+    table, low = [], []
 
-    def add(entries: dict[int, float], least: float, most: float) -> None:
+    def at_least(bound: float, entries: dict[int, float]) -> None:
         line = np.zeros(variables)
         for place, factor in entries.items():
             line[place] = factor
         table.append(line)
-        low.append(least)
-        high.append(most)
+        low.append(bound)
 
-    for row, cost in enumerate(costs):
+    several = sum(kind.rows for kind in kinds) > 1
+    least, highest = np.zeros(variables), np.full(variables, np.inf)
+    for number, (cost, limit, rows) in enumerate(kinds):
+        total, most, share = number, first_most + number, first_share + number
+        at_least(0.0, {most: rows, total: -1.0})
         for curve, time in ((cost.seconds, seconds), (cost.computing, busiest)):
             for line in curve.lines:
-                add({row: -line.each, time: 1.0}, line.fixed, np.inf)
+                at_least(line.fixed / unit, {time: 1.0, most: -line.each / unit})
+        # A row fits by itself; and rows that are alike fit together, for each takes as much of the states as it can.
+        own = 0.0 if shared else cost.states
         for line in cost.memory.lines:
-            used = {row: line.each / unit, rows + row: cost.states / unit, lacking: -1.0}
-            add(used, -np.inf, limit[row] - line.fixed / unit)
-            add({**used, lacking: 0.0, fullest: -limit[row]}, -np.inf, -line.fixed / unit)
-    if apart:
-        add(dict.fromkeys(range(rows), 1.0), samples, samples)
-    if shared:
-        add(dict.fromkeys(range(rows, 2 * rows), 1.0), 1.0, 1.0)
-    least, most = np.zeros(variables), np.full(variables, np.inf)
-    least[:rows] = fewest
-    if not apart:
-        least[:rows] = most[:rows] = samples
-    most[rows : 2 * rows] = 1.0
-    if not shared:
-        least[rows : 2 * rows] = 1.0
-    most[lacking] = np.inf if slack else 0.0
+            at_least((line.fixed + own) / limit, {fullest: 1.0, most: -line.each / limit})
+            together = {fullest: rows, total: -line.each / limit, share: -cost.states / limit}
+            at_least(rows * line.fixed / limit, together)
+        in_step = (cost.states + cost.step.each) / limit
+        at_least(rows * cost.step.fixed / limit, {fullest: rows, share: -in_step})
+        least[total] = rows * fewest
+        if samples > 1 and several:  # where one row has all samples, units are not tried on local ones, and are slower
+            highest[most] = samples - 1
+        least[share], highest[share] = (0.0, 1.0) if shared else (rows, rows)
+    sums = np.zeros((2, variables))
+    sums[0, : len(kinds)] = sums[1, first_share : 3 * len(kinds)] = 1.0
+    states = 1.0 if shared else sum(kind.rows for kind in kinds)
+    highest[fullest] = np.inf if slack else 1.0 - TOLERANCE
     goal = np.zeros(variables)
-    longest = max(one.seconds.of(samples) for one in costs)
-    goal[lacking if slack else seconds] = 1.0 if slack else 1.0 / longest
-    goal[busiest] = BUSY / longest
-    goal[fullest] = TIE
-    whole = np.array([1.0] * rows + [0.0] * (variables - rows))
-    rules = LinearConstraint(np.array(table), low, high)
+    goal[seconds], goal[busiest], goal[fullest] = (0.0, BUSY, 1.0) if slack else (1.0, BUSY, TIE)
+    goal /= TIE  # the solver leaves a small gap, whatever the goal is
+    whole = np.zeros(variables)
+    whole[:first_share] = 1.0
+    rules = [LinearConstraint(np.array(table), low), LinearConstraint(sums, [samples, states], [samples, states])]
     with _without_stdout():
-        solved: Any = milp(goal, constraints=rules, integrality=whole, bounds=Bounds(least, most))
-    if solved.x is None:
-        return None
-    counts = tuple(round(one) for one in solved.x[:rows])
-    weights = tuple(float(one) for one in solved.x[rows : 2 * rows])
-    counts, weights = _alike_evened(counts, weights, costs, memory)
-    slowest = max(cost.seconds.of(count) for cost, count in zip(costs, counts, strict=True))
-    return Shares(
-        counts,
-        _evened(weights, costs, counts, limit, unit) if shared else weights,
-        slowest,
-        float(solved.x[lacking]) * unit,
-    )
+        solved: Any = milp(
+            goal,
+            constraints=rules,
+            integrality=whole,
+            bounds=Bounds(least, highest),
+            options={"mip_rel_gap": 0.0},
+        )
+    return None if solved.x is None else [round(one) for one in solved.x[: len(kinds)]]
 
 
 @contextmanager
@@ -142,43 +166,29 @@ def _without_stdout() -> Iterator[None]:
             os.close(kept)
 
 
-def _alike_evened(
-    counts: tuple[int, ...], weights: tuple[float, ...], costs: Sequence[Costs], memory: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """The same together, and of rows that are alike about the same each: the solver takes any that is as fast."""
-    alike: dict[tuple[Costs, int], list[int]] = {}
-    for row, key in enumerate(zip(costs, memory, strict=True)):
-        alike.setdefault(key, []).append(row)
-    samples, shares = list(counts), list(weights)
-    for members in alike.values():
-        total, weight = sum(counts[row] for row in members), sum(weights[row] for row in members)
-        for number, row in enumerate(members):
-            samples[row] = total // len(members) + (number < total % len(members))
-            shares[row] = weight / len(members)
-    return tuple(samples), tuple(shares)
+def _weights(costs: Sequence[Costs], limits: Sequence[int], counts: Sequence[int]) -> tuple[float, ...]:
+    """Which part of the states each row has: the same if that fits, for equal stretches are gathered fastest; else as
+    much as makes all rows equally full."""
+    even = 1.0 / len(costs)
+    rows = list(zip(costs, counts, limits, strict=True))
+    if not costs[0].states or all(cost.used(count, even) <= limit for cost, count, limit in rows):
+        return (even,) * len(costs)
+
+    def shares(full: float) -> list[float]:
+        return [cost.share_within(count, full * limit) for cost, count, limit in rows]
+
+    low, high = 0.0, max(cost.used(count, 1.0) / limit for cost, count, limit in rows)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if sum(shares(middle)) >= 1.0 else (middle, high)
+    found = shares(high)
+    return tuple(share / sum(found) for share in found)
 
 
-def _evened(
-    weights: tuple[float, ...], costs: Sequence[Costs], counts: Sequence[int], limit: Sequence[float], unit: float
-) -> tuple[float, ...]:
-    """The same for all rows, if that fits as well: equal stretches are gathered fastest."""
-    even = 1.0 / len(weights)
-    for cost, count, most in zip(costs, counts, limit, strict=True):
-        if cost.memory.of(count) + cost.states * even > most * unit:
-            return weights
-    return tuple(even for _ in weights)
-
-
-def _nothing(rows: int) -> Shares:
-    return Shares((0,) * rows, (1.0 / rows,) * rows, float("inf"), float("inf"))
-
-
-def least_seconds(costs: Sequence[Sequence[Costs]], samples: int) -> float:
-    """A time that no plan can beat: all rows compute at once, without waiting, but not before hosts start the kernels.
-
-    ``costs`` has for each way of making rows those of its rows; the fastest way counts.
-    """
-    return min(max(_least_of([one.computing for one in way], samples), *(one.host for one in way)) for way in costs)
+def least_seconds(costs: Sequence[Costs], samples: int) -> float:
+    """The time in which rows with these costs compute all samples at once, without waiting, but not before hosts start
+    the kernels."""
+    return max(_least_of([one.computing for one in costs], samples), *(one.host for one in costs))
 
 
 def _least_of(rows: Sequence[Curve], samples: int) -> float:

@@ -24,6 +24,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
 }
+FEW = 3  # blocks of the shorter model: while one computes, another is gathered and a third one is summed
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -36,6 +37,7 @@ class Work:
     optimizer: Callable[[Any], torch.optim.Optimizer]
     loss: Callable[[Any], torch.Tensor]
     dtype: torch.dtype | None  # that parameters are converted to
+    runs_shortened: bool = True  # whether the model computes with fewer blocks, too, as far as is known
 
     @property
     def samples(self) -> int:
@@ -54,32 +56,39 @@ class Work:
     @property
     def blocks(self) -> int:
         """How many equal blocks the model has: its longest list of them."""
-        return max((len(one) for one in self._lists), default=1)
+        return max((len(one._modules) for one in self._lists), default=1)
+
+    @property
+    def probed(self) -> tuple[int, ...]:
+        """The numbers of blocks of models that tell what all blocks cost."""
+        return (FEW, FEW + 1) if self.runs_shortened and self.blocks > FEW else (self.blocks,)
+
+    def for_all_blocks(self, first: float, last: float) -> float:
+        """A measure for all blocks, of those for the smallest and for the largest number that is probed."""
+        return first + (last - first) * (self.blocks - self.probed[0])
 
     @cached_property
     def _lists(self) -> list[Any]:
         """The lists of equal modules, outermost."""
         paths = [choice.path for choice in choose_units(ModuleTree(self.model), None) if choice.path]
         parents = dict.fromkeys(path.rpartition(".")[0] for path in paths)
-        return [self.model.get_submodule(path) for path in parents if path] or ([self.model] if paths else [])
+        lists = [self.model.get_submodule(path) for path in parents]
+        return [one for one in lists if len(set(map(_outline, one.children()))) == 1]
 
     @contextmanager
     def shortened(self, blocks: int) -> Iterator[None]:
         """Within this context, the model has so many blocks at most."""
         lists = self._lists
         before = [one._modules for one in lists]
+        longest = self.blocks
         for one in lists:
-            if len(one._modules) == self._most(lists):
+            if len(one._modules) == longest:
                 one._modules = dict(list(one._modules.items())[:blocks])
         try:
             yield
         finally:
             for one, modules in zip(lists, before, strict=True):
                 one._modules = modules
-
-    @staticmethod
-    def _most(lists: list[Any]) -> int:
-        return max(len(one._modules) for one in lists)
 
 
 def work_of(
@@ -91,6 +100,11 @@ def work_of(
 ) -> Work:
     """What is trained, of what a caller gives."""
     return Work(model, _inputs(batch), _optimizer(optimizer), loss or loss_of, _dtype(precision))
+
+
+def _outline(module: nn.Module) -> tuple[Any, ...]:
+    """What equal modules have in common: class, and names, sizes and dtypes of parameters."""
+    return type(module), *((name, one.shape, one.dtype) for name, one in module.named_parameters())
 
 
 def loss_of(output: Any) -> torch.Tensor:

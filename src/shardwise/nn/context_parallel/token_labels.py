@@ -42,6 +42,11 @@ def with_token_values(batch: Mapping[str, Any]) -> dict[str, Any]:
     positions = positions.expand(samples, length)
     documents = Documents.from_positions(positions)
     if mask is not None and not bool(mask.bool().all()):
+        if mask.shape != (samples, length):
+            raise PropertyError(
+                f"an attention_mask of size {list(mask.shape)} was given with {samples} samples of {length} tokens: "
+                "give [sample, token], or none"
+            )
         _require_padding_at_ends(mask.bool().cpu(), positions.cpu())
         documents = _without_padding(documents, mask.bool(), samples)
     made["position_ids"] = positions

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from shardwise.errors import PlanError
-from shardwise.estimation.devices import Device, devices_of
+from shardwise.estimation.devices import Device, devices_of, kinds_of
 from shardwise.estimation.planning import AutoPlan, Candidate, auto
 from shardwise.layout.pictures.words import bytes_text, count_text, lengths_text, numbered, percent
 from shardwise.tools.cli.console import Column, Console, names, numbers
@@ -57,19 +57,7 @@ def _title(model: nn.Module, devices: Sequence[Device], job: PlannedJob) -> str:
 
 
 def _devices_text(devices: Sequence[Device]) -> str:
-    return ", ".join(f"{len(ranks)} {name}" for name, ranks in _kinds(devices).items())
-
-
-def _kinds(devices: Sequence[Device]) -> dict[str, list[int]]:
-    """The ranks that have each kind of device; kinds that differ in their memory alone are named with it."""
-    sizes: dict[str, set[int]] = {}
-    for device in devices:
-        sizes.setdefault(device.name, set()).add(device.memory)
-    kinds: dict[str, list[int]] = {}
-    for rank, device in enumerate(devices):
-        name = device.name if len(sizes[device.name]) == 1 else f"{device.name}@{bytes_text(device.memory)}"
-        kinds.setdefault(name, []).append(rank)
-    return kinds
+    return ", ".join(f"{len(ranks)} {name}" for name, ranks in kinds_of(devices).items())
 
 
 def _answer(plan: AutoPlan) -> dict[str, object]:
@@ -83,7 +71,7 @@ def _answer(plan: AutoPlan) -> dict[str, object]:
 
 
 def _print_table(plan: AutoPlan, devices: Sequence[Device], console: Console) -> None:
-    kinds = _kinds(devices)
+    kinds = kinds_of(devices)
     rows = []
     for one in plan.candidates[:MOST]:
         memory = [_memory(one, ranks) for ranks in kinds.values()]
@@ -106,7 +94,7 @@ def _print_table(plan: AutoPlan, devices: Sequence[Device], console: Console) ->
 
 def _memory(one: Candidate, ranks: Sequence[int]) -> str:
     """Of the fullest of these ranks."""
-    fullest = max(ranks, key=lambda rank: one.needed[rank] / max(one.memory[rank], 1))
+    fullest = one.fullest(ranks)
     return f"{bytes_text(one.needed[fullest])} of {bytes_text(one.memory[fullest])}"
 
 
