@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import copy
-import pickle
-import random
 import types
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -251,102 +248,6 @@ def test_what_is_written_on_one_rank_more_often() -> None:
 
 
 @ranks(2)
-def test_names_in_nested_code() -> None:
-    """Globals that only a lambda, a function or a comprehension within the function names, in any version of Python."""
-    tensor = shardwise.ones(0, 4)
-
-    def of_lambda(x: Any) -> Any:
-        return (lambda value: value * SCALE)(x)
-
-    def of_comprehension(x: Any) -> Any:
-        return [x * SCALE for _ in range(2)][1]
-
-    def of_function(x: Any) -> Any:
-        def inner() -> Any:
-            return [x * SCALE for _ in range(2)][1]
-
-        return inner()
-
-    global SCALE
-    for function in (of_lambda, of_comprehension, of_function):
-        compiled = one_graph(function)
-        for scale in (2, 5):
-            SCALE = scale
-            assert_same(compiled, function, tensor)
-
-
-@ranks(2)
-def test_collections_within_large_ones() -> None:
-    """Members are counted over all of a value."""
-    varied = Varied()
-    varied.factors = {f"key {k}": [0.0] for k in range(80)} | {"one": [1.0] * 60}
-    model = sharded(varied)
-    compiled = one_graph(model)
-    assert_same(compiled, model, X)
-    varied.factors["one"][0] = 3.0
-    assert_same(compiled, model, X)
-
-
-@ranks(2)
-def test_collections_far_within_others() -> None:
-    """Are compared, too."""
-    innermost = {"end": 1.0}
-    table: Any = innermost
-    for _ in range(8):
-        table = [table]
-
-    def function(x: Any) -> Any:
-        return x * table[0][0][0][0][0][0][0][0]["end"]
-
-    compiled = one_graph(function)
-    for innermost["end"] in (1.0, 2.0):
-        assert_same(compiled, function, shardwise.ones(0, 4))
-
-
-@ranks(2)
-def test_tensors_that_are_no_inputs_are_compared_by_size() -> None:
-    """In a closure, in an attribute that is a list, and in an object: Python may read their sizes and kinds."""
-    tensor, mask, given = shardwise.ones(0, 4), torch.ones(2), Settings()
-    masks = [torch.ones(2)]
-
-    def function(x: Any, given: Any) -> Any:
-        scale = 2 if mask.requires_grad else 1
-        return x * mask.shape[0] * scale + masks[0].shape[0] + given.inner.shape[0]
-
-    compiled = one_graph(function)
-    changes = [torch.ones(2), torch.ones(2), torch.ones(3), torch.ones(3, requires_grad=True), shardwise.ones(0, 5)]
-    for each in changes:
-        mask = each
-        given.inner = torch.ones(1)
-        assert_same(compiled, function, tensor, given)
-    mask.requires_grad_()
-    assert_same(compiled, function, tensor, given)
-    for size in (4, 5):
-        masks[0] = torch.ones(size)
-        assert_same(compiled, function, tensor, given)
-        given.inner = torch.ones(size)
-        assert_same(compiled, function, tensor, given)
-    assert compiled.full_graph.graphs == 9
-
-
-@ranks(2)
-def test_collections_in_a_closure() -> None:
-    """Their members are compared, unless the function itself writes into them."""
-    tensor, numbers, calls = shardwise.ones(0, 2), [1.0, 2.0], []
-
-    def function(x: Any) -> Any:
-        calls.append(1)
-        return x * torch.tensor(numbers)
-
-    compiled = one_graph(function)
-    for number in (1.0, 5.0):
-        numbers[0] = number
-        for _ in range(2):
-            assert_same(compiled, lambda x: x * torch.tensor(numbers), tensor)
-    assert compiled.full_graph.graphs == 2
-
-
-@ranks(2)
 def test_slices_as_arguments() -> None:
     """Are compared by their parts."""
     tensor = shardwise.ones(0, 6)
@@ -354,127 +255,6 @@ def test_slices_as_arguments() -> None:
     for rows in (slice(0, 4), slice(0, 2), slice(0, 4)):
         assert_same(compiled, lambda x, rows: x[rows], tensor, rows)
     assert compiled.full_graph.graphs == 2
-
-
-def draws_of_python(x: Any) -> Any:
-    """Depends on a number of Python's."""
-    return x * random.random()
-
-
-def draws_of_numpy(x: Any) -> Any:
-    """Depends on a number of numpy's."""
-    return x * float(numpy.random.rand())
-
-
-OWN = {"Random": random.Random(0), "Generator": numpy.random.default_rng(0), "RandomState": numpy.random.RandomState(0)}
-
-
-def of_closure(generator: Any) -> Any:
-    """A function with the generator in a dict of its closure, and no more arguments."""
-    kept = {"own": generator}
-    return lambda x: x * kept["own"].uniform(0, 1), ()
-
-
-def of_argument(generator: Any) -> Any:
-    """A function of the generator."""
-    return lambda x, given: x * given.uniform(0, 1), (generator,)
-
-
-@pytest.mark.parametrize("way", [of_closure, of_argument])
-@ranks(2)
-def test_generators_of_ones_own_are_refused(way: Any) -> None:
-    """Those of Python and of numpy that the call finds; they are as they were."""
-    for name, generator in OWN.items():
-        before, (function, args) = copy.deepcopy(generator), way(generator)
-        with pytest.raises(UnsupportedOpError, match=f"draws numbers of a `{name}`"):
-            one_graph(function)(shardwise.ones(0, 4), *args)
-        assert generator.uniform(0, 1) == before.uniform(0, 1)
-
-
-class Keeps(nn.Module):
-    """Has a generator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = random.Random(0)
-
-    def forward(self, x: Any) -> Any:
-        """The argument, times a number that is drawn."""
-        return x * self.generator.random()
-
-
-@ranks(2)
-def test_generators_of_modules_are_refused() -> None:
-    """As all random numbers of Python."""
-    with pytest.raises(UnsupportedOpError, match="draws numbers of a `Random`"):
-        one_graph(sharded(Keeps()))(X)
-
-
-class OfClass(nn.Module):
-    """Reads attributes of its class."""
-
-    factor = 2.0
-    table: ClassVar = {"one": 1.0}
-
-    def forward(self, x: Any) -> Any:
-        """The argument, scaled."""
-        return self.scaled(x)
-
-    def scaled(self, x: Any) -> Any:
-        """Times the numbers of the class."""
-        return x * self.factor * self.table["one"]
-
-
-class OfOtherClass(OfClass):
-    """Computes something else."""
-
-    def forward(self, x: Any) -> Any:
-        """Times seven."""
-        return x * 7
-
-
-class Defaults:
-    """Has its values in the class."""
-
-    scale = 2.0
-
-
-@ranks(2)
-def test_attributes_of_classes_of_modules() -> None:
-    """Those that the forward names, or a method that it names; and the class itself."""
-    module = OfClass()
-    model = sharded(module)
-    compiled = one_graph(model)
-    assert_same(compiled, model, X)
-    try:
-        OfClass.factor = 5.0
-        assert_same(compiled, model, X)
-        OfClass.table["one"] = 3.0
-        assert_same(compiled, model, X)
-    finally:
-        OfClass.factor, OfClass.table["one"] = 2.0, 1.0
-    assert_same(compiled, model, X)
-    module.__class__ = OfOtherClass
-    assert_same(compiled, model, X)
-    assert compiled.forward.full_graph.graphs == 4
-
-
-@ranks(2)
-def test_attributes_of_classes_of_objects() -> None:
-    """Those that the function names, until the object has an attribute of that name."""
-    tensor, defaults = shardwise.ones(0, 4), Defaults()
-
-    def function(x: Any) -> Any:
-        return x * defaults.scale
-
-    compiled = one_graph(function)
-    try:
-        for Defaults.scale in (2.0, 3.0):
-            assert_same(compiled, function, tensor)
-    finally:
-        Defaults.scale = 2.0
-    defaults.scale = 5.0
-    assert_same(compiled, function, tensor)
 
 
 class Watching(TorchFunctionMode):
@@ -505,16 +285,6 @@ def test_default_devices_and_modes() -> None:
     with Watching() as mode:
         compiled(tensor)
     assert torch.sin in mode.seen
-
-
-@pytest.mark.parametrize(("drawing", "name"), [(draws_of_python, "`random`"), (draws_of_numpy, "`numpy.random`")])
-@ranks(2)
-def test_random_numbers_of_python_and_numpy_are_refused(drawing: Any, name: str) -> None:
-    """On every rank, and the generators are as they were."""
-    before = random.getstate(), pickle.dumps(numpy.random.get_state())
-    with pytest.raises(UnsupportedOpError, match=f"draws numbers of {name}.*give the number as an argument"):
-        one_graph(drawing)(shardwise.ones(0, 4))
-    assert before == (random.getstate(), pickle.dumps(numpy.random.get_state()))
 
 
 @dataclass
