@@ -54,18 +54,23 @@ def makers(shape: Shape, backend: str) -> dict[str, Callable[[], tuple[nn.Module
         model = dtensor_tensor_parallel(start(shape), shape).model
         return model, torch.compile(loss_function(model), backend=backend)
 
-    def in_one_piece() -> tuple[nn.Module, Loss]:
+    def in_one_piece(compiles: bool) -> tuple[nn.Module, Loss]:
         """All parameters are sharded, in one piece."""
         model = start(shape)
         shardwise.shard_module(model, shardwise.plans.rows(model))
-        return model, shardwise.compile(loss_function(model), fullgraph=True, backend=backend)
+        loss = loss_function(model)
+        return model, shardwise.compile(loss, fullgraph=True, backend=backend) if compiles else loss
 
     def plain() -> tuple[nn.Module, Loss]:
         model = start(shape)
         return model, torch.compile(loss_function(model), backend=backend)
 
     if dist.get_world_size() == 1:
-        return {"shardwise, compiled": in_one_piece, "plain, compiled": plain}
+        return {
+            "shardwise": functools.partial(in_one_piece, False),
+            "shardwise, compiled": functools.partial(in_one_piece, True),
+            "plain, compiled": plain,
+        }
     return {
         "shardwise": functools.partial(sharded, True, False),
         "shardwise, compiled": functools.partial(sharded, True, True),

@@ -1,16 +1,17 @@
 """Compiled units of sharded models beside the same models uncompiled: `python -m benchmarks.compiled_units --help`.
 
-A step of a model like Llama with AdamW on four ranks: fully sharded, each rank with samples of its own, and tensor
-parallel; both also in shares of 3 : 2 : 2 : 1. Eager models, models with compiled units and models in one graph
-(fullgraph=True) take turns in one run. Printed are the times of a step, for units also the processor time of all ranks,
-how many graphs were compiled on the rank that has most, and how many of these after the second step.
+A step of a model like Llama with AdamW: fully sharded, each rank with samples of its own, and tensor parallel; on four
+ranks both also in shares of 3 : 2 : 2 : 1. Eager models, models with compiled units and models in one graph
+(fullgraph=True) take turns in one run. Printed are the times of a step, the processor time of all ranks, and on GPUs
+the peak of memory above parameters and states; of units also how many graphs were compiled on the rank that has most,
+and how many of these after the second step.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise
+from benchmarks.fully_sharded import peak_of
 from benchmarks.llama import Llama, Shape, loss_of
 from benchmarks.shape_options import chosen_shape, parser_for
-from benchmarks.table import Row, duration, print_lines
+from benchmarks.table import duration, print_lines
 from benchmarks.timing import both_together
 from benchmarks.training import SHARES, device_here, our_tensor_parallel
 from shardwise.testing import run_on_ranks
 
-RANKS = 4
 SHAPES = {
     "gloo": Shape(layers=2, width=256, batch=16, sequence=64),
     "nccl": Shape(layers=4, width=1024, head=64, batch=64, sequence=256),
@@ -42,6 +43,7 @@ class Found:
 
     seconds: dict[str, float]  # of a step, by contender
     processor: dict[str, float]  # of all ranks
+    peaks: dict[str, float | None]  # MiB above parameters and states
     graphs: int  # compiled on the rank that has most
     late: int  # of these, after the second step
 
@@ -85,7 +87,7 @@ class Contender:
 
 
 def fully_sharded(shape: Shape, dtype: torch.dtype, *, even: bool) -> Contender:
-    shares = (1,) * RANKS if even else SHARES
+    shares = (1,) * dist.get_world_size() if even else SHARES
     parts = [shape.batch * share // sum(shares) for share in shares]
     model = shardwise.fully_shard(start(shape, dtype), weights=None if even else SHARES)
 
@@ -111,36 +113,37 @@ SET_UPS: dict[str, Callable[[Shape, torch.dtype], Contender]] = {
     "tensor parallel": functools.partial(tensor_parallel, even=True),
     "tensor parallel, 3 : 2 : 2 : 1": functools.partial(tensor_parallel, even=False),
 }
+EVEN = ("fully sharded", "tensor parallel")
 
 
 def measure(set_up: str, shape: Shape, dtype: torch.dtype, compiler: str, blocks: int) -> Found:
     """On every rank."""
     warnings.simplefilter("ignore")
     graphs = Graphs(compiler)
-    contenders = {name: SET_UPS[set_up](shape, dtype) for name in ("eager", "compiled", "one graph")}
-    shardwise.compile(contenders["compiled"].model, backend=graphs)
+    contenders = {name: SET_UPS[set_up](shape, dtype) for name in ("eager", "units", "one graph")}
+    shardwise.compile(contenders["units"].model, backend=graphs)
     whole = contenders["one graph"]
     whole.model = shardwise.compile(whole.model, fullgraph=True, backend=compiler)
     for graphs.step in range(WARM_UP):
         for one in contenders.values():
             one.step()
     seconds, processor = both_together({name: one.several for name, one in contenders.items()}, blocks)
+    peaks = {name: peak_of(one.step) for name, one in contenders.items()}
     counts = torch.tensor([len(graphs.steps), sum(step > 1 for step in graphs.steps)], device=device_here())
     dist.all_reduce(counts, dist.ReduceOp.MAX)
     of_step = [{name: value / STEPS for name, value in found.items()} for found in (seconds, processor)]
-    return Found(of_step[0], of_step[1], *map(int, counts.tolist()))
+    return Found(of_step[0], of_step[1], peaks, *map(int, counts.tolist()))
 
 
-def show(found: dict[str, Found], shape: Shape, dtype: str, compiler: str, backend: str) -> None:
-    what = f"{shape.layers} layers of {shape.width}, batch {shape.batch} x {shape.sequence}, {dtype}, AdamW"
-    print(f"\nCompiled units ({compiler}): {what}, {RANKS} {backend} ranks\n")
-    head = ["", "eager", "units", "beside eager", "processor time", "graphs", "after the second step"]
-    lines = [[*head, "one graph", "beside eager"]]
-    for name, one in found.items():
-        eager, units, whole = (one.seconds[each] for each in ("eager", "compiled", "one graph"))
-        spent = one.processor["compiled"] / one.processor["eager"]
-        line = [name, duration(eager), duration(units), f"{units / eager:.2f}x", f"{spent:.2f}x"]
-        lines.append([*line, str(one.graphs), str(one.late), duration(whole), f"{whole / eager:.2f}x"])
+def show(set_up: str, found: Found) -> None:
+    head = [set_up, "a step", "beside eager", "processor time", "peak MiB", "graphs", "after the second step"]
+    lines = [head]
+    for name, seconds in found.seconds.items():
+        ratios = [f"{part[name] / part['eager']:.2f}x" for part in (found.seconds, found.processor)]
+        peak = found.peaks[name]
+        counts = [str(found.graphs), str(found.late)] if name == "units" else ["", ""]
+        lines.append([name, duration(seconds), *ratios, "–" if peak is None else f"{peak:.0f}", *counts])
+    print()
     print_lines(lines)
 
 
@@ -150,20 +153,15 @@ def run(
     backend: str = "gloo",
     compiler: str = "inductor",
     blocks: int = 7,
-    only: str = "",
-) -> list[Row]:
+    only: Sequence[str] = tuple(SET_UPS),
+    ranks: int = len(SHARES),
+) -> None:
     """Measure on ranks of their own, and print what was found."""
+    what = f"{shape.layers} layers of {shape.width}, batch {shape.batch} x {shape.sequence}, {dtype}, AdamW"
+    print(f"\nCompiled models ({compiler}): {what}, {ranks} {backend} rank{'s' * (ranks > 1)}")
     options: dict[str, Any] = {"timeout": 550, "fresh": True, "backend": backend}
-    found = {
-        name: run_on_ranks(RANKS, measure, name, shape, getattr(torch, dtype), compiler, blocks, **options)[0]
-        for name in SET_UPS
-        if name.startswith(only)
-    }
-    show(found, shape, dtype, compiler, backend)
-    return [
-        Row(f"compiled, {name}", {"shardwise": one.seconds["compiled"], "eager": one.seconds["eager"]})
-        for name, one in found.items()
-    ]
+    for name in [one for one in only if ranks == len(SHARES) or one in EVEN]:
+        show(name, run_on_ranks(ranks, measure, name, shape, getattr(torch, dtype), compiler, blocks, **options)[0])
 
 
 def main() -> None:
@@ -171,9 +169,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of parameters and activations")
     parser.add_argument("--compiler", default="inductor", help="a backend of torch.compile")
     parser.add_argument("--blocks", type=int, default=7, help="of two steps each, of which the fastest counts")
-    parser.add_argument("--only", default="", help="set-ups whose name begins so")
+    parser.add_argument("--only", nargs="+", choices=SET_UPS, default=tuple(SET_UPS), help="set-ups")
+    parser.add_argument("--ranks", type=int, choices=(1, len(SHARES)), default=len(SHARES))
     given = parser.parse_args()
-    run(chosen_shape(given, SHAPES), given.dtype, given.backend, given.compiler, given.blocks, given.only)
+    shape = chosen_shape(given, SHAPES)
+    run(shape, given.dtype, given.backend, given.compiler, given.blocks, given.only, given.ranks)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def measure(shape: Shape, blocks: int) -> dict[str, Found]:
         contenders[name] = make(shape)
         for _ in range(4):
             contenders[name].step()
-        peaks[name] = peak_of(contenders[name])
+        peaks[name] = peak_of(contenders[name].step)
 
     def several(contender: Contender) -> None:
         for _ in range(STEPS):
@@ -166,7 +166,7 @@ def measure_muon(shape: Shape, blocks: int) -> dict[str, float]:
     return {"shardwise": found["shardwise"], "AdamW and matrices": found["AdamW"] + found["matrices"]}
 
 
-def peak_of(contender: Contender) -> float | None:
+def peak_of(step: Callable[[], object]) -> float | None:
     """The most memory of a step above that between steps, on any rank."""
     if device_here().type == "cpu":
         return None
@@ -174,7 +174,7 @@ def peak_of(contender: Contender) -> float | None:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    contender.step()
+    step()
     torch.cuda.synchronize()
     most = torch.tensor(float(torch.cuda.max_memory_allocated() - before), device=device_here())
     dist.all_reduce(most, dist.ReduceOp.MAX)
