@@ -15,6 +15,7 @@ from tests.compilation.test_full_graph import assert_same_gradients
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 from torch.nn import functional
 
@@ -304,6 +305,25 @@ def test_inductor_reads_results_behind_the_second_half() -> None:
     assert torch.equal(product, (w @ w + 1) @ w)
     assert torch.equal(most.full_tensor(), x.max(0).values)
     assert torch.equal(at.full_tensor(), x.max(0).indices)
+
+
+@ranks(2)
+def test_inductor_orders_graphs_without_transfers() -> None:
+    """Its settings stay as they are there; it changes no order of a graph with transfers."""
+    orders: list[tuple[bool, bool]] = []
+
+    def noted(module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        orders.append((inductor_config.reorder_for_locality, inductor_config.reorder_for_peak_memory))
+        return make_boxed_func(module.forward)
+
+    def compile(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        return aot_autograd(fw_compiler=early_transfers.with_early_transfers(noted))(module, inputs)
+
+    x = shardwise.shard(torch.arange(12.0).view(4, 3), 0)
+    with torch.no_grad():
+        torch.compile(lambda x: x * 2, fullgraph=True, backend=compile)(x)
+        torch.compile(lambda x: x.sum() * 2, fullgraph=True, backend=compile)(x)
+    assert orders == [(inductor_config.reorder_for_locality, inductor_config.reorder_for_peak_memory), (False, False)]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")

@@ -9,7 +9,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import starmap
+from itertools import chain, starmap
 from typing import Any
 
 import torch
@@ -197,18 +197,21 @@ def _slots(cls: type) -> Iterator[str]:
 class Seen:
     """What some dicts hold, and collections deep within values, to see later whether they hold the same objects.
 
-    Of tensors in them, their forms.
+    Of tensors in them, their forms. It is asked in every call of a compiled function: all dicts are compared at once.
     """
 
     def __init__(self, dicts: Iterable[dict[str, Any]], values: Iterable[Any]) -> None:
-        self._dicts: list[tuple[dict[Any, Any], list[Any], list[Any]]] = []
-        self._lists: list[tuple[Any, list[Any]]] = []
+        self._dicts: list[dict[Any, Any]] = []
+        self._lists: list[Any] = []
         self._empty: list[Any] = []
         self._tensors: list[tuple[torch.Tensor, tuple[Any, ...]]] = []
         for holder in dicts:
             self._note(holder)
         for value in values:
             self._add(value, DEPTH, MemberCount())
+        self._sizes = self._current_sizes()
+        self._names = list(chain.from_iterable(self._dicts))
+        self._values = list(self._current_values())
 
     def _add(self, value: Any, depth: int, count: MemberCount) -> None:
         """Note a value as deep as `comparable` looks into it."""
@@ -225,18 +228,28 @@ class Seen:
         if not value:
             self._empty.append(value)
         elif isinstance(value, dict):
-            self._dicts.append((value, list(value), list(value.values())))
+            self._dicts.append(value)
         elif not isinstance(value, tuple | frozenset):
-            self._lists.append((value, list(value)))
+            self._lists.append(value)
+
+    def _current_sizes(self) -> list[int]:
+        return [*map(len, self._dicts), *map(len, self._lists)]
+
+    def _current_values(self) -> Iterator[Any]:
+        return chain(chain.from_iterable(map(_values_of, self._dicts)), chain.from_iterable(self._lists))
 
     def holds(self) -> bool:
-        """Whether all hold what they held."""
+        """Whether all hold what they held, in the same order."""
         return (
             not any(self._empty)
-            and all(starmap(_holds, self._dicts))
-            and all(starmap(_holds_members, self._lists))
+            and self._current_sizes() == self._sizes
+            and all(map(operator.is_, self._current_values(), self._values))
+            and list(chain.from_iterable(self._dicts)) == self._names
             and all(starmap(_has_form, self._tensors))
         )
+
+
+_values_of = operator.methodcaller("values")
 
 
 def is_same(now: dict[str, Any], before: list[Any]) -> bool:
@@ -244,13 +257,5 @@ def is_same(now: dict[str, Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now.values(), before))
 
 
-def _holds(holder: dict[Any, Any], names: list[Any], values: list[Any]) -> bool:
-    return is_same(holder, values) and list(holder) == names
-
-
 def _has_form(tensor: torch.Tensor, form: tuple[Any, ...]) -> bool:
     return tensor_form(tensor) == form
-
-
-def _holds_members(value: Any, before: list[Any]) -> bool:
-    return len(value) == len(before) and all(map(operator.is_, value, before))

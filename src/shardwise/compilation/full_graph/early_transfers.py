@@ -39,6 +39,8 @@ def with_early_transfers(compile: Callable[..., Any]) -> Callable[..., Any]:
     """A compiler of graphs, as inductor's ``compile``, whose transfers begin early."""
 
     def compile_early(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        if not _transfers(module.graph):
+            return compile(module, inputs, **options)
         begin_early(module, delays=any(map(_is_on_accelerator, module.graph.nodes)))
         # The order of this graph is final. For locality, inductor would move `finish` behind readers of the results,
         # which nothing but its place forbids; for memory, directly behind `begin`, or all transfers to the end.
@@ -55,7 +57,7 @@ def begin_early(module: fx.GraphModule, *, delays: bool = False) -> int:
     With ``delays``, matrix products move behind transfers that do not wait for them.
     """
     graph = module.graph
-    transfers = [node for node in graph.nodes if node.target in HALVES]
+    transfers = _transfers(graph)
     for node in transfers:
         _unpack_directly(graph, node)
         _take_views_late(node)
@@ -69,6 +71,10 @@ def begin_early(module: fx.GraphModule, *, delays: bool = False) -> int:
         graph.lint()
         module.recompile()
     return split
+
+
+def _transfers(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target in HALVES]
 
 
 def _is_on_accelerator(node: fx.Node) -> bool:
