@@ -97,6 +97,8 @@ FAKE_MODE = _private("torch._C._TorchDispatchModeKey.FAKE", "tell whether FakeTe
 pre_dispatch_mode = _private("torch._ops._get_dispatch_mode_pre_dispatch", "refuse tracers that see no layouts")
 PROXY_MODE = _private("torch._C._TorchDispatchModeKey.PROXY", "refuse tracers that see no layouts")
 is_jit_tracing = _private("torch._C._is_tracing", "refuse tracers that see no layouts")
+is_key_included = _private("torch._C._dispatch_tls_is_dispatch_key_included", "refuse tracers that see no layouts")
+PRE_DISPATCH = _private("torch._C.DispatchKey.PreDispatch", "refuse tracers that see no layouts")
 OpOverload = _private("torch._ops.OpOverload", "tell aten ops from functions")
 decomposition_table = _private("torch._decomp.decomposition_table", "decompose aten ops that have no rule")
 if TYPE_CHECKING:
@@ -293,6 +295,7 @@ LATER: dict[str, str] = {
     "torch._inductor.list_mode_options": "compile graphs by the backends of torch.compile",
     "torch._dynamo.eval_frame.reset_code": "free what was compiled for a model that is gone",
     "torch._dynamo.eval_frame._stance": "run full graphs uncompiled where the stance of torch.compiler says so",
+    "torch.utils._device.DeviceContext": "tell a default device from other modes",
     "torch._functorch.config": "compile graphs whose backward may run again",
     "torch._guards.tracing": "compile graphs of local tensors",
     "torch._guards.TracingContext": "compile graphs of local tensors",

@@ -99,6 +99,7 @@ LONE_TRACERS: dict[str, Callable[[Callable[[torch.Tensor], Any], torch.Tensor], 
     "make_fx": lambda function, x: make_fx(function)(x),
     "make_fx, fake": lambda function, x: make_fx(function, tracing_mode="fake")(x),
     "make_fx, symbolic": lambda function, x: make_fx(function, tracing_mode="symbolic")(x),
+    "make_fx, above autograd": lambda function, x: make_fx(function, pre_dispatch=True)(x),
     "export": lambda function, x: torch.export.export(Calling(function), (x,)),
 }
 

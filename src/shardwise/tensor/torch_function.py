@@ -18,16 +18,14 @@ from torch.distributed import ProcessGroup
 
 from shardwise.comm.agreement import notify_if_alone
 from shardwise.comm.tracing import record
-from shardwise.comm.transfer.in_graph import refuse_tracers
+from shardwise.comm.transfer.in_graph import has_watchers, refuse_tracers
 from shardwise.tensor.dispatch import Distributed, distributed_in, refuse_mixed, registry, unsupported
 from shardwise.tensor.frame import Frame
 from shardwise.tensor.saved_hooks import needs_saved, with_saved
 from shardwise.tensor.transforms import compute_transformed, refuse_forward_mode
 from shardwise.torch_private import (
     StopRecomputation,
-    dispatch_mode_count,
     functorch_level,
-    is_jit_tracing,
     is_torch_function_enabled,
     is_torch_function_mode_enabled,
 )
@@ -84,7 +82,7 @@ class TorchFunctionTensor(Distributed, torch.Tensor):
         handler = registry.find(func, frame.spec_class)
         entered = record.enter(func) if record.running else None
         try:
-            if dispatch_mode_count() or is_jit_tracing():
+            if has_watchers():
                 refuse_tracers(frame.process_group)
             if handler is None:
                 return registry.verbs["call_decomposed"](func, args, kwargs or {})
@@ -134,7 +132,7 @@ def call_directly(name: str) -> None:
         handler = registry.find(method, frame.spec_class)
         entered = record.enter(method) if record.running else None
         try:
-            if dispatch_mode_count() or is_jit_tracing():
+            if has_watchers():
                 refuse_tracers(frame.process_group)
             transformed = functorch_level() is not None or forward_ad._current_level >= 0
             if handler is None or is_torch_function_mode_enabled() or not is_torch_function_enabled() or transformed:

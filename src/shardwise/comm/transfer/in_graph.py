@@ -20,7 +20,15 @@ from shardwise.comm.transfer.plan import TransferPlan
 from shardwise.errors import UnsupportedOpError
 from shardwise.layout import Layout
 from shardwise.settings import ContextValue
-from shardwise.torch_private import PROXY_MODE, dispatch_mode, is_jit_tracing, pre_dispatch_mode
+from shardwise.torch_private import (
+    PRE_DISPATCH,
+    PROXY_MODE,
+    dispatch_mode,
+    dispatch_mode_count,
+    is_jit_tracing,
+    is_key_included,
+    pre_dispatch_mode,
+)
 
 
 class TransferOps(Protocol):
@@ -62,6 +70,11 @@ TRACED = (
     "between the ranks. Take shardwise.compilation.local_graph(function, *args): its module is this rank's graph, "
     "transfers included, and torch.export.export takes it"
 )
+
+
+def has_watchers() -> bool:
+    """Whether dispatch modes or tracers of torch may record what this thread does. It is asked for every op."""
+    return bool(dispatch_mode_count() or is_jit_tracing() or is_key_included(PRE_DISPATCH))
 
 
 def refuse_tracers(group: ProcessGroup | None) -> None:

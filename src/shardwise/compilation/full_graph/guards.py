@@ -29,6 +29,7 @@ from shardwise.tensor.dispatch import registry
 from shardwise.torch_private import (
     is_any_autocast_enabled,
     is_torch_function_mode_enabled,
+    load_private,
     torch_function_mode_at,
     torch_function_mode_count,
 )
@@ -60,9 +61,10 @@ def process_key(device_types: Sequence[str]) -> tuple[Any, ...]:
 
 def has_function_modes() -> bool:
     """Whether a torch function mode is active that wants to see each function, and is no default device."""
-    return is_torch_function_mode_enabled() and any(
-        type(torch_function_mode_at(k)).__module__ != "torch.utils._device" for k in range(torch_function_mode_count())
-    )
+    if not is_torch_function_mode_enabled():
+        return False
+    default_device = load_private("torch.utils._device.DeviceContext")
+    return any(type(torch_function_mode_at(k)) is not default_device for k in range(torch_function_mode_count()))
 
 
 class ModuleState:
