@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import pytest
+import torch
 from tests.compilation.test_guards import X, assert_same, one_graph, sharded
 from torch import nn
 
 import shardwise
+from shardwise.errors import UnsupportedOpError
 from shardwise.testing import ranks
 
 
@@ -76,3 +79,41 @@ def test_attributes_of_classes_of_objects() -> None:
         Defaults.scale = 2.0
     defaults.scale = 5.0
     assert_same(compiled, function, tensor)
+
+
+class Counting(nn.Module):
+    """Changes its class in its forward."""
+
+    calls = 0
+    seen: ClassVar[list[int]] = []
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Counts, in one of three ways."""
+        if self.kind == "own":
+            type(self).calls += 1
+        elif self.kind == "base":
+            Counting.calls += 1
+        else:
+            self.seen.append(1)
+        return self.linear(x)
+
+
+class Inheriting(Counting):
+    """Whose class gets an attribute of its own."""
+
+
+@pytest.mark.parametrize(("kind", "what"), [("own", "Inheriting.calls"), ("base", "calls"), ("list", "seen")])
+@ranks(2)
+def test_changes_of_classes_are_refused(kind: str, what: str) -> None:
+    """And put back."""
+    model = Inheriting(kind)
+    shardwise.shard_module(model, {"**.weight": 0})
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        with pytest.raises(UnsupportedOpError, match=rf"changes the attribute '(\w+\.)?{what}' of a module"):
+            compiled(torch.ones(2, 4))
+    assert (Counting.calls, Counting.seen, "calls" in vars(Inheriting)) == (0, [], False)

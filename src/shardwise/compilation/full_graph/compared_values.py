@@ -5,6 +5,7 @@ tensors by their sizes and kinds, others by identity.
 from __future__ import annotations
 
 import enum
+import functools
 import operator
 import types
 import weakref
@@ -102,7 +103,7 @@ def _comparable(value: Any, members: Members | None, depth: int, count: MemberCo
         if isinstance(value, COLLECTIONS):
             if not count.takes(len(value)):
                 return kind, len(value)
-            each = [_comparable(one, members, depth - 1, count) for one in _flat(value)]
+            each = [_comparable(one, members, depth - 1, count) for one in flat(value)]
             return kind, frozenset(each) if isinstance(value, set | frozenset) else tuple(each)
         if kind is slice:
             return kind, tuple([comparable(one) for one in (value.start, value.stop, value.step)])
@@ -134,8 +135,8 @@ def tensor_form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad, layout
 
 
-def changed_attributes(before: Any, after: Any) -> Iterator[tuple[type, str]]:
-    """The attributes in which a value in its form differs from before, each with the type of its object.
+def changed_attributes(before: Any, after: Any) -> Iterator[str]:
+    """The attributes in which an object in its form differs from before.
 
     Of objects in attributes of others the innermost ones; of collections of objects, the attribute that has it.
     """
@@ -150,7 +151,7 @@ def changed_attributes(before: Any, after: Any) -> Iterator[tuple[type, str]]:
     for name in old | new:
         if old.get(name) != new.get(name):
             inner = list(changed_attributes(old[name], new[name])) if name in old and name in new else []
-            yield from inner or [(after[0], name)]
+            yield from inner or [name]
 
 
 def _has_hash(value: Any) -> bool:
@@ -161,7 +162,8 @@ def _has_hash(value: Any) -> bool:
     return True
 
 
-def _flat(value: Any) -> Iterable[Any]:
+def flat(value: Any) -> Iterable[Any]:
+    """The members of a collection; of a dict keys and values."""
     return (one for pair in value.items() for one in pair) if isinstance(value, dict) else value
 
 
@@ -182,11 +184,30 @@ def shown(kind: type, value: Any, *_: Any) -> str:
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object, also those in slots; None of an object that has none."""
-    slots = [name for cls in type(value).__mro__ for name in _slots(cls)]
+    """The attributes of an object, also those in slots; None of an object that has none.
+
+    Without those of `functools.cached_property`, which are made of others.
+    """
+    slots = slots_of(value.__class__)
     found = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     own = getattr(value, "__dict__", None)
-    return {**found, **own} if own is not None else found if slots else None
+    if own is None:
+        return found if slots else None
+    found |= own
+    for name in _cached_properties(value.__class__):
+        found.pop(name, None)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def slots_of(cls: type) -> tuple[str, ...]:
+    """The names of attributes in slots, of a class and its bases."""
+    return tuple([name for base in cls.__mro__ for name in _slots(base)])
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached_properties(cls: type) -> tuple[str, ...]:
+    return tuple([name for name in dir(cls) if type(getattr(cls, name, None)) is functools.cached_property])
 
 
 def _slots(cls: type) -> Iterator[str]:
@@ -220,7 +241,7 @@ class Seen:
         if not depth or not isinstance(value, COLLECTIONS) or not count.takes(len(value)):
             return
         self._note(value)
-        for one in _flat(value):
+        for one in flat(value):
             if type(one) not in BY_VALUE:
                 self._add(one, depth - 1, count)
 

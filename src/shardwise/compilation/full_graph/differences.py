@@ -46,7 +46,7 @@ def _described(function: Callable[..., Any], places: Sequence[Place], key: Graph
     for place, placed in zip(places, call.of_places, strict=False):
         yield f"the tensor '{place.path}' of a module", str(call.placed[placed])
     yield "the number and the nesting of the arguments", f"{call.structure.num_leaves} in all"
-    leaves = zip(_names(function, call.structure), call.of_leaves, call.constants, strict=True)
+    leaves = zip(argument_names(function, call.structure), call.of_leaves, call.constants, strict=True)
     for name, number, constant in leaves:
         if number is None:
             yield f"the value of {name}", shown(*constant)
@@ -62,7 +62,7 @@ def _described(function: Callable[..., Any], places: Sequence[Place], key: Graph
         yield name, str(setting)
 
 
-def _names(function: Callable[..., Any], structure: Any) -> list[str]:
+def argument_names(function: Callable[..., Any], structure: Any) -> list[str]:
     """A name for each leaf of the arguments, in the words of the function's signature if it has one."""
     try:
         parameters = [str(one) for one in inspect.signature(getattr(function, "forward", function)).parameters]

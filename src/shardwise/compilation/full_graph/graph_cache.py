@@ -12,8 +12,7 @@ from torch import nn
 
 from shardwise.comm.group import GroupState, without_data
 from shardwise.comm.transfer.in_graph import is_traced, transfer_ops
-from shardwise.compilation.full_graph.compared_values import changed_attributes
-from shardwise.compilation.full_graph.differences import GraphKey, what_differs
+from shardwise.compilation.full_graph.differences import GraphKey, argument_names, what_differs
 from shardwise.compilation.full_graph.ended_groups import forget_at_end
 from shardwise.compilation.full_graph.guards import ModuleState, has_function_modes, process_key
 from shardwise.compilation.full_graph.inputs import CallInputs
@@ -73,7 +72,6 @@ class FullGraph:
         self._function, self._bound = unbound(function)
         self._plain, self._backend = plain, backend
         self._used = UsedValues(self._function)
-        self._changed: set[tuple[type, str]] = set()  # attributes of arguments into which the function writes
         self._states: list[_ModuleGraphs] = []  # the last used one first
 
     @property
@@ -93,25 +91,17 @@ class FullGraph:
         if not call.groups:
             return self._plain(*args, **kwargs)
         process = process_key(("cpu", call.device.type))
-        key = GraphKey(process, modules.attributes(), self._used.now(), call.key(self._changed))
+        key = GraphKey(process, modules.attributes(), self._used.now(), call.key())
         variants = modules.compiled.get(key)
         if variants is None:
             if len(modules.compiled) >= MOST_GRAPHS:
                 self._make_room(modules, key)
             variants = self._compile(modules, call)
-            key = self._without_changed(key, call)
             forget_at_end(self, call.groups)
         else:
             del modules.compiled[key]  # and put it last: the first one is the one that was not used for longest
         modules.compiled[key] = variants
         return variants.run(call, partial(self._compile_alone, modules))
-
-    def _without_changed(self, key: GraphKey, call: CallInputs) -> GraphKey:
-        """The key of a call that was compiled just now, without what the function has changed of its arguments."""
-        self._used.leave_out_changed(key.used)
-        pairs = zip(key.call.constants, call.key(self._changed).constants, strict=True)
-        self._changed.update(one for before, after in pairs for one in changed_attributes(before, after))
-        return key._replace(used=self._used.now(), call=call.key(self._changed))
 
     def _modules(self, roots: Sequence[nn.Module]) -> _ModuleGraphs:
         """The state of these modules, if nothing of them has changed; else a new one, without graphs."""
@@ -138,7 +128,9 @@ class FullGraph:
         return Variants(call, *work())
 
     def _compile_alone(self, modules: ModuleState, call: CallInputs) -> tuple[CompiledCall, dict[str, Any]]:
-        with tracing_lock, modules.unchanged(), refusing_shared_memory(call):
+        names = partial(argument_names, self._function, call.form.structure)
+        unchanged = modules.unchanged(), self._used.unchanged(), call.unchanged(names)
+        with tracing_lock, unchanged[0], unchanged[1], unchanged[2], refusing_shared_memory(call):
             generators = generators_of_call(self._function, [*call.leaves, *modules.values()])
             return compile_call(self._function, call, self._backend, generators)
 

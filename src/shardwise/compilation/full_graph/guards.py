@@ -21,9 +21,9 @@ from torch import nn
 
 from shardwise import settings
 from shardwise.closures import class_values, decorated, names_used
-from shardwise.compilation.full_graph.compared_values import Seen, is_same, named_values
+from shardwise.compilation.full_graph.compared_values import Seen, attributes_of, is_same, named_values
 from shardwise.compilation.full_graph.inputs import Input, Place, PlacedInputs, tensor_places
-from shardwise.errors import UnsupportedOpError
+from shardwise.compilation.full_graph.values_before import ValuesBefore, refused_change
 from shardwise.ops.engine.call_cache import FLAGS
 from shardwise.tensor.dispatch import registry
 from shardwise.torch_private import (
@@ -96,13 +96,16 @@ class ModuleState:
         self._class_values = self._read_classes()
         self._seen = Seen([*each, *hooks], [*self.values(), *self._class_values])
         of_modules = [(path, _compared(module)) for path, module in self._modules]
-        pairs = zip(self._class_reads, self._class_values, strict=True)
-        of_classes = [(cls.__qualname__, named_values({name: value})) for (cls, name), value in pairs]
-        self._attributes = known_values((*of_modules, *of_classes))
+        self._attributes = known_values((*of_modules, *self._of_classes()))
 
     def values(self) -> list[Any]:
         """The attributes of all modules that are no tensors."""
         return [one for _, module in self._modules for one in _attributes(module).values()]
+
+    def _of_classes(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """The names of the classes' attributes, with their values in a form that can be compared."""
+        pairs = zip(self._class_reads, self._read_classes(), strict=True)
+        return [(cls.__qualname__, named_values({name: value})) for (cls, name), value in pairs]
 
     def _read_classes(self) -> list[Any]:
         return [getattr(cls, name, None) for cls, name in self._class_reads]
@@ -135,15 +138,23 @@ class ModuleState:
     def unchanged(self) -> Iterator[None]:
         """Within this context, a call may not change attributes of modules: its graph would not. They are restored."""
         before = [(path, vars(module), _contents(vars(module))) for path, module in self._modules]
+        classes, held = self._of_classes(), ValuesBefore(self._class_values, attributes_of)
+        owners = [(base, name, vars(base).get(name, held)) for cls, name in self._class_reads for base in cls.__mro__]
         try:
             yield
         finally:
             changed = [f"{path}.{name}".lstrip(".") for path, holder, old in before for name in _restore(holder, old)]
+            changed += [
+                f"{old[0]}.{old[1][0][0]}" for old, new in zip(classes, self._of_classes(), strict=True) if old != new
+            ]
+            for base, name, value in owners:
+                if value is held and name in vars(base):  # it had none
+                    delattr(base, name)
+                elif value is not vars(base).get(name, held):
+                    setattr(base, name, value)
+            held.put_back()
         if changed:
-            raise UnsupportedOpError(
-                f"the compiled call changes the attribute '{changed[0]}' of a module, which a graph cannot do: change "
-                "it outside of the call, or compile without fullgraph"
-            )
+            raise refused_change(f"the attribute '{changed[0]}' of a module")
 
     def inputs(self) -> PlacedInputs:
         """An input for each place; the same object as long as nothing about the tensors changes."""

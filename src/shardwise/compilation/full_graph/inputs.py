@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from shardwise.compilation.full_graph.compared_values import attributes_of, comparable
+from shardwise.compilation.full_graph.compared_values import attributes_of, changed_attributes, comparable
 from shardwise.compilation.full_graph.input_forms import InputForm, form_of
+from shardwise.compilation.full_graph.values_before import ValuesBefore, refused_change
 from shardwise.errors import UnsupportedOpError
 from shardwise.tensor import ShardedTensorBase
 from shardwise.torch_private import pytree
@@ -181,12 +181,26 @@ class CallInputs:
         forms = tuple([one.form for one in self.inputs])
         return CallForm(forms, self._places, self._placed.of_places, leaves, self._of_leaves, self._structure)
 
-    def key(self, without: Container[tuple[type, str]] = ()) -> CallKey:
-        """What a graph depends on of this call, ``without`` these attributes of the objects of these types."""
+    def key(self) -> CallKey:
+        """What a graph depends on of this call."""
         pairs = zip(self.leaves, self._of_leaves, strict=True)
-        constants = tuple([None if number is not None else _literal(leaf, without) for leaf, number in pairs])
+        constants = tuple([None if number is not None else _literal(leaf) for leaf, number in pairs])
         placed, added = self._placed, tuple([one.form for one in self._added])
         return CallKey(self._structure, placed.of_places, self._of_leaves, constants, placed.forms, added)
+
+    @contextmanager
+    def unchanged(self, names: Callable[[], list[str]]) -> Iterator[None]:
+        """Within this context, a call may not change objects among its arguments, which have these names."""
+        before, held = self.key().constants, ValuesBefore(self.leaves, _members)
+        try:
+            yield
+        finally:
+            changed = [k for k, (old, new) in enumerate(zip(before, self.key().constants, strict=True)) if old != new]
+            attributes = [one for k in changed for one in changed_attributes(before[k], self.key().constants[k])]
+            held.put_back()
+        if changed:
+            attribute = f"the attribute '{attributes[0]}' of " if attributes else ""
+            raise refused_change(attribute + names()[changed[0]])
 
     @property
     def groups(self) -> list[ProcessGroup]:
@@ -218,9 +232,9 @@ class CallInputs:
         return new
 
 
-def _literal(value: Any, without: Container[tuple[type, str]]) -> Any:
+def _literal(value: Any) -> Any:
     """An argument that is no tensor, as a part of a key."""
-    found = comparable(value, partial(_members, without))
+    found = comparable(value, _members)
     try:
         hash(found)
     except TypeError:
@@ -228,12 +242,12 @@ def _literal(value: Any, without: Container[tuple[type, str]]) -> Any:
     return found
 
 
-def _members(without: Container[tuple[type, str]], value: Any) -> dict[str, Any] | None:
+def _members(value: Any) -> dict[str, Any] | None:
     """What is compared of an object in an argument: all attributes, or that it is this object, if it has none."""
     found = attributes_of(value)
     if found is None and type(value).__hash__ is None:
         raise _not_compared(value)
-    return {name: one for name, one in found.items() if (type(value), name) not in without} if found else found
+    return found
 
 
 def _not_compared(value: Any) -> UnsupportedOpError:

@@ -13,6 +13,7 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from shardwise.compilation.full_graph.compared_values import (
     named_values,
 )
 from shardwise.compilation.full_graph.guards import Values, known_values
+from shardwise.compilation.full_graph.values_before import ValuesBefore, refused_change
 
 MOST_MEMBERS = 64  # of a collection or an object in which modules are looked for: every call looks
 NOTHING: dict[str, Any] = {}
@@ -152,8 +154,6 @@ class UsedValues:
         is_known = owner is None or isinstance(owner, nn.Module)  # a module's attributes are all compared
         self._owner = None if is_known else owner
         self._names_of: dict[type, tuple[set[str], list[str]]] = {}  # of attributes, and of those of the class
-        self._changed: set[tuple[int, str]] = set()  # which holder, and the name in it
-        self._changed_attributes: set[tuple[type, str]] = set()  # of objects in holders
         self._now = known_values(())
         self._before: list[Any] = []
         self._seen = Seen([], [])
@@ -170,17 +170,35 @@ class UsedValues:
             self._before, self._seen = values, Seen([], values)
         return self._now
 
-    def leave_out_changed(self, before: Values) -> None:
-        """Compare no longer what has changed since: the function itself writes it, on some ranks more often."""
-        now = self.now()
-        for number, (old, new) in enumerate(zip(before.each, now.each, strict=False)):
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Within this context, a call may not change any of them: its graph would not. They are restored."""
+        before, holders = self.now(), self._holders()
+        owners = [] if self._owner is None else [self._owner]
+        held = ValuesBefore([*owners, *(value for holder in holders for value in holder.values())], self._members)
+        cells = [(cell, cell.cell_contents) for inner in self._inners for _, cell in closure_of(inner)]
+        named = [(inner.__globals__, name) for inner in self._inners for name in names_in(inner.__code__)]
+        variables = [(holder, name, holder[name]) for holder, name in named if name in holder]
+        try:
+            yield
+        finally:
+            changed = list(self._changed_since(before))
+            for cell, value in cells:
+                cell.cell_contents = value
+            for holder, name, value in variables:
+                holder[name] = value
+            held.put_back()
+        if changed:
+            raise refused_change(changed[0])
+
+    def _changed_since(self, before: Values) -> Iterator[str]:
+        for old, new in zip(before.each, self.now().each, strict=True):
             forms = {name: tuple(form) for name, *form in old}
             for name, *form in new:
                 if forms.get(name) != tuple(form):
-                    inner = set(changed_attributes(forms[name], tuple(form))) if name in forms else set()
-                    self._changed_attributes |= inner
-                    if not inner:
-                        self._changed.add((number, name))
+                    inner = changed_attributes(forms[name], tuple(form)) if name in forms else ()
+                    yield from (f"the attribute '{each}' of the value '{name}' that it uses" for each in inner)
+                    yield f"the value '{name}' that it uses"
 
     def _holders(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = [] if self._owner is None else [self._named(self._owner) or {}]
@@ -190,8 +208,6 @@ class UsedValues:
             found.append({name: inner.__globals__[name] for name in names if name in inner.__globals__})
             if inner.__defaults__ or inner.__kwdefaults__:
                 found.append(_defaults(inner))
-        for number, name in self._changed:
-            found[number].pop(name, None)
         return found
 
     def _named(self, value: Any) -> dict[str, Any] | None:
@@ -204,8 +220,7 @@ class UsedValues:
             self._names_of[cls] = names, class_values(cls, names)
         names, of_class = self._names_of[cls]
         found = {name: getattr(cls, name, None) for name in of_class}
-        found |= {name: one for name, one in own.items() if name in names}
-        return {name: one for name, one in found.items() if (cls, name) not in self._changed_attributes}
+        return found | {name: one for name, one in own.items() if name in names}
 
     def _members(self, value: Any) -> dict[str, Any] | None:
         found = self._named(value)
