@@ -150,6 +150,18 @@ class Dropping(Pair):
         return torch.dropout(super().forward(x), 0.5, self.training)
 
 
+class Transposing(Pair):
+    """Reads attributes that are views, as adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.ones(3, 8) / 8), nn.Parameter(torch.ones(8, 3) / 3)
+
+    def forward(self, x: Any) -> Any:
+        """With a product of small rank."""
+        return super().forward(x) + (x @ self.down.T) @ self.up.mT
+
+
 def twins(
     kind: type[Pair], weights: Sequence[int] = (3, 2, 0, 1), group: dist.ProcessGroup | None = None
 ) -> tuple[nn.Module, nn.Module]:

@@ -205,3 +205,19 @@ def test_a_wrong_form_of_a_call_on_all_ranks_costs_one_round_of_headers() -> Non
             assert {one.sent for one in meetings} == {2 * 128}
             counts.append(len(meetings))
     assert counts[0] == 1 + counts[1]
+
+
+@pytest.mark.parametrize("what", ["an id", "offsets"])
+@ranks(2)
+def test_a_rank_that_fails_alone_twice(what: str) -> None:
+    """The others hear of both errors, and all go on together."""
+    wrong = dist.get_rank() == 1
+    table, given = sharded(), torch.tensor([0, 99 if wrong and what == "an id" else 1])
+    ids: Any = shardwise.from_local(given, sizes=[2, 2])
+    offsets = torch.tensor([0, 9, 3] if wrong and what == "offsets" else [0, 1, 3])
+    with impatient():
+        for _ in range(2):
+            said = message_of(lambda: torch.nn.functional.embedding_bag(ids, table, offsets, mode="sum"))
+            assert ("id 99" if what == "an id" else "offsets") in said
+        for _ in range(2):
+            assert torch.equal(table.full_tensor().detach(), PLAIN)

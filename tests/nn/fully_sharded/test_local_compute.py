@@ -10,6 +10,7 @@ from tests.cases import ROUNDING
 from tests.nn.fully_sharded.cases import Block, Model, batch_of, made, mine, train, twins, whole
 from torch import nn
 
+import shardwise
 from shardwise.testing import ranks
 
 
@@ -107,6 +108,33 @@ def test_hooks_within_a_unit_see_all_samples() -> None:
         one.get_submodule("blocks.1.up").register_forward_hook(lambda *given: seen.append(whole(given[2])))
     train(plain, model, (2, 3), steps=1)
     torch.testing.assert_close(seen[1], seen[0], rtol=ROUNDING, atol=ROUNDING)
+
+
+class Adapted(Block):
+    """A layer that gets another parameter later."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """With it, if it is there."""
+        shift = getattr(self, "shift", None)
+        return super().forward(x) if shift is None else super().forward(x) + shift
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@ranks(2)
+def test_a_parameter_that_is_added_later(compiles: bool) -> None:
+    """Gets the gradient of all samples, on every rank; frozen ones leave the unit as it is."""
+    plain, model = twins(lambda: Model(Adapted))
+    if compiles:
+        shardwise.compile(model, backend="aot_eager")
+    train(plain, model, (1, 3), steps=2)
+    for one in (plain, model):
+        added = nn.Parameter(torch.ones(6, dtype=torch.float64))
+        one.get_submodule("blocks.1").register_parameter("shift", added)
+    train(plain, model, (1, 3), steps=3)
+    assert {dims is None for unit in made(model).units[1:] for dims in unit.local._known.values()} == {False}
+    for one in (plain, model):
+        one.get_parameter("blocks.1.shift").requires_grad_(False)
+    train(plain, model, (1, 3), steps=2)
 
 
 class Dropping(Block):

@@ -171,6 +171,8 @@ class Followed(Generic[T]):
 
     def __init__(self, process_group: ProcessGroup, work: Callable[[], tuple[T, Fields | CallFingerprint]]) -> None:
         asked = settings.current().validate and talks(process_group)
+        if asked and group_state(process_group).history.failure is not None:
+            settle(process_group)  # or the others would not hear of an error of this call
         try:
             self.value, fields = work()
         except Exception as error:

@@ -162,6 +162,8 @@ def _places(step: ProgramStep) -> Iterator[int]:
 def _add_call(graph: fx.Graph, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     """A call of an op by a name that generated code can have."""
     name = getattr(op, "__name__", "")
+    if name == "__get__":  # of an attribute that is a view, such as `T`
+        return graph.call_function(getattr, (*args, op.__self__.__name__))
     if getattr(TensorBase, name, None) is op:
         return graph.call_method(name, args, kwargs)
     if getattr(variable_functions, name, None) is op:

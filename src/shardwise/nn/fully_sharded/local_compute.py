@@ -203,6 +203,15 @@ def has_inner_hooks(module: nn.Module) -> bool:
     )
 
 
+def has_plain_parameters(module: nn.Module) -> bool:
+    """Whether a module has parameters that are not sharded, as of an adapter, and want the gradients of all ranks."""
+    return any(
+        value is not None and value.requires_grad and not isinstance(value, ShardedTensor)
+        for one in module.modules()
+        for value in one._parameters.values()
+    )
+
+
 class LocalCompute:
     """What is known of a unit: for each kind of call, along which dims its results have the samples, if it is local."""
 
@@ -288,7 +297,7 @@ class Watch:
             (name, id(value), len(value) if isinstance(value, list | dict | set) else 0)
             for one in module.modules()
             for name, value in vars(one).items()
-            if not name.startswith("_")
+            if not name.startswith("_") and name != "forward"  # which a compiler may have replaced
         )
         written = tuple(map(write_mark, tensors))
         return Watch(sent, noise, buffers, attributes, written)

@@ -17,6 +17,7 @@ from shardwise.nn.fully_sharded.local_compute import (
     LocalCompute,
     Watch,
     has_inner_hooks,
+    has_plain_parameters,
     whole_frame,
     wrapped,
 )
@@ -44,6 +45,7 @@ class Unit:
         self.path, self.module, self.memories, self._group = path, module, memories, group
         self._has_views = False  # whether gathered parameters are in the module
         self.leaves_tensors = False  # whether what it computes leaves it otherwise than by its result
+        self._has_others = False  # plain parameters, whose gradients ops on sharded tensors add up
         self.local = LocalCompute(path, module, group)
         self.calls: list[UnitCall] = []  # that are under way, one within another
         self.in_backward: UnitCall | None = None  # whose backward came last
@@ -118,10 +120,11 @@ class Unit:
         is_forward = current_backward() == -1
         if is_forward and not self.calls:
             self._require_own()
+            self._has_others = has_plain_parameters(self.module)
         args, kwargs = self._cast(args, kwargs)
         watched = has_inner_hooks(self.module)
         self.leaves_tensors = self.leaves_tensors or (watched and bool(self.path))
-        is_candidate = self.path and not watched and self._may_compute_locally
+        is_candidate = self.path and not watched and not self._has_others and self._may_compute_locally
         found = Arguments.of(self.module, self._group, args, kwargs) if is_candidate else None
         dims = None if found is None else self.local.result_dims(found)
         views = self._views(reduce)

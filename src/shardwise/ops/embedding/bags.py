@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.agreement import in_step_sharing
+from shardwise.comm.agreement import in_op, in_step_sharing
 from shardwise.comm.group import Fields
 from shardwise.errors import PropertyError
 from shardwise.layout import Grid, Layout
@@ -113,10 +113,11 @@ def _moved_bags(ids: Any, offsets: torch.Tensor, samples: Any, weight: ShardedTe
     mine, bounds = _offsets_of_chunk(offsets, bags, len(ids), weight)
     bounds[0] = 0  # torch will raise where the first offset is another
     if bounds != sorted(bounds) or bounds[-1] > len(ids):
-        raise PropertyError(
+        error = PropertyError(
             f"offsets of bags must not fall, and end within the {len(ids)} ids: the bags of the ranks begin at "
             f"{bounds[:-1]}, and the last ends at {bounds[-1]}"
         )
+        in_op(weight._process_group, lambda: _raise(error))  # plain offsets of other ranks may be right
     edges = np.array([*bounds[:-1], len(ids)], dtype=np.int64).reshape(-1, 1)  # ids in no bag go to the last rank
     layout = Layout.of(ids.shape, Boxes(edges[:-1], edges[1:] - edges[:-1]), bags.places)
     if isinstance(ids, ShardedTensor):
@@ -129,6 +130,10 @@ def _moved_bags(ids: Any, offsets: torch.Tensor, samples: Any, weight: ShardedTe
     like = torch.empty(0, dtype=getattr(samples, "dtype", None), device=ids.device)
     taken = None if samples is None else _local_weights(samples, portion, like, weight)[:count]
     return Bags(bags, portion.tensors[0][:count], mine - bounds[row], taken)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _offsets_of_chunk(
