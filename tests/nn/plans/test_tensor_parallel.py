@@ -177,3 +177,16 @@ def test_a_plan_that_would_cut_through_a_head_is_refused() -> None:
             tensor_parallel(nn.MultiheadAttention(12, 1))
         with pytest.raises(PlanError, match=r"nothing of Sequential(.|\n)*plain +none of the names that are known"):
             tensor_parallel(nn.Sequential(nn.Linear(2, 2)))
+
+
+@ranks(2)
+def test_making_a_plan_changes_no_buffer() -> None:
+    """A parametrization in training takes a step of its own each time that its weight is read."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.ModuleDict({"fc1": nn.Linear(4, 8), "fc2": nn.Linear(8, 4)}) for _ in range(2))
+    nn.utils.parametrizations.spectral_norm(model.get_submodule("1.fc2"))
+    before = [one.clone() for one in model.buffers()]
+    tensor_parallel(model)
+    assert before
+    for one, other in zip(model.buffers(), before, strict=True):
+        assert torch.equal(one, other)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 LayerKind = Literal["column", "row", "experts", "plain"]
 
@@ -109,7 +110,11 @@ def _layer(path: str, modules: Mapping[str, nn.Module]) -> nn.Module | None:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
+    """Of a weight that a parametrization makes, what it is made of is looked at: to make it may change buffers."""
+    if is_parametrized(module, "weight"):
+        weight = next(module.get_submodule("parametrizations.weight").parameters(recurse=False), None)
+    else:
+        weight = getattr(module, "weight", None)
     return isinstance(weight, torch.Tensor) and weight.ndim == 2
 
 
