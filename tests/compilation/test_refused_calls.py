@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.cases import PLAIN, assert_close, chunks
 from torch import nn
 
-from shardwise.errors import UnsupportedOpError
+from shardwise import shard_module
+from shardwise.errors import PlainValueError, UnsupportedOpError
 from shardwise.tensor import shard_tensor
 from shardwise.testing import ranks
 
@@ -79,3 +81,17 @@ def test_changes_of_modules_are_refused() -> None:
         torch.compile(rebinding, fullgraph=True, backend="aot_eager")(tensor)
     assert counting.calls == 0
     assert torch.equal(rebinding.last, torch.zeros(6, dtype=torch.float64))
+
+
+@ranks(2)
+def test_plain_arguments_that_differ_between_ranks() -> None:
+    """As in calls that are not compiled: the error names the argument. Then the ranks go on."""
+    model, rows = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 4, bias=False)).double(), torch.eye(6).double()
+    expected = model(rows).detach()
+    shard_module(model, {"1.weight": 0})
+    compiled, rank = torch.compile(model, fullgraph=True, backend="aot_eager"), dist.get_rank()
+    with pytest.raises(PlainValueError, match=r"the argument 'input' is a plain tensor.*from_local"):
+        compiled(rows.roll(rank, 1))
+    with pytest.raises(PlainValueError, match=r"\(2, 6\) on rank 0, \(3, 6\) on rank 1"):
+        compiled(rows[: 2 + rank])
+    assert_close(compiled(rows).full_tensor().detach(), expected)

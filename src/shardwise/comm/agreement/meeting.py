@@ -26,9 +26,11 @@ from shardwise.comm.group import (
     listed,
 )
 from shardwise.comm.peers import (
+    PLAIN_VALUE,
     abort_group,
     check_peers,
     difference,
+    difference_of_fields,
     end_epoch,
     failure_of,
     find_verdict,
@@ -186,6 +188,8 @@ def _verdict(reports: list[Any], ranks: tuple[int, ...]) -> Exception:
     for rank, (fields, *_, other) in zip(ranks, reports, strict=True):
         for name in [*first, *fields]:
             mine, theirs = first.get(name, "nothing"), fields.get(name, "nothing")
+            if mine != theirs and PLAIN_VALUE in name:
+                return mismatch_error(f"{call}{difference_of_fields(ranks[0], first, rank, fields)}")
             if mine != theirs:
                 return RankMismatchError(
                     f"{subject} {name} property does not match from different ranks! "

@@ -227,7 +227,7 @@ def difference(number: int, one: History, other: History) -> str:
     text = f"ranks {first} and {second} are out of step: rank {first} {verb} in {here['call']}, "
     text += f"rank {second} in {there['call']}"
     if here["call"] == there["call"] or _name(here) == _name(there):
-        what = _fields(first, here["fields"], second, there["fields"])
+        what = difference_of_fields(first, here["fields"], second, there["fields"])
         if PLAIN_VALUE in what:
             return f"{here['call']}{what}"
         text += what
@@ -247,7 +247,7 @@ def _name(entry: dict[str, Any]) -> str:
     return str(entry["call"].partition(" (")[0])
 
 
-def _fields(first: int, mine: dict[str, str], second: int, theirs: dict[str, str]) -> str:
+def difference_of_fields(first: int, mine: dict[str, str], second: int, theirs: dict[str, str]) -> str:
     """The first of the fields that differ; what its name says after a colon is advice."""
     for name in [*mine, *theirs]:
         here, there = mine.get(name, "nothing"), theirs.get(name, "nothing")

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise import settings
 from shardwise.comm.group import GroupState, without_data
+from shardwise.comm.peers import PLAIN_VALUE
 from shardwise.comm.transfer.in_graph import is_traced, transfer_ops
 from shardwise.compilation.full_graph.differences import GraphKey, argument_names, what_differs
 from shardwise.compilation.full_graph.ended_groups import forget_at_end
@@ -27,6 +29,7 @@ from shardwise.compilation.full_graph.tracing_together import (
 from shardwise.compilation.full_graph.used_values import UsedValues, generators_of_call, modules_of_call, unbound
 from shardwise.compilation.full_graph.variants import Variants, refusing_shared_memory
 from shardwise.errors import UnsupportedOpError
+from shardwise.ops.engine.plain_values import ADVICE, described
 from shardwise.torch_private import load_private, pytree
 
 Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -124,8 +127,17 @@ class FullGraph:
         """Trace and compile a call. Every rank of the groups of its tensors comes here; all succeed, or all raise."""
         work: Callable[[], tuple[Any, Any]] = partial(self._compile_alone, modules, call)
         for group in call.groups:
-            work = agreed(group, work)
+            work = agreed(group, work, self._plain_arguments(call))
         return Variants(call, *work())
+
+    def _plain_arguments(self, call: CallInputs) -> dict[str, str]:
+        """What ranks compare of plain tensors among the arguments, which must be the same on every rank."""
+        checks = settings.current()
+        if not (checks.validate and checks.compares_first) or checks.own_batches:
+            return {}
+        pairs = zip(argument_names(self._function, call.form.structure), call.leaves, strict=True)
+        plain = {name: leaf for name, leaf in pairs if type(leaf) is torch.Tensor and leaf.ndim and not leaf.is_meta}
+        return {f"{name} {PLAIN_VALUE}: {ADVICE}": described(leaf) for name, leaf in plain.items()}
 
     def _compile_alone(self, modules: ModuleState, call: CallInputs) -> tuple[CompiledCall, dict[str, Any]]:
         names = partial(argument_names, self._function, call.form.structure)

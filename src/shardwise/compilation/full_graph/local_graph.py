@@ -58,5 +58,5 @@ def trace_call(function: Callable[..., Any], args: Any, kwargs: Any) -> LocalGra
         return LocalGraph(module, tuple(tensors), traced.results), said_of(traced)
 
     for group in call.groups:
-        work = agreed(group, work)
+        work = agreed(group, work, {})
     return work()[0]

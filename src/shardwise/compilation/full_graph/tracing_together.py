@@ -38,8 +38,13 @@ UNTRACEABLE: tuple[type[Exception], ...] = (*FAKE_TENSOR_ERRORS, UnsupportedOpEr
 LIBRARIES = (str(Path(errors.__file__).parent), str(Path(torch.__file__).parent))
 
 
-def agreed(group: ProcessGroup, work: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[Any, Any]]:
-    """The same work, after which all ranks of a group compare what they say of it, and raise if one has failed."""
+def agreed(
+    group: ProcessGroup, work: Callable[[], tuple[Any, Any]], arguments: dict[str, str]
+) -> Callable[[], tuple[Any, Any]]:
+    """The same work, after which all ranks of a group compare what they say of it, and raise if one has failed.
+
+    They also compare words on the arguments, which are not given back.
+    """
 
     def together() -> tuple[Any, Any]:
         said: dict[str, Any] = {}
@@ -47,7 +52,7 @@ def agreed(group: ProcessGroup, work: Callable[[], tuple[Any, Any]]) -> Callable
         def noted() -> tuple[Any, Any]:
             made, fields = work()
             said.update(fields)
-            return made, fields
+            return made, {**arguments, **fields}
 
         return in_step(group, noted), said
 
