@@ -29,7 +29,7 @@ from shardwise.compilation.full_graph.tracing_together import (
 from shardwise.compilation.full_graph.used_values import UsedValues, generators_of_call, modules_of_call, unbound
 from shardwise.compilation.full_graph.variants import Variants, refusing_shared_memory
 from shardwise.errors import UnsupportedOpError
-from shardwise.ops.engine.plain_values import ADVICE, described
+from shardwise.ops.engine.plain_values import ADVICE, values_in_words
 from shardwise.torch_private import load_private, pytree
 
 Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -137,7 +137,7 @@ class FullGraph:
             return {}
         pairs = zip(argument_names(self._function, call.form.structure), call.leaves, strict=True)
         plain = {name: leaf for name, leaf in pairs if type(leaf) is torch.Tensor and leaf.ndim and not leaf.is_meta}
-        return {f"{name} {PLAIN_VALUE}: {ADVICE}": described(leaf) for name, leaf in plain.items()}
+        return {f"{name} {PLAIN_VALUE}: {ADVICE}": values_in_words(leaf) for name, leaf in plain.items()}
 
     def _compile_alone(self, modules: ModuleState, call: CallInputs) -> tuple[CompiledCall, dict[str, Any]]:
         names = partial(argument_names, self._function, call.form.structure)

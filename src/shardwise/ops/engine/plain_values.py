@@ -76,11 +76,11 @@ def note_plain_values(
             program.compared_in = history.epoch
         return
     counts[alike], counts[name] = counts.get(alike, 0) + 1, counts.get(name, 0) + 1
-    fields = {f"{argument(op, path)} {PLAIN_VALUE}: {ADVICE}": described(leaf) for path, leaf in plain}
+    fields = {f"{argument(op, path)} {PLAIN_VALUE}: {ADVICE}": values_in_words(leaf) for path, leaf in plain}
     record_call(group, CallFingerprint({"op": name, **fields}))
 
 
-def described(tensor: torch.Tensor) -> str:
+def values_in_words(tensor: torch.Tensor) -> str:
     """What ranks compare of a plain tensor."""
     return f"{tuple(tensor.shape)} {tensor.dtype} {fingerprint(tensor)}"
 
