@@ -120,7 +120,7 @@ class Unit:
         is_forward = current_backward() == -1
         if is_forward and not self.calls:
             self._require_own()
-            self._has_others = has_plain_parameters(self.module)
+            self._has_others = bool(self.path) and has_plain_parameters(self.module)
         args, kwargs = self._cast(args, kwargs)
         watched = has_inner_hooks(self.module)
         self.leaves_tensors = self.leaves_tensors or (watched and bool(self.path))
