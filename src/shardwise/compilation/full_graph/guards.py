@@ -8,7 +8,6 @@ holds is taken as it was when the graph was compiled.
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,13 @@ from shardwise import settings
 from shardwise.closures import class_values, decorated, names_used
 from shardwise.compilation.full_graph.compared_values import Seen, attributes_of, is_same, named_values
 from shardwise.compilation.full_graph.inputs import Input, Place, PlacedInputs, tensor_places
-from shardwise.compilation.full_graph.values_before import ValuesBefore, refused_change
+from shardwise.compilation.full_graph.values_before import (
+    ValuesBefore,
+    content_of,
+    has_content,
+    put_content,
+    refused_change,
+)
 from shardwise.ops.engine.call_cache import FLAGS
 from shardwise.tensor.dispatch import registry
 from shardwise.torch_private import (
@@ -218,7 +223,7 @@ _Contents = dict[str, tuple[Any, Any]]  # by name, a value and a copy of what it
 
 
 def _contents(holder: dict[str, Any]) -> _Contents:
-    return {name: (value, copy.copy(value) if type(value) in COLLECTIONS else None) for name, value in holder.items()}
+    return {name: (value, content_of(value) if type(value) in COLLECTIONS else None) for name, value in holder.items()}
 
 
 def _restore(holder: dict[str, Any], before: _Contents) -> list[str]:
@@ -230,17 +235,7 @@ def _restore(holder: dict[str, Any], before: _Contents) -> list[str]:
         if name not in holder or holder[name] is not value:
             holder[name] = value
             changed.append(name)
-        if content is not None and not _holds_same(value, content):
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(content)
+        if content is not None and not has_content(content_of(value), content):
+            put_content(value, content)
             changed.append(name)
     return changed
-
-
-def _holds_same(value: Any, content: Any) -> bool:
-    """Whether a collection holds the same objects as before."""
-    if len(value) != len(content):
-        return False
-    if isinstance(value, dict):
-        return all(name in content and content[name] is one for name, one in value.items())
-    return isinstance(value, set) or all(map(operator.is_, value, content))

@@ -49,15 +49,15 @@ class ValuesBefore:
             if found is None:
                 return
             members, deeper = found.values(), depth - DEPTH_OF_OBJECT
-        self._held[id(value)] = value, _content(value)
+        self._held[id(value)] = value, content_of(value)
         for member in members:
             self._note(member, deeper)
 
     def put_back(self) -> None:
         """Let all hold again what they held."""
         for value, content in self._held.values():
-            if not _holds(_content(value), content):
-                _fill(value, content)
+            if not has_content(content_of(value), content):
+                put_content(value, content)
 
 
 def refused_change(what: str) -> UnsupportedOpError:
@@ -68,7 +68,7 @@ def refused_change(what: str) -> UnsupportedOpError:
     )
 
 
-def _content(value: Any) -> Any:
+def content_of(value: Any) -> Any:
     """A copy of a collection; of an object its attributes, and those in slots."""
     if isinstance(value, COLLECTIONS):
         return dict(value) if isinstance(value, dict) else value if isinstance(value, frozenset) else list(value)
@@ -76,7 +76,7 @@ def _content(value: Any) -> Any:
     return {**slots, **getattr(value, "__dict__", {})}
 
 
-def _holds(now: Any, before: Any) -> bool:
+def has_content(now: Any, before: Any) -> bool:
     """Whether a copy has the same objects as another."""
     if len(now) != len(before):
         return False
@@ -85,7 +85,8 @@ def _holds(now: Any, before: Any) -> bool:
     return all(map(operator.is_, now, before))
 
 
-def _fill(value: Any, content: Any) -> None:
+def put_content(value: Any, content: Any) -> None:
+    """Let a collection or an object hold again what it held."""
     if isinstance(value, list):
         value[:] = content
     elif isinstance(value, dict | set):
