@@ -113,11 +113,14 @@ def _moved_bags(ids: Any, offsets: torch.Tensor, samples: Any, weight: ShardedTe
     mine, bounds = _offsets_of_chunk(offsets, bags, len(ids), weight)
     bounds[0] = 0  # torch will raise where the first offset is another
     if bounds != sorted(bounds) or bounds[-1] > len(ids):
-        error = PropertyError(
-            f"offsets of bags must not fall, and end within the {len(ids)} ids: the bags of the ranks begin at "
-            f"{bounds[:-1]}, and the last ends at {bounds[-1]}"
-        )
-        in_op(weight._process_group, lambda: _raise(error))  # plain offsets of other ranks may be right
+
+        def refused() -> NoReturn:
+            raise PropertyError(
+                f"offsets of bags must not fall, and end within the {len(ids)} ids: the bags of the ranks begin at "
+                f"{bounds[:-1]}, and the last ends at {bounds[-1]}"
+            )
+
+        in_op(weight._process_group, refused)  # plain offsets of other ranks may be right
     edges = np.array([*bounds[:-1], len(ids)], dtype=np.int64).reshape(-1, 1)  # ids in no bag go to the last rank
     layout = Layout.of(ids.shape, Boxes(edges[:-1], edges[1:] - edges[:-1]), bags.places)
     if isinstance(ids, ShardedTensor):
@@ -130,10 +133,6 @@ def _moved_bags(ids: Any, offsets: torch.Tensor, samples: Any, weight: ShardedTe
     like = torch.empty(0, dtype=getattr(samples, "dtype", None), device=ids.device)
     taken = None if samples is None else _local_weights(samples, portion, like, weight)[:count]
     return Bags(bags, portion.tensors[0][:count], mine - bounds[row], taken)
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
 
 
 def _offsets_of_chunk(
